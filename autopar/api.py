@@ -15,23 +15,22 @@ from tempfile import TemporaryDirectory
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import emit, refuse_overwriting
-from autopar.codegen.proof.comparison import Comparison
-from autopar.codegen.proof.given_script import read_script_of
-from autopar.codegen.proof.verification import verify
+from autopar.codegen.proof.comparison import TrainingComparison
+from autopar.codegen.proof.verification import read_script_of, verify
 from autopar.codegen.subject import with_model
-from autopar.machine_options import Machines
+from autopar.options import MachineOptions
 from autopar.planner.costs.prediction import Arrangement, Prediction
-from autopar.planner.destination import (
+from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.files import (
     PLAN_FOLDER,
     refuse_named_as_file,
     refuse_replacing,
     write_whole,
 )
-from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.model.model_file import model_path
+from autopar.planner.plan.again import parts_of
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, refuse_foreign, write_plan
-from autopar.planner.plan.fleet.curve import Curve
-from autopar.planner.plan.parts import parts_of
+from autopar.planner.plan.fleet import Curve
 from autopar.planner.plan.plan import Plan as Content
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.telling.words import arrangement_words
@@ -110,7 +109,7 @@ class Plan:
 
     def verify(
         self, script: str | Path | None = None, *, steps: int = 5, half_steps: int = 30
-    ) -> Comparison:
+    ) -> TrainingComparison:
         """Train a few steps by a script on CPU processes and in one process; return how far apart.
 
         Without a script it is the one that the plan emits. `is_within(1e-9)` says whether they
@@ -170,7 +169,7 @@ def plan(
     request = request_of(
         str(model),
         arguments=_pairs(arguments),
-        machines=Machines(
+        machines=MachineOptions(
             gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
             device=device,
             nodes=_text(nodes),

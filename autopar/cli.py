@@ -1,4 +1,4 @@
-"""The command line: commands, and how errors are told and turned into exit codes."""
+"""The command line: its commands, loaded when they are asked for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,69 @@ import gc
 import io
 import sys
 import warnings
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import autopar
-from autopar.console import tell_error
-from autopar.lazy_commands import LazyGroup
+from autopar.command_line import Command, CommandGroup
+from autopar.console import tell_error, telling_what_takes_long
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.still import telling_what_takes_long
+
+# The function of each command, in the module of its name.
+FUNCTIONS = {
+    "inspect": "inspect",
+    "plan": "plan",
+    "explain": "explain_plan",
+    "diff": "diff",
+    "emit": "emit_script",
+    "verify": "verify_plan",
+    "dryrun": "dryrun",
+    "profile": "profile",
+    "run": "run",
+    "runs": "runs",
+    "ckpt": "ckpt",
+    "doctor": "doctor",
+}
+
+
+class LazyCommands(Mapping[str, Any]):
+    """What a group looks its commands up in."""
+
+    def __getitem__(self, name: str) -> Any:
+        function_name = FUNCTIONS[name]
+        function = getattr(import_module(f"autopar.commands.{name}"), function_name)
+        if isinstance(function, typer.Typer):  # several commands under one name
+            group = typer.main.get_command(function)
+            group.name = name
+            return group
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        )
+        alone.command(name, cls=Command)(function)
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FUNCTIONS)
+
+    def __len__(self) -> int:
+        return len(FUNCTIONS)
+
+
+class LazyGroup(CommandGroup):
+    """A group that knows the names of its commands, and imports them one by one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, none of them imported."""
+        del ctx
+        return list(self.commands)
+
 
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # paths

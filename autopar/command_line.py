@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from autopar.planner.cluster.reading import did_you_mean
+from autopar.planner.cluster.toml_reading import did_you_mean
 from autopar.planner.errors import InputError
 
 # Typer hands out only the children of its UsageError; where that is differs between its versions.
@@ -25,7 +25,7 @@ class Command(TyperCommand):
         return read_arguments(super().parse_args, ctx, args)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A command of several, which refuses the name of one that is not there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

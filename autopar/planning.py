@@ -1,18 +1,20 @@
-"""From a model file to the best plan of its training: what `autopar plan` and the API share."""
+"""From a model file and what was declared to its plan, its script and their proof."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.codegen.emit import emit_with_notes
+from autopar.codegen.proof.comparison import TrainingComparison
+from autopar.codegen.proof.verification import check_fits, read_script_of, step_flops, verify
 from autopar.codegen.script.layer_lists import LostLayersError
-from autopar.console import tell_note
-from autopar.machine_options import Machines, clusters_of
-from autopar.notes.dataset_notes import check_dataset
-from autopar.notes.metrics_notes import check_metrics
-from autopar.notes.plan_notes import (
+from autopar.codegen.subject import check_unchanged, model_spec
+from autopar.console import progress, reported, tell_note
+from autopar.dataset_notes import check_dataset, check_metrics
+from autopar.notes import (
     note_devices,
     note_objects_kept,
     note_optimizer,
@@ -20,34 +22,95 @@ from autopar.notes.plan_notes import (
     note_own_gradients,
     note_plan,
     note_profile,
+    note_rows,
     note_unpriced,
 )
-from autopar.notes.row_notes import note_rows
+from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.findings.half_range import check_constants, check_means
-from autopar.planner.findings.optimizer_probe import optimizer_traits
-from autopar.planner.graph import Graph
+from autopar.planner.errors import AutoparError, InfeasibleError, InputError
+from autopar.planner.findings.numbers import check_constants, check_means
+from autopar.planner.findings.optimizer import optimizer_traits
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
-from autopar.planner.model.model_file import load_model_file
-from autopar.planner.plan.declared.constraints import Constraints, Objective, without_recompute
-from autopar.planner.plan.declared.names import check_names
-from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer
-from autopar.planner.plan.declared.options import gathered_constraints
-from autopar.planner.plan.declared.whole_batch import rows_at_once
-from autopar.planner.plan.declared.work import check_tokens, check_work
-from autopar.planner.plan.fleet.choosing import Choice, choose
-from autopar.planner.plan.fleet.curve import Curve, Fewer
-from autopar.planner.plan.fleet.training import Training
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, leave_degrees
+from autopar.planner.model.model_file import load_model_file, model_path
+from autopar.planner.plan.again import arrangement_constraints, whole_constraints
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Objective,
+    check_tokens,
+    check_work,
+    without_recompute,
+)
+from autopar.planner.plan.declared.file import gathered_constraints
+from autopar.planner.plan.declared.limits import rows_at_once, with_moments, with_optimizer
+from autopar.planner.plan.declared.settings import check_names
+from autopar.planner.plan.fleet import ChosenPoint, Curve, Fewer, Training, choose
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.demands import check_memory
+from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
+from autopar.planner.plan.telling.explanation import class_layouts
+from autopar.planner.plan.telling.words import arrangement_words, parts_apart, statistics_apart
 from autopar.planner.precision import Precision
-from autopar.planner.profile.file import read_measurements
-from autopar.planner.profile.measured import MeasuredFile
+from autopar.planner.profile.measured import MeasuredFile, read_measurements
 from autopar.planner.trace import trace_for_rows
-from autopar.progress import reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smaller:
+    """The plan of a smaller model, and what the larger one splits that it does not split so."""
+
+    plan: Plan
+    unlike: tuple[str, ...]
+
+
+def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
+    """Return a plan of the same degrees for the model with some arguments in place of its own.
+
+    Its modules are split and recomputed as the plan's are where sizes allow that.
+    """
+    spec = model_spec(plan, folder)
+    check_unchanged(plan, model_path(spec))
+    given = (argument.partition("=") for argument in arguments)
+    chosen = dict(plan.model.arguments) | {key: value for key, _, value in given}
+    axes = infer_axes(plan.graph)
+    layers = find_layers(plan.graph, axes)
+
+    def planned(constraints: Constraints) -> Plan:
+        texts = [f"{key}={value}" for key, value in chosen.items()]
+        return make_plan(spec, texts, plan.cluster, constraints, time_limit_seconds=None)
+
+    def planned_by_degrees() -> Plan:
+        try:
+            return planned(arrangement_constraints(plan))
+        except InfeasibleError as error:
+            raise _refusal(plan, arguments, error) from None
+
+    try:
+        found = planned(whole_constraints(plan, axes, layers))
+    except (InputError, InfeasibleError):  # a smaller one may lack a module or an axis
+        found = planned_by_degrees()
+    return Smaller(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
+
+
+def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> InfeasibleError:
+    arranged = plan.arrangement
+    sizes = f", and sizes that {arranged.tensor} divides" if arranged.tensor > 1 else ""
+    return InfeasibleError(
+        f"{plan.model.name} with {', '.join(arguments)} cannot be arranged as the plan is "
+        f"({arrangement_words(arranged)}): {error.found}",
+        fix=f"give it layers for {arranged.pipeline * arranged.stages_per_rank} stages{sizes}",
+    )
+
+
+def _splits(plan: Plan) -> set[str]:
+    """Return what is split along what, equal layers told once."""
+    axes = infer_axes(plan.graph)
+    return {
+        f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
+        for line in class_layouts(plan, axes, find_layers(plan.graph, axes))
+        for one in line.splits
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +118,7 @@ class Planned:
     """The plans for all numbers of devices, the chosen one, and whether fewer would do."""
 
     curve: Curve
-    choice: Choice
+    choice: ChosenPoint
     fewer: Fewer | None = None
 
     @property
@@ -80,7 +143,7 @@ def request_of(
     model: str,
     *,
     arguments: Sequence[str],
-    machines: Machines,
+    machines: MachineOptions,
     pins: Sequence[str],
     demands: Mapping[str, str | None],
     constraints: Path | None,
@@ -132,8 +195,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
     What cannot be is refused as early as it shows.
     """
     # here alone: other commands need no solver
-    from autopar.planner.plan.fleet.fewer import fewer_as_fast
-    from autopar.planner.plan.fleet.trials import planned_curve
+    from autopar.planner.plan.fleet import fewer_as_fast, planned_curve
     from autopar.planner.plan.solving.costing import Prices
 
     clusters, constraints = request.clusters, request.constraints
@@ -240,3 +302,51 @@ def _is_rented(cluster: Cluster, constraints: Constraints) -> bool:
     """Whether fewer devices are worth a look: CPUs are where scripts are proved."""
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and constraints.objective is not Objective.MEMORY
+
+
+TOLERANCE = 1e-9  # in float64, after several steps of AdamW
+STEPS = 3
+MANY_FLOPS = 2e12  # a step of more takes minutes on CPUs
+_QUICK_SECONDS = 10.0
+_START_SECONDS = 3.0  # of a process that imports torch, on a core of its own
+_FLOPS_PER_SECOND = 1e9  # of a core, in float64 and small tensors
+
+
+def is_quick(plan: Plan, cores: int) -> bool:
+    """Whether a plan is verified in less than ten seconds, as it is of a model of tests and demos.
+
+    Plans that mean to train otherwise than one process would differ, which the plan has told.
+    """
+    if parts_apart(plan) or statistics_apart(plan):
+        return False
+    processes = plan.arrangement.ranks + 1
+    computed = 2 * (STEPS + 1) * step_flops(plan)  # by the ranks together, and by one process
+    seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
+    return seconds < _QUICK_SECONDS
+
+
+def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
+    """Return how far a script is from one process; a note says why where that is not to be had."""
+    try:
+        check_fits(plan, memory_bytes())
+        ranks = plan.arrangement.ranks
+        with progress(f"training {STEPS} steps on {ranks} processes and on one"):
+            return verify(plan, folder, read_script_of(plan, script, folder), steps=STEPS)
+    except AutoparError as error:
+        why = error.found
+    except Exception as error:  # the model's own, of which nothing is known on CPUs
+        why = f"{type(error).__name__}: {error}"
+    tell_note(f"the plan could not be verified on the CPUs here: {why}")
+    return None
+
+
+def memory_bytes() -> int:
+    """Return how much memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def verify_command(plan: Plan, folder: Path) -> str:
+    """Return the command that verifies a plan, by a smaller model if it is too large for CPUs."""
+    is_large = step_flops(plan) > MANY_FLOPS
+    smaller = " --arg NAME=VALUE (a smaller model: see its build_model)" if is_large else ""
+    return f"autopar verify {folder}{smaller}"

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.units import bytes_text
+from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import AutoparError
 from autopar.planner.layers import find_layers
@@ -27,7 +27,7 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import Candidate
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.trace import trace
 from benchmarks.validate import zoo_folder
@@ -106,7 +106,7 @@ def stated_seconds(row: Row) -> float:
 
 
 @cache
-def subject_of(shape: ModelShape, layers: int) -> Subject:
+def subject_of(shape: ModelShape, layers: int) -> SearchSubject:
     """Return the traced model with all its layers."""
     arguments = [
         f"layers={layers}", f"heads={shape.heads}", f"kv_heads={shape.kv_heads}",
@@ -117,7 +117,7 @@ def subject_of(shape: ModelShape, layers: int) -> Subject:
         arguments.append("dropout=0.0")
     graph = trace(load_model_file(str(zoo_folder() / shape.file), arguments))
     axes = infer_axes(graph)
-    return Subject(graph=graph, axes=axes, layers=find_layers(graph, axes))
+    return SearchSubject(graph=graph, axes=axes, layers=find_layers(graph, axes))
 
 
 def compared(row: Row, most_seconds: float) -> Compared:

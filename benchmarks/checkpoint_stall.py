@@ -25,8 +25,8 @@ from torch.optim import AdamW
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.keeping.manifest import Moment, rank_file
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.saving import Saved, Saving
-from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
+from autopar.runtime.keeping.saving import CheckpointSaving, SavedCheckpoint
+from autopar.runtime.keeping.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
 
@@ -53,14 +53,14 @@ def main() -> None:
         loss.item()
         return time.perf_counter() - begun
 
-    def taken(number: int) -> Snapshot:
+    def taken(number: int) -> CheckpointSnapshot:
         moment = Moment(step=number, rows=0, updates=0)
         found = snapshot(folder, moment, "", [model], optimizer, agreed)
-        assert isinstance(found, Snapshot), found
+        assert isinstance(found, CheckpointSnapshot), found
         return found
 
     folder = Path(options.folder) / "checkpoint-stall"
-    agreed, saving, at_once, beside = Agreed(mesh), Saving(mesh), [], []
+    agreed, saving, at_once, beside = Agreed(mesh), CheckpointSaving(mesh), [], []
     calm, busy = [], []
     for number in range(options.pairs):
         calm += [step() for _ in range(STEPS)]
@@ -80,14 +80,14 @@ def main() -> None:
         _tell(at_once, beside, calm, busy, sizes)
 
 
-def _whole(saved: Saved) -> Saved:
+def _whole(saved: SavedCheckpoint) -> SavedCheckpoint:
     assert saved.failure is None, saved.failure
     return saved
 
 
 def _tell(
-    at_once: Sequence[Saved],
-    beside: Sequence[Saved],
+    at_once: Sequence[SavedCheckpoint],
+    beside: Sequence[SavedCheckpoint],
     calm: Sequence[float],
     busy: Sequence[float],
     sizes: Sequence[int],

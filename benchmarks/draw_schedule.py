@@ -8,7 +8,7 @@ gradient, a blank is idle time. Equal stages; a rank's forward takes 1, its back
 
 import argparse
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind
+from autopar.planner.costs.schedules.orders import Action, ActionKind
 from autopar.planner.costs.schedules.simulation import even_stages, simulate
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.codegen.proof.dryrun.running import DryRun, dry_run
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.errors import AutoparError
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planning import make_plan

@@ -25,21 +25,20 @@ from tempfile import TemporaryDirectory
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.units import seconds_text
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import AutoparError
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import Explorer, search
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
-from autopar.planner.profile.profile import Request, place_at_hand, profile
+from autopar.planner.profile.profile import ProfileRequest, place_at_hand, profile
 from benchmarks.every_plan_ranks import RANKS, step_seconds
 from benchmarks.profile_truth import Case, Known, known
 from benchmarks.validation.scoring import kendall_tau
@@ -162,7 +161,7 @@ def in_turns(
 def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
     """Return what `autopar profile --net` measures, for every microbatch that there can be."""
     sizes = (size for size in range(1, subject.case.batch + 1) if subject.case.batch % size == 0)
-    request = Request(
+    request = ProfileRequest(
         batches=tuple(sizes),
         degrees=(1, RANKS),
         precision=Precision.FP32,
@@ -208,7 +207,7 @@ class Planner:
 
     def _arrangements(self) -> Iterator[Arrangement]:
         subject = self.subject
-        own = Subject(graph=subject.graph, axes=subject.axes, layers=subject.layers)
+        own = SearchSubject(graph=subject.graph, axes=subject.axes, layers=subject.layers)
         explorer = Explorer(own, self.cluster, self.free, measured=self.measured)
         for point in explorer.points:
             yield from explorer.points.variants(point)

@@ -14,12 +14,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.collectives.protocols import (
+from autopar.planner.costs.collectives.algorithms import (
     CollectiveConstants,
     Protocol,
     read_collective_constants,
 )
+from autopar.planner.costs.collectives.choice import collective_seconds
 from benchmarks.fit_collectives_tables import MEBIBYTE, Row, nccl_rows, simai_rows, simumax_rows
 
 CLASSES = (

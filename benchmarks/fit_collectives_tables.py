@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.planner.cluster.choose import usual_node
-from autopar.planner.cluster.cluster import Cluster, Origin
-from autopar.planner.cluster.levels import cluster_from
-from autopar.planner.cluster.link import Collective, Link
+from autopar.planner.cluster.cluster import Cluster, ClusterOrigin, Collective, Link, cluster_from
+from autopar.planner.cluster.file import usual_node
 from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape
 from autopar.planner.cluster.sheet import find_device, known_fabrics
 
@@ -47,7 +45,9 @@ def machine(device_name: str, *, nodes: int, gpus: int, network: Link | None) ->
     device = find_device(device_name)
     per_node = gpus // nodes
     fabric = network or known_fabrics()[device.fabric]
-    return cluster_from([usual_node(device, per_node)] * nodes, network=fabric, origin=Origin.NAMED)
+    return cluster_from(
+        [usual_node(device, per_node)] * nodes, network=fabric, origin=ClusterOrigin.NAMED
+    )
 
 
 def shape_of(collective: Collective, cluster: Cluster) -> GroupShape:

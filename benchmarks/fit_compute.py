@@ -16,11 +16,11 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from autopar.planner.costs.kernels.compute import throughput
-from autopar.planner.costs.kernels.constants import (
+from autopar.planner.costs.kernels.rates import (
     Architecture,
     ComputeConstants,
     read_compute_constants,
+    throughput,
 )
 from benchmarks.fit_compute_tables import (
     Measured,

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from autopar.planner.costs.kernels.attention import (
+from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
-)
-from autopar.planner.costs.kernels.compute import Sheet, Throughput
-from autopar.planner.costs.kernels.gemm import (
     gemm_seconds,
 )
+from autopar.planner.costs.kernels.rates import Sheet, Throughput
 
 LAUNCH_SECONDS = 1.5e-6  # between kernels that were queued back to back, as in these benchmarks
 BEST_SHAPE_SHEETS = {

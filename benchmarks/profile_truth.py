@@ -22,19 +22,24 @@ from statistics import median
 
 import torch
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Prediction
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import ModelFile, load_model_file
-from autopar.planner.plan.declared.options import gathered_constraints
-from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.declared.file import gathered_constraints
+from autopar.planner.plan.plan import model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.profile.profile import Request, place_at_hand, profile, threads_as_in_training
+from autopar.planner.profile.profile import (
+    ProfileRequest,
+    place_at_hand,
+    profile,
+    threads_as_in_training,
+)
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import build
 from benchmarks.profile_truth_collectives import CollectiveRow, collective_rows
@@ -102,7 +107,7 @@ class Known:
     case: Case
     model_file: ModelFile
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
 
 
@@ -137,7 +142,7 @@ def step_row(case: Case, *, turns: int, budget_seconds: float) -> StepRow:
 
 def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
     """Return the measurements of a model at its batch."""
-    request = Request(
+    request = ProfileRequest(
         batches=(subject.case.batch,),
         degrees=(1,),
         precision=Precision.FP32,

@@ -4,20 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.link import Backend, Collective
+from autopar.planner.cluster.cluster import Backend, Cluster, Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.layers.flow import Conversion, LayerFlow, layer_flow
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.layouts import Layout, conversion
-from autopar.planner.plan.declared.options import gathered_constraints
-from autopar.planner.plan.parts import parts_of
+from autopar.planner.costs.layers.flow import LayerConversion, LayerFlow, layer_flow
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.layouts import Layout, conversion
+from autopar.planner.plan.again import parts_of
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.plan import Plan
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import link_cases, net_of, sample
-from autopar.planner.programs.layouts.slots import find_slots, own_layouts
+from autopar.planner.programs.layouts.rules import find_slots, own_layouts
 from autopar.planning import make_plan
 
 RANKS = 2
@@ -94,7 +93,7 @@ def _conversions(plan: Plan, machines: Cluster, batch: int) -> Iterator[tuple[Co
     """Yield the collectives of the layers, forward and backward, with their payloads."""
     axes, layers = parts_of(plan, where="the plan")
     device = machines.devices[0]
-    pricer = Pricer(
+    pricer = OpPricer(
         plan.graph,
         axes,
         batch=batch,
@@ -122,7 +121,7 @@ def _conversions(plan: Plan, machines: Cluster, batch: int) -> Iterator[tuple[Co
             outside.update(zip(op.outputs, layout.gives, strict=True))
 
 
-def _calls(flow: LayerFlow, one: Conversion) -> Iterator[tuple[Collective, int]]:
+def _calls(flow: LayerFlow, one: LayerConversion) -> Iterator[tuple[Collective, int]]:
     produced = flow.produced[one.tensor]
     step = conversion(produced, one.needed)
     if step is None:

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.units import seconds_text
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.toml_reading import seconds_text
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planning import make_plan
 from benchmarks.script_speed_ranks import RANKS, Pair, Timed, timed
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.runtime.optimizer.arguments import OptimizerFactory
-from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.usual import adamw
+from autopar.runtime.optimizer.building import OptimizerFactory, adamw, build_optimizer
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.ranks.randomness import seed_all
 from autopar.runtime.weights.loading import NOTHING_SPLIT, load_weights

@@ -15,10 +15,9 @@ import typer
 import autopar
 from autopar.cli import main
 from autopar.command_line import Command
-from autopar.console import results
+from autopar.console import reported, results
 from autopar.planner.costs.steps.framework import read_framework_constants
-from autopar.planner.destination import check_writable, refuse_others, write_whole
-from autopar.progress import reported
+from autopar.planner.files import check_writable, refuse_others, write_whole
 from benchmarks.validation.outcome import validate_rows
 from benchmarks.validation.page import page, predictions_csv
 from benchmarks.validation.report import report_of

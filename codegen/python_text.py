@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.codegen.forward.text.identifiers import comment, is_identifier, string
+from autopar.codegen.forward.text.expressions import comment, is_identifier, string
 
 WIDTH = 100
 
@@ -54,17 +54,17 @@ def prose(value: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Bracketed:
     """Items between brackets: a call with its arguments, or a tuple."""
 
     opening: str
-    items: tuple[str | Group, ...]
+    items: tuple[str | Bracketed, ...]
     closing: str
 
     @property
     def flat(self) -> str:
         """The group on one line."""
-        items = [item.flat if isinstance(item, Group) else item for item in self.items]
+        items = [item.flat if isinstance(item, Bracketed) else item for item in self.items]
         lone = "," if self.opening == "(" and len(items) == 1 else ""  # a tuple of one
         return f"{self.opening}{', '.join(items)}{lone}{self.closing}"
 
@@ -75,7 +75,7 @@ class Group:
         margin = " " * (indent + 4)
         lines = [
             item.laid_out(before=indent + 4, after=1, indent=indent + 4)
-            if isinstance(item, Group)
+            if isinstance(item, Bracketed)
             else item
             for item in self.items
         ]
@@ -84,41 +84,41 @@ class Group:
 
     def in_few_lines(self, *, before: int, indent: int) -> str:
         """Return the group on one line, or all items on a line of their own, or one on each."""
-        items = ", ".join(one.flat if isinstance(one, Group) else one for one in self.items)
+        items = ", ".join(one.flat if isinstance(one, Bracketed) else one for one in self.items)
         if before + len(self.flat) <= WIDTH or indent + 4 + len(items) > WIDTH:
             return self.laid_out(before=before, indent=indent)
         margin = " " * indent
         return f"{self.opening}\n{margin}    {items}\n{margin}{self.closing}"
 
 
-Row = tuple[str, str | Group, str]  # what leads a value, the value, a remark
+Row = tuple[str, str | Bracketed, str]  # what leads a value, the value, a remark
 
 
-def call(function: str, *arguments: str | Group) -> Group:
+def call(function: str, *arguments: str | Bracketed) -> Bracketed:
     """Return a call."""
-    return Group(f"{function}(", arguments, ")")
+    return Bracketed(f"{function}(", arguments, ")")
 
 
-def tuple_of(*items: str | Group) -> Group:
+def tuple_of(*items: str | Bracketed) -> Bracketed:
     """Return a tuple."""
-    return Group("(", items, ")")
+    return Bracketed("(", items, ")")
 
 
-def starred(items: str | Group) -> str | Group:
+def unpacked(items: str | Bracketed) -> str | Bracketed:
     """Return an item as it stands among others, or a group of several as these."""
     if isinstance(items, str):
         return items
-    return Group(f"*{items.opening}", items.items, items.closing)
+    return Bracketed(f"*{items.opening}", items.items, items.closing)
 
 
-def row(key: str | Group, value: str | Group) -> tuple[str, str | Group]:
+def row(key: str | Bracketed, value: str | Bracketed) -> tuple[str, str | Bracketed]:
     """Return what leads a row of a dict, and its value: of one key, or of a group of keys."""
     if isinstance(key, str):
         return f"{key}: ", value
-    return "", Group("**dict.fromkeys(", (key, value), ")")
+    return "", Bracketed("**dict.fromkeys(", (key, value), ")")
 
 
-def assigned(name: str, value: Group, said: str = "") -> Source:
+def assigned(name: str, value: Bracketed, said: str = "") -> Source:
     """Return `name = value`, with a remark behind it or, where it does not fit, above it."""
     line = f"{name} = {value.flat}  {remark(said)}" if said else f"{name} = {value.flat}"
     if len(line) <= WIDTH:
@@ -128,7 +128,7 @@ def assigned(name: str, value: Group, said: str = "") -> Source:
 
 
 def table(
-    name: str, brackets: tuple[str, str], rows: Sequence[tuple[str, str | Group, str]]
+    name: str, brackets: tuple[str, str], rows: Sequence[tuple[str, str | Bracketed, str]]
 ) -> Source:
     """Return `name = …` with a row on each line: what leads it, its value, a remark or "".
 
@@ -137,13 +137,13 @@ def table(
     opening, closing = brackets
     lines = [f"{name} = {opening}"]
     for lead, value, said in rows:
-        flat = f"    {lead}{value.flat if isinstance(value, Group) else value},"
+        flat = f"    {lead}{value.flat if isinstance(value, Bracketed) else value},"
         if said and len(flat) + 2 + len(remark(said)) > WIDTH:
             lines.append(f"    {remark(said)[: WIDTH - 4]}")
         elif said:
             lines.append(f"{flat}  {remark(said)}")
             continue
-        if isinstance(value, Group):
+        if isinstance(value, Bracketed):
             flat = f"    {lead}{value.laid_out(before=4 + len(lead), after=1, indent=4)},"
         lines.append(flat)
     return Source("\n".join([*lines, closing]))

@@ -9,17 +9,16 @@ from pathlib import Path
 from torch import nn
 
 from autopar.codegen.forward.emit import opened_classes
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_of
-from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.model.without_memory import without_memory
-from autopar.planner.plan.model_facts import source_hash
-from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.plan import Model, Plan, source_hash
 from autopar.planner.precision import Precision
 from autopar.planner.trace.lengths import with_other_lengths
 
@@ -31,18 +30,18 @@ class ChangedModelError(AutoparError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class PlannedSubject:
     """A plan's model file, modules, axes and layers, and the source that the plan needs."""
 
     file: ModelFile
     graph: Graph
     modules: Modules
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
-    opened: Opened
+    opened: OpenedSource
 
 
-def subject_of(plan: Plan, folder: Path) -> Subject:
+def subject_of(plan: Plan, folder: Path) -> PlannedSubject:
     """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
     file = _model_file(plan, folder)
     model = without_memory(file)
@@ -50,7 +49,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     _check_same_modules(plan, model, file.path)
     modules = modules_of(model)
     split = split_of(plan, modules, partial(_on_other_lengths, _Traced.of(plan, file)))
-    return Subject(
+    return PlannedSubject(
         file=file,
         graph=plan.graph,
         modules=modules,

@@ -1,24 +1,23 @@
-"""Says what every op of a graph computes, moves and keeps, at one batch and one precision."""
+"""Says what every op of a graph computes, moves and keeps, and how long it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from math import prod
 from types import MappingProxyType
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.costs.ops.flops import backward_flops, forward_flops
-from autopar.planner.costs.ops.kept import (
-    Memory,
-    made_by,
-    made_elements,
-    names_kept,
-)
-from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.costs.ops.traffic import moved_bytes
-from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Origin, Parameter
+import networkx as nx
+
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.costs.ops.case import LocalShapes, backward_flops, forward_flops
+from autopar.planner.costs.ops.kept import TensorMemory, made_by, made_elements, names_kept
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.costs.ops.seconds import moved_bytes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op, Parameter, Tensor, TensorOrigin
+from autopar.planner.layers import find_layers
 from autopar.planner.precision import (
     FUSED,
     GRADIENT_BYTES,
@@ -32,7 +31,91 @@ from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class AnnotatedOp:
+    """One op, unsplit, at one batch and precision, and of how many layers alike it is the first."""
+
+    name: str
+    target: str
+    module: str
+    location: str
+    layer: int
+    count: int  # 0: as in the first layer of the class
+    forward_flops: int
+    backward_flops: int
+    moved_bytes: int  # forward and backward
+    kept_bytes: int  # for the backward
+    forward_seconds: float
+    backward_seconds: float
+
+
+def annotated_ops(
+    graph: Graph, *, batch: int, precision: Precision, device: Device
+) -> tuple[AnnotatedOp, ...]:
+    """Return the ops in the order in which they run."""
+    axes = infer_axes(graph)
+    layers = find_layers(graph, axes)
+    annotation = annotate(graph, axes, batch=batch, precision=precision)
+    pricer = OpPricer(graph, axes, batch=batch, precision=precision, device=device, layers=layers)
+    layer_of = {op.name: number for number, one in enumerate(layers.layers) for op in one.ops}
+
+    def lines() -> Iterator[AnnotatedOp]:
+        for op in graph.ops:
+            layer = layer_of[op.name]
+            alike = layers.classes[layers.layers[layer].layer_class].layers
+            work, cost = annotation.ops[op.name], pricer.cost(op)
+            yield AnnotatedOp(
+                name=op.name,
+                target=op.target,
+                module=graph.calls[op.call].path if op.call in graph.calls else op.call,
+                location=op.location,
+                layer=layer,
+                count=len(alike) if alike[0] == layer else 0,
+                forward_flops=work.forward_flops,
+                backward_flops=work.backward_flops,
+                moved_bytes=work.forward_bytes + work.backward_bytes,
+                kept_bytes=work.saved_bytes,
+                forward_seconds=cost.forward_seconds,
+                backward_seconds=cost.backward_seconds,
+            )
+
+    return tuple(lines())
+
+
+def annotated_graph(
+    graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int, precision: Precision
+) -> nx.DiGraph:
+    """Return the ops, and the tensors that no op makes, as a graph with an edge for each tensor.
+
+    A tensor that no op makes (a parameter, an input) has the bytes that it holds.
+    """
+    found = nx.DiGraph()
+    known = {one.name: one for one in ops}
+    makers = graph.index.made_by
+    for name, tensor in graph.tensors.items():
+        if name not in makers:
+            elements = tensor.expected_numel(batch)
+            found.add_node(
+                name,
+                kind=tensor.origin.value,
+                dtype=tensor.dtype,
+                shape=_shape_text(tensor, batch),
+                held_bytes=elements * item_bytes(tensor.dtype, precision),
+            )
+    for op in graph.ops:
+        found.add_node(op.name, kind="op", **asdict(known[op.name]))
+        for name in op.inputs:
+            tensor, maker = graph.tensors[name], makers[name].name if name in makers else name
+            shape = _shape_text(tensor, batch)
+            found.add_edge(maker, op.name, tensor=name, shape=shape, dtype=tensor.dtype)
+    return found
+
+
+def _shape_text(tensor: Tensor, batch: int) -> str:
+    return " × ".join(str(size.at(batch)) for size in tensor.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpWork:
     """What one op, or a group of ops, does."""
 
     forward_flops: int = 0
@@ -41,8 +124,8 @@ class Work:
     backward_bytes: int = 0
     saved_bytes: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: OpWork) -> OpWork:
+        return OpWork(
             forward_flops=self.forward_flops + other.forward_flops,
             backward_flops=self.backward_flops + other.backward_flops,
             forward_bytes=self.forward_bytes + other.forward_bytes,
@@ -66,11 +149,11 @@ class Annotation:
 
     batch: int
     precision: Precision
-    ops: Mapping[str, Work]
+    ops: Mapping[str, OpWork]
 
-    def total(self, ops: Iterable[Op]) -> Work:
+    def total(self, ops: Iterable[Op]) -> OpWork:
         """Return the work of some ops together."""
-        return sum((self.ops[op.name] for op in ops), Work())
+        return sum((self.ops[op.name] for op in ops), OpWork())
 
 
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
@@ -92,7 +175,7 @@ def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
 
 def annotate(
     graph: Graph,
-    axes: Axes,
+    axes: GraphAxes,
     *,
     batch: int,
     precision: Precision,
@@ -106,7 +189,7 @@ def annotate(
 
 class _Annotator:
     def __init__(
-        self, graph: Graph, axes: Axes, batch: int, precision: Precision, kernels: Kernels
+        self, graph: Graph, axes: GraphAxes, batch: int, precision: Precision, kernels: Kernels
     ) -> None:
         self.graph = graph
         self.axes = axes
@@ -114,9 +197,9 @@ class _Annotator:
         self.precision = precision
         self.kernels = kernels
         self.kept: set[str] = set()
-        self.memory = Memory(graph, precision)
+        self.memory = TensorMemory(graph, precision)
 
-    def work(self, op: Op) -> Work:
+    def work(self, op: Op) -> OpWork:
         """Return the work of one op; tensors that it keeps are marked as kept."""
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
@@ -124,7 +207,7 @@ class _Annotator:
         moved = 0
         if not self.memory.takes_none(op):
             moved = moved_bytes(op, self.graph, self._bytes)
-        return Work(
+        return OpWork(
             forward_flops=forward_flops(rule, shapes),
             backward_flops=backward_flops(rule, shapes),
             forward_bytes=moved,
@@ -151,5 +234,5 @@ class _Annotator:
         names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
         new = dict.fromkeys(root for root in map(self.memory.root, names) if root not in self.kept)
         self.kept.update(new)
-        origins = (Origin.OP, Origin.INPUT)
+        origins = (TensorOrigin.OP, TensorOrigin.INPUT)
         return sum(self._bytes(root) for root in new if self.graph.tensors[root].origin in origins)

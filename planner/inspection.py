@@ -6,15 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from autopar.planner.annotate import Annotation, State, Work, annotate, state_of
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.findings.unpriced import Unpriced, unpriced
-from autopar.planner.graph import Graph
+from autopar.planner.annotate import Annotation, OpWork, State, annotate, state_of
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.findings.numbers import Unpriced, unpriced
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Parameter
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.ops import Parameter
 from autopar.planner.precision import Precision
+from autopar.planner.rules.signature import leaves
 from autopar.planner.rules.table import has_rule
-from autopar.planner.rules.terms import leaves
 
 SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes what bf16 takes
 
@@ -184,11 +184,11 @@ def _runs(graph: Graph, layers: Layers, fp32: Annotation, bf16: Annotation) -> t
     return tuple(lines)
 
 
-def _moved(work: Work) -> int:
+def _moved(work: OpWork) -> int:
     return work.forward_bytes + work.backward_bytes
 
 
-def _axes(graph: Graph, axes: Axes) -> tuple[AxisLine, ...]:
+def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
     """Return the named axes of inputs and parameters, the most used first."""
     counts: Counter[tuple[str, str]] = Counter()
     for name in (*graph.inputs, *(p.name for p in graph.parameters)):
@@ -201,7 +201,7 @@ def _axes(graph: Graph, axes: Axes) -> tuple[AxisLine, ...]:
     return tuple(AxisLine(name=n, size=s, parameters=c) for (n, s), c in counts.most_common())
 
 
-def _parameter_dims(graph: Graph, axes: Axes) -> tuple[ParameterLine, ...]:
+def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
     """Return the dims of the parameters, those alike in shape, meaning and last name as one."""
     groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for parameter in graph.parameters:

@@ -1,20 +1,85 @@
-"""Cuts a graph into layers, and finds which layers are equal: layer classes and runs.
-
-A layer is a repeated block of the model where there is one, and what stands beside the blocks
-(embedding, head) otherwise. Equal layers have the same ops in the same order on tensors of the same
-form; they are costed and solved once.
-"""
+"""Cuts a graph into layers, finds equal layers, and tells which tensors cross between layers."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Origin, Ref, Value
-from autopar.planner.rules.terms import Leaf, substituted
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
+from autopar.planner.rules.rule import is_random
+from autopar.planner.rules.signature import Leaf, substituted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """The layer of each op, the layer that makes each tensor, the layers that use it."""
+
+    home: Mapping[str, int]
+    maker: Mapping[str, int]
+    users: Mapping[str, frozenset[int]]
+    cuts: tuple[tuple[str, ...], ...]  # what crosses behind each layer
+
+
+def residence(graph: Graph, layers: Layers) -> Residence:
+    """Return where the tensors of a graph are made, used, and which cuts they cross.
+
+    What is computed from weights or from random numbers crosses: the rest is made again on every
+    stage that needs it, and inputs are on every stage.
+    """
+    home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
+    maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
+    drawn = (name for op in graph.ops if is_random(op) for name in op.outputs)
+    once = computed_once(graph, drawn)
+    last_use = _last_uses(graph, home, once)
+    cuts: list[list[str]] = [[] for _ in layers.layers]
+    for name, made in maker.items():
+        if name in once:
+            for position in range(made, last_use.get(name, made)):
+                cuts[position].append(name)
+    return Residence(
+        home=home,
+        maker=maker,
+        users={
+            name: frozenset(home[op.name] for op in ops)
+            for name, ops in graph.index.readers.items()
+        },
+        cuts=tuple(map(tuple, cuts)),
+    )
+
+
+def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
+    """Return what one stage alone computes: from weights, or from these random numbers.
+
+    So it is with results of an op that keeps statistics: a norm of a teacher that does not learn.
+    """
+    found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
+    found -= {parameter.name for parameter in graph.parameters}
+    found.update(drawn)
+    found.update(_beside_statistics(graph))
+    return frozenset(found.union(*(op.outputs for op in graph.index.reached_from(found))))
+
+
+def _beside_statistics(graph: Graph) -> Iterator[str]:
+    """Yield what ops return that write to a buffer besides."""
+    buffers = {buffer.name for buffer in graph.buffers}
+    for op in graph.ops:
+        if not buffers.isdisjoint(graph.index.written_by(op)):
+            yield from (name for name in op.outputs if graph.tensors[name].storage not in buffers)
+
+
+def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
+    """Return the last layer that needs each tensor, be it to make again what it uses itself."""
+    last: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        is_again = not once.intersection(op.outputs)
+        later = [last[name] for name in op.outputs if is_again and name in last]
+        at = max([home[op.name], *later])
+        for name in op.inputs:
+            last[name] = max(at, last.get(name, at))
+    return last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +100,7 @@ class LayerClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EqualLayers:
     """Equal layers in a row."""
 
     layer_class: int
@@ -49,10 +114,10 @@ class Layers:
 
     layers: tuple[Layer, ...]
     classes: tuple[LayerClass, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[EqualLayers, ...]
 
 
-def find_layers(graph: Graph, axes: Axes) -> Layers:
+def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
     """Return the layers of a graph in the order in which they begin."""
     tree = _CallTree(graph)
     units = _units(tree, graph)
@@ -144,10 +209,10 @@ def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str
 
 
 def _has_parameter(op: Op, graph: Graph) -> bool:
-    return any(graph.tensors[name].origin is Origin.PARAMETER for name in op.inputs)
+    return any(graph.tensors[name].origin is TensorOrigin.PARAMETER for name in op.inputs)
 
 
-def _form(ops: tuple[Op, ...], graph: Graph, axes: Axes | None) -> Hashable:
+def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable:
     """Return the canonical form of some ops: tensors and axes by where they were first met."""
     numbers: dict[str, int] = {}
     parts: list[Hashable] = []
@@ -166,7 +231,7 @@ def _form(ops: tuple[Op, ...], graph: Graph, axes: Axes | None) -> Hashable:
         tensor = graph.tensors[name]
         own = axes.dims[name] if axes is not None else ()
         dims = tuple(substituted(dim, axis) for dim in own)
-        outside = tensor.origin is Origin.PARAMETER
+        outside = tensor.origin is TensorOrigin.PARAMETER
         return (numbers[name], tensor.shape, tensor.dtype, tensor.requires_grad, outside, dims)
 
     def value(argument: Value) -> Hashable:
@@ -186,9 +251,9 @@ def _class_name(call: str, graph: Graph) -> str:
     return graph.calls[call].class_name if call in graph.calls else "model"
 
 
-def _runs(layers: tuple[Layer, ...]) -> Iterator[Run]:
+def _runs(layers: tuple[Layer, ...]) -> Iterator[EqualLayers]:
     first = 0
     for end in range(1, len(layers) + 1):
         if end == len(layers) or layers[end].layer_class != layers[first].layer_class:
-            yield Run(layer_class=layers[first].layer_class, first=first, count=end - first)
+            yield EqualLayers(layer_class=layers[first].layer_class, first=first, count=end - first)
             first = end

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from autopar.planner.ops import MODEL_DTYPE
+from autopar.planner.graph.ops import MODEL_DTYPE
 
 
 class Precision(StrEnum):

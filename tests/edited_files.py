@@ -18,9 +18,9 @@ from torch import nn
 from autopar.codegen.emit import emit
 from autopar.planner.cluster.file import read_cluster
 from autopar.planner.errors import AutoparError
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.files.document import plan_text, read_plan
-from autopar.planner.profile.file import measurements_text, read_measurements
+from autopar.planner.profile.measured import measurements_text, read_measurements
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 from benchmarks.validation.table import read_table

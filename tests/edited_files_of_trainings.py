@@ -14,16 +14,13 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from autopar.checkpoints.checkpoint_weights import export_weights
-from autopar.checkpoints.kept_checkpoints import kept_in, whole_checkpoint
-from autopar.commands.runs import runs
-from autopar.pages.checkpoint_pages import list_page
+from autopar.checkpoints import export_weights, kept_in, whole_checkpoint
+from autopar.commands.run import runs
+from autopar.pages.other_pages import list_page
 from autopar.planner.plan.plan import Plan
-from autopar.runs.run_analysis import analyze
-from autopar.runs.run_metrics import sound_lines_of
+from autopar.runs.run_metrics import analyze, sound_lines_of
 from autopar.runtime.keeping.manifest import NAME, rank_file
-from autopar.runtime.ranks.option_values import MOST_STEPS
-from autopar.runtime.ranks.options import read_options
+from autopar.runtime.ranks.options import MOST_STEPS, read_options
 from tests.codegen.plans import pinned_plan
 from tests.field.bad_inputs.kept import record_text, signed, write_checkpoint
 from tests.random_edits import Edit, Edited, edited_json, edited_text

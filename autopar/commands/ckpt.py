@@ -11,21 +11,21 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.checkpoints.checkpoint_difference import difference
-from autopar.checkpoints.checkpoint_weights import export_weights
-from autopar.checkpoints.kept_checkpoints import (
-    Kept,
+from autopar.checkpoints import (
+    KeptCheckpoint,
+    difference,
+    export_weights,
     kept_in,
     left_in,
     verified_in,
     whole_checkpoint,
 )
-from autopar.command_line import Command, Group
+from autopar.command_line import Command, CommandGroup
 from autopar.console import print_json, progress, results, tell_note
-from autopar.pages.checkpoint_pages import difference_page, list_page, verified_page
+from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError
 from autopar.runtime.ranks.locations import Location, location
-from autopar.runtime.ranks.option_values import weights_or_none
+from autopar.runtime.ranks.options import weights_or_none
 
 FOLDER = Annotated[
     str,
@@ -34,7 +34,7 @@ FOLDER = Annotated[
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 ckpt = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -162,7 +162,7 @@ def _place(output: str) -> Location:
         raise InputError(str(error), where="-o") from None
 
 
-def _as_data(one: Kept) -> dict[str, Any]:
+def _as_data(one: KeptCheckpoint) -> dict[str, Any]:
     manifest = one.manifest
     known = (
         {}

@@ -15,8 +15,8 @@ import typer
 
 import autopar
 from autopar.console import print_json, results
-from autopar.pages.tables import plain_table
-from autopar.planner.cluster.units import bytes_text
+from autopar.pages.plan_page import plain_table
+from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
 from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH

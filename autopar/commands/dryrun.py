@@ -11,9 +11,9 @@ from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import print_json, progress, results
-from autopar.number_options import whole
-from autopar.pages.tables import plain_table
-from autopar.planner.cluster.units import bytes_text
+from autopar.options import whole
+from autopar.pages.plan_page import plain_table
+from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.plan.files.document import read_plan
 
 

@@ -7,15 +7,20 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, emit, emit_with_notes, refuse_overwriting
-from autopar.codegen.standalone import write_standalone
+from autopar.codegen.emit import (
+    FILE_NAME,
+    emit,
+    emit_with_notes,
+    refuse_overwriting,
+    write_standalone,
+)
 from autopar.codegen.subject import model_spec, with_model
 from autopar.console import results, tell_note
-from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
-from autopar.planner.model.import_name import import_name
+from autopar.planner.files import refuse_replacing, write_whole
+from autopar.planner.model.functions import sources
+from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import model_path
-from autopar.planner.model.sources import sources
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 

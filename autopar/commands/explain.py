@@ -1,4 +1,4 @@
-"""`autopar explain`: why a plan is what it is, from plan.json alone."""
+"""`autopar explain` and `autopar diff`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from autopar.console import print_json, results
-from autopar.number_options import whole
-from autopar.pages.analysis_page import analysis_page
+from autopar.console import print_json, reported, results
+from autopar.options import whole
 from autopar.pages.explanation_page import (
+    analysis_page,
     communication_table,
+    comparison_page,
     explanation_page,
     layout_parts,
     memory_table,
@@ -24,19 +25,39 @@ from autopar.pages.explanation_page import (
 )
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
+from autopar.planner.plan.again import parts_of
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
-from autopar.planner.plan.declared.options import parse_pins
+from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
-from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.why_not import WhyNot, why_not
-from autopar.planner.profile.file import read_measurements
-from autopar.progress import reported
-from autopar.runs.run_analysis import Analysis, analyze
-from autopar.runs.run_metrics import sound_lines_of
+from autopar.planner.profile.measured import read_measurements
+from autopar.runs.run_metrics import Analysis, analyze, sound_lines_of
 from autopar.runs.run_record import read_record
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="plan.json or its folder")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="plan.json or its folder")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say what moved from plan A to plan B, and what it does to time, communication, memory.
+
+    Example: autopar diff before/plan.json after/plan.json
+    """
+    one, other = read_plan(before), read_plan(after)
+    parts = parts_of(one, where=str(before))
+    same = one.graph == other.graph and one.layouts == other.layouts and one.stages == other.stages
+    other_parts = parts if same else parts_of(other, where=str(after))
+    comparison = compare(one, other, parts=parts, other_parts=other_parts)
+    if as_json:
+        print_json(asdict(comparison))
+        return
+    for part in comparison_page(comparison, (str(before), str(after))):
+        results().print(part)
 
 
 def explain_plan(
@@ -116,7 +137,7 @@ def _analysis(plan: Plan, run: Path) -> Analysis:
 
 def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> WhyNot:
     """Answer from the plan where it knows, and solve what it does not know."""
-    from autopar.planner.plan.resolve import solve_point  # here alone: the rest needs no solver
+    from autopar.planner.plan.again import solve_point  # here alone: the rest needs no solver
 
     with reported("solving the other plan"):
         return why_not(plan, pins, partial(solve_point, measured=measured))

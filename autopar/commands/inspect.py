@@ -1,26 +1,65 @@
-"""`autopar inspect`: what autopar understands of a model."""
+"""`autopar inspect`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import networkx as nx
 import typer
 
 from autopar.commands.plan_options import ARG, DEVICE, MODEL
 from autopar.console import print_json, progress, results
-from autopar.graph_files import check_destination, write_graph
-from autopar.number_options import whole
-from autopar.pages.inspection_page import ops_table, page
-from autopar.planner.annotated import annotated_graph, annotated_ops
-from autopar.planner.cluster.choose import device_for
-from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.options import whole
+from autopar.pages.other_pages import ops_table, page
+from autopar.planner.annotate import annotated_graph, annotated_ops
+from autopar.planner.cluster.file import device_for
+from autopar.planner.errors import InputError
+from autopar.planner.files import check_writable, refuse_others, write_whole
+from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.plan.declared.optimizer_limits import with_moments
+from autopar.planner.plan.declared.limits import with_moments
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
+
+_BEGINNINGS = {
+    ".graphml": "<!-- The ops of a model, written by autopar. -->",
+    ".dot": "// The ops of a model, written by autopar.",
+}
+
+
+def check_destination(path: Path) -> None:
+    """Refuse a file of another kind, and one that autopar did not write."""
+    beginning = _BEGINNINGS.get(path.suffix)
+    if beginning is None:
+        raise InputError(
+            f"{path} is no name of a graph", expected="a file .graphml, or .dot for Graphviz"
+        )
+    check_writable(path)
+    refuse_others(path, beginning=beginning)
+
+
+def write_graph(graph: nx.DiGraph, path: Path) -> None:
+    """Write a graph in the form that the name of the file says."""
+    lines = nx.generate_graphml(graph) if path.suffix == ".graphml" else _dot(graph)
+    write_whole(path, "\n".join([_BEGINNINGS[path.suffix], *lines, ""]), what="the graph")
+
+
+def _dot(graph: nx.DiGraph) -> Iterator[str]:
+    yield "digraph {"
+    for name, attributes in graph.nodes(data=True):
+        yield f"  {json.dumps(name)} [{_listed(attributes)}];"
+    for maker, reader, attributes in graph.edges(data=True):
+        yield f"  {json.dumps(maker)} -> {json.dumps(reader)} [{_listed(attributes)}];"
+    yield "}"
+
+
+def _listed(attributes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(str(value))}" for key, value in attributes.items())
 
 
 def inspect(

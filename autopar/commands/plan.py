@@ -7,21 +7,28 @@ from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import refuse_overwriting, write_text
-from autopar.codegen.proof.comparison import Comparison
+from autopar.codegen.proof.comparison import TrainingComparison
 from autopar.commands import plan_options as options
 from autopar.commands.verify import tell_comparison
 from autopar.console import print_json, results
-from autopar.machine_options import Machines
-from autopar.notes.plan_notes import note_fewer
-from autopar.pages.curve_page import curve_json, curve_page, work_text
-from autopar.pages.plan_page import plan_page
-from autopar.planner.destination import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
+from autopar.notes import note_fewer
+from autopar.options import MachineOptions
+from autopar.pages.plan_page import curve_json, curve_page, plan_page, work_text
 from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.planning import Planned, request_of, scripted
-from autopar.verifying import STEPS, TOLERANCE, is_quick, verified, verify_command
+from autopar.planning import (
+    STEPS,
+    TOLERANCE,
+    Planned,
+    is_quick,
+    request_of,
+    scripted,
+    verified,
+    verify_command,
+)
 
 
 class NotVerifiedError(AutoparError):
@@ -85,7 +92,7 @@ def plan(
     request = request_of(
         model,
         arguments=arg or (),
-        machines=Machines(gpus=gpus, device=device, nodes=nodes, cluster=cluster),
+        machines=MachineOptions(gpus=gpus, device=device, nodes=nodes, cluster=cluster),
         pins=pin or (),
         demands=demands,
         constraints=constraints,
@@ -116,7 +123,7 @@ def plan(
         )
 
 
-def _tell_verified(plan: Plan, folder: Path, found: Comparison | None) -> None:
+def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Say that the script trains as one process does, what differs, or how to see it."""
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.number_options import seconds
+from autopar.options import seconds
 
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
 ARG = Annotated[

@@ -9,28 +9,26 @@ import torch
 import typer
 
 from autopar.commands.plan_options import ARG, MODEL
-from autopar.console import print_json, results
-from autopar.number_options import seconds, whole
-from autopar.pages.profile_page import profile_page, profile_summary
+from autopar.console import print_json, reported, results
+from autopar.options import seconds, whole
+from autopar.pages.other_pages import profile_page, profile_summary
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
+from autopar.planner.files import MOST_DEVICES, check_writable
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.numbers import MOST_DEVICES
 from autopar.planner.precision import Precision
-from autopar.planner.profile.file import (
+from autopar.planner.profile.measured import (
     FILE_NAME,
+    MeasuredFile,
     content_hash,
     read_measurements,
     write_measurements,
 )
-from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
-from autopar.planner.profile.profile import Request, place_at_hand
+from autopar.planner.profile.profile import ProfileRequest, place_at_hand
 from autopar.planner.profile.profile import profile as measure_ops
 from autopar.planner.trace import trace
-from autopar.progress import reported
 
 _BATCHES = [1, 2, 4, 8]
 _MOST_PROCESSES = 256  # on one machine
@@ -72,7 +70,7 @@ def profile(
 
     Example: autopar profile models_zoo/gpt2.py --arg size=124m --batch 8 --tensor 1,2 --net
     """
-    request = Request(
+    request = ProfileRequest(
         batches=tuple(dict.fromkeys(batch or _BATCHES)),
         degrees=_degrees(tensor),
         precision=_precision(precision),

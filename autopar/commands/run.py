@@ -1,26 +1,33 @@
-"""`autopar run`: trains by the script of a plan, in a folder that keeps what the run was."""
+"""`autopar run` and `autopar runs`."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from autopar.commands.emit import PLAN
-from autopar.console import results, tell_note
-from autopar.number_options import whole
-from autopar.planner.destination import refuse_named_as_file
+from autopar.console import print_json, results, tell_note
+from autopar.options import whole
+from autopar.pages.other_pages import time_text
+from autopar.pages.plan_page import plain_table
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.numbers import MOST_DEVICES
+from autopar.planner.files import MOST_DEVICES, refuse_named_as_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.runs.launching import script_help, torchrun_text
-from autopar.runs.meeting import check_meeting_place
-from autopar.runs.planned_again import Trained, awaited, left_in, made_ahead, planned_again
-from autopar.runs.run_end import End, recorded, trained
+from autopar.runs.launching import (
+    End,
+    check_meeting_place,
+    recorded,
+    script_help,
+    torchrun_text,
+    trained,
+)
 from autopar.runs.run_folder import (
     LOGS,
     RUNS,
@@ -38,8 +45,83 @@ from autopar.runs.run_folder import (
     torchrun_arguments,
     value_given,
 )
-from autopar.runs.run_record import METRICS, RunRecord, RunState, own_process, told_from
-from autopar.runtime.shown import masked
+from autopar.runs.run_metrics import last_lines, last_step
+from autopar.runs.run_record import (
+    METRICS,
+    PlanToTrain,
+    RunRecord,
+    RunState,
+    as_data,
+    awaited,
+    left_in,
+    made_ahead,
+    own_process,
+    planned_again,
+    read_record,
+    runs_in,
+    told_from,
+)
+from autopar.runtime.ranks.leaving import masked
+
+
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="of runs, of a plan, or of one run")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """List runs: when, which plan, what became of each, its last step, loss and seconds a step.
+
+    Example: autopar runs out
+    """
+    found = _runs(folder)
+    if not found:
+        raise InputError(
+            f"there are no runs in {folder}",
+            expected="what `autopar run PLAN` makes in the folder runs beside the plan",
+        )
+    steps = [_last_step(record.metrics_in(path)) for path, record in found]
+    if as_json:
+        pairs = zip(found, steps, strict=True)
+        print_json([_as_data(path, record, step) for (path, record), step in pairs])
+        return
+    table = plain_table("", "run", "started", "plan", "state", "step", "loss", "a step", left=4)
+    for (path, record), step in zip(found, steps, strict=True):
+        table.add_row(
+            Text(path.name),
+            time_text(record.started_at),
+            record.plan,
+            str(record.state),
+            f"{step['step']:,}" if "step" in step else "",
+            _figure(step.get("loss")),
+            seconds_text(step["seconds"]) if step.get("seconds") is not None else "",
+        )
+    results().print(table)
+
+
+def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
+    """Return the runs of a folder, or of that of a plan beside which they are."""
+    own = read_record(folder)
+    if own is not None:
+        return [(folder, own)]
+    return runs_in(folder) or runs_in(folder / RUNS)
+
+
+def _last_step(metrics: Path) -> dict[str, Any]:
+    """Return what the last step told; nothing where the file cannot be read, which others can."""
+    try:
+        return last_step(last_lines(metrics)) or {}
+    except InputError as error:
+        tell_note(error.found)
+        return {}
+
+
+def _figure(loss: object) -> str:
+    return f"{loss:.5f}" if isinstance(loss, float) else str(loss or "")
+
+
+def _as_data(path: Path, record: RunRecord, step: dict[str, Any]) -> dict[str, Any]:
+    return {"folder": str(path), **as_data(record), "last_step": step}
 
 
 class DevicesError(AutoparError):
@@ -173,9 +255,9 @@ def _nodes(count: int, rank: int | None, address: str | None, port: int, name: s
     return Nodes(count=count, rank=rank, address=address, port=port)
 
 
-def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> Trained:
+def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> PlanToTrain:
     """Return the plan that is given, or one that was made ahead for these devices."""
-    found = Trained.read(plan)
+    found = PlanToTrain.read(plan)
     if script is not None:
         found = replace(found, script=script)
     if not found.script.is_file():
@@ -197,7 +279,7 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
     return found
 
 
-def _planned_again(chosen: Trained, devices: int, folder: Path, nodes: Nodes) -> Trained:
+def _planned_again(chosen: PlanToTrain, devices: int, folder: Path, nodes: Nodes) -> PlanToTrain:
     """Return another plan of the training, which the first of several machines makes for all.
 
     All of them take the one of an earlier start: the others might see it before it is replaced.
@@ -224,7 +306,7 @@ def _check_devices(ranks: int, nodes: Nodes) -> None:
         )
 
 
-def _fill(folder: Path, chosen: Trained, start: Start, nodes: Nodes, command: str) -> None:
+def _fill(folder: Path, chosen: PlanToTrain, start: Start, nodes: Nodes, command: str) -> None:
     try:
         if start.copied is not None and nodes.rank == 0:
             copy_checkpoint(start.copied, start.checkpoints)
@@ -258,7 +340,12 @@ def _record(
 
 
 def _tell_start(
-    folder: Path, start: Start | None, resume: str | None, command: str, *, chosen: Trained | None
+    folder: Path,
+    start: Start | None,
+    resume: str | None,
+    command: str,
+    *,
+    chosen: PlanToTrain | None,
 ) -> None:
     print(f"run: {folder}")
     if chosen is not None:

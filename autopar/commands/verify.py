@@ -11,27 +11,30 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.emit import FILE_NAME, refuse_overwriting, script_text
-from autopar.codegen.proof.comparison import Comparison
-from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
-from autopar.codegen.proof.half_comparison import TIMES, InHalf
-from autopar.codegen.proof.held import Difference
+from autopar.codegen.proof.comparison import TIMES, Difference, InHalf, TrainingComparison
 from autopar.codegen.proof.plain_loop import FILE_NAME as PLAIN_NAME
 from autopar.codegen.proof.plain_loop import plain_loop
-from autopar.codegen.proof.verification import check_fits, step_flops, verify
+from autopar.codegen.proof.verification import (
+    GivenScript,
+    carried_over,
+    check_fits,
+    read_script_of,
+    step_flops,
+    verify,
+)
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import print_json, progress, results, tell_note
-from autopar.notes.row_notes import note_parts_apart
-from autopar.number_options import difference, whole
-from autopar.pages.tables import plain_table
-from autopar.planner.destination import refuse_replacing, write_whole
+from autopar.notes import note_parts_apart
+from autopar.options import difference, whole
+from autopar.pages.plan_page import plain_table
 from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.files import refuse_replacing, write_whole
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.smaller_plan import smaller_plan
-from autopar.verifying import MANY_FLOPS, TOLERANCE, memory_bytes
+from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan
 
 _MOST_TOLD = 4
 
@@ -162,7 +165,7 @@ def _tell_edits(given: GivenScript) -> None:
     results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 
-def tell_comparison(comparison: Comparison, tolerance: float) -> None:
+def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
     """Print what of a script is equal to one process, and what is not."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (

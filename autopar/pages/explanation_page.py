@@ -1,22 +1,22 @@
-"""Turns an explanation of a plan into the page that a person reads, section by section."""
+"""Why a plan is what it is, two plans beside each other, and runs analysed."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.pages.tables import bar, plain_table
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.pages.plan_page import bar, figure_text, plain_table
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.explanation import Explanation, term_percents
-from autopar.planner.plan.telling.percents import added_up
-from autopar.planner.plan.telling.split_lines import ClassLayouts
-from autopar.planner.plan.telling.words import arrangement_words, recompute_words
+from autopar.planner.plan.telling.comparison import Change, ComparedFigure, PlanComparison
+from autopar.planner.plan.telling.explanation import ClassLayouts, Explanation, term_percents
+from autopar.planner.plan.telling.words import added_up, arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
+from autopar.runs.run_metrics import Analysis, RunFigure
 
 
 def explanation_page(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:
@@ -169,3 +169,80 @@ def why_not_page(answer: WhyNot) -> Text:
         if other.difference:
             lines.append(f"- {other.difference}")
     return Text.assemble((f"Why not {answer.wanted}?", "bold"), "\n", "\n".join(lines))
+
+
+def comparison_page(comparison: PlanComparison, names: tuple[str, str]) -> Iterator[RenderableType]:
+    """Yield the page from top to bottom; `names` are what the two plans are called."""
+    for warning in comparison.warnings:
+        yield Text.assemble(("warning: ", "bold yellow"), warning)
+    if comparison.changes:
+        yield _changes("What moved", comparison.changes, names)
+    else:
+        yield Text("The same degrees, schedule, sharding, recompute and stages.")
+    if comparison.layouts:
+        yield _changes("What is split on the tensor axis", comparison.layouts, names)
+    yield _figures(comparison.figures, names)
+
+
+def _changes(title: str, changes: tuple[Change, ...], names: tuple[str, str]) -> Table:
+    table = plain_table(title, "", *names, left=3)
+    for change in changes:
+        table.add_row(*(Text(part) for part in (change.what, change.before, change.after)))
+    return table
+
+
+def _figures(figures: tuple[ComparedFigure, ...], names: tuple[str, str]) -> Table:
+    table = plain_table("What it does", "", *names, "change")
+    for one in figures:
+        if one.before or one.after:
+            texts = (figure_text(one.before, one.unit), figure_text(one.after, one.unit))
+            table.add_row(one.name, *texts, _change(one))
+    return table
+
+
+def _change(one: ComparedFigure) -> str:
+    if not one.before or one.before == one.after:
+        return "" if one.before == one.after else "new"
+    return f"{one.after / one.before - 1:+.1%}"
+
+
+def analysis_page(plan: Plan, found: Analysis) -> Iterator[RenderableType]:
+    """Yield predicted and measured figures, and what to do about those that are far off."""
+    yield _side_by_side("Predicted and measured", found.figures)
+    if found.ranks:
+        yield _side_by_side(f"Step {found.profiled_step:,}, which was profiled", found.ranks)
+    spread = f"{seconds_text(found.fastest_seconds)} to {seconds_text(found.slowest_seconds)}"
+    lines = "1 step line" if found.lines == 1 else f"{found.lines} step lines"
+    yield Text(f"Medians of {lines}, of {spread} a step.")
+    if found.keeping_seconds is not None:
+        yield Text(f"For a checkpoint, steps waited {seconds_text(found.keeping_seconds)}.")
+    if not found.is_on_planned_device:
+        device = plan.machines.device
+        yield Text(
+            f"The run was not on {device}, which the plan is for: its times tell nothing of it."
+        )
+        return
+    step = found.figures[0]
+    if step.is_far_off:
+        yield Text(_advice(step, plan, is_profiled=bool(found.ranks)))
+
+
+def _side_by_side(title: str, figures: Sequence[RunFigure]) -> RenderableType:
+    table = plain_table(title, "", "predicted", "measured", "off by", "")
+    for one in figures:
+        texts = (figure_text(value, one.unit) for value in (one.predicted, one.measured))
+        flag = Text("more than a quarter", style="red") if one.is_far_off else ""
+        table.add_row(one.name, *texts, f"{one.error:+.0%}", flag)
+    return table
+
+
+def _advice(step: RunFigure, plan: Plan, *, is_profiled: bool) -> str:
+    terms = sorted(plan.prediction.terms, key=lambda term: -term.seconds)[:3]
+    made = ", ".join(f"{one.name} {seconds_text(one.seconds)}" for one in terms if one.seconds)
+    slower = "slower" if step.error > 0 else "faster"
+    more = "" if is_profiled else "A run with --profile-step 20 tells which ranks wait. "
+    return (
+        f"Steps are {slower} than planned by more than a quarter. Planned were {made}. "
+        f"{more}`autopar profile` measures ops and links on this machine, and `autopar plan "
+        "--profile` plans by that. If the devices wait for rows, --workers reads ahead."
+    )

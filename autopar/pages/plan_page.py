@@ -1,22 +1,24 @@
-"""Turns a plan into the page that `autopar plan` prints: the best plans, and the proof."""
+"""A plan and the curve of several as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.pages.tables import plain_table, rate_text
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.plan.fleet import ChosenPoint, Curve, CurvePoint, time_text, usd_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import chosen
-from autopar.planner.plan.telling.explanation import Part, part_seconds, proof_line
+from autopar.planner.plan.telling.explanation import StepPart, part_seconds, proof_line
 from autopar.planner.plan.telling.words import (
     batch_words,
+    chosen,
     degrees_words,
     nodes_words,
     recompute_words,
@@ -26,9 +28,64 @@ from autopar.planner.plan.telling.words import (
     units_per_second,
 )
 
+BAR_WIDTH = 24
+_WIDE = 100  # characters; a narrower terminal needs them for the words
+
+
+class _FittingTable(Table):
+    """A table that stands close together where the terminal is narrow."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _WIDE:
+            self.padding, self.pad_edge, self.show_edge = (0, 1, 0, 0), False, False
+        yield from super().__rich_console__(console, options)
+        if not self.show_edge:
+            yield Text()  # as an edge below would be
+
+
+def plain_table(title: str, *columns: str, left: int = 1) -> Table:
+    """Return a table with a title, its first `left` columns aligned to the left.
+
+    A bar, which has no heading, is cut off where there is no room for it.
+    """
+    table = _FittingTable(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
+    for i, column in enumerate(columns):
+        side: Literal["left", "right"] = "left" if i < left else "right"
+        is_bar = i > 0 and not column
+        overflow: Literal["crop", "fold"] = "crop" if is_bar else "fold"
+        table.add_column(column, justify=side, overflow=overflow, no_wrap=is_bar)
+    return table
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> str:
+    """Return a share as a bar; what is over the full width ends in a mark."""
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return "█" * filled + "░" * (width - filled) + ("!" if share > 1 else "")
+
+
+def rate_text(per_second: float) -> str:
+    """Return a rate as people read it: 12.4 k, 3.1 M."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if per_second >= limit:
+            return f"{per_second / limit:.3g} {letter}"
+    return f"{per_second:.3g}"
+
+
+def figure_text(value: float, unit: str) -> str:
+    """Return a figure in the unit that it is in: seconds, bytes, per second, money or a share."""
+    if unit == "s":
+        return seconds_text(value) if value else "0"
+    if unit == "B":
+        return bytes_text(value)
+    if unit == "USD":
+        return f"{value:.3g} USD"
+    return rate_text(value) if unit == "1/s" else f"{value:.1%}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _PlanRow:
     """One plan of the table, the chosen one or another."""
 
     arrangement: Arrangement
@@ -101,22 +158,22 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _rows(plan: Plan) -> Iterator[_Row]:
+def _rows(plan: Plan) -> Iterator[_PlanRow]:
     prediction = plan.prediction
-    yield _Row(
+    yield _PlanRow(
         arrangement=plan.arrangement,
         recompute=recompute_words(plan.stages),
         step_seconds=prediction.step_seconds,
         mfu=prediction.mfu,
         device_bytes=prediction.peak_memory.device_bytes,
-        communication_seconds=part_seconds(prediction, Part.COMMUNICATION),
-        idle_seconds=part_seconds(prediction, Part.BUBBLE),
+        communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
+        idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
         difference="",
     )
     fastest = (plan.fastest,) if plan.fastest is not None else ()
     for other in (*fastest, *plan.runners_up):
         told = other.difference
-        yield _Row(
+        yield _PlanRow(
             arrangement=other.arrangement,
             recompute=other.recompute,
             step_seconds=other.step_seconds,
@@ -128,7 +185,7 @@ def _rows(plan: Plan) -> Iterator[_Row]:
         )
 
 
-def _plan_text(row: _Row) -> Text:
+def _plan_text(row: _PlanRow) -> Text:
     """Return degrees, how a rank works, and what sets the plan apart, a line each."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
@@ -138,3 +195,127 @@ def _plan_text(row: _Row) -> Text:
     if row.difference:
         text.append(f"\n{row.difference}", style="italic")
     return text
+
+
+_KNEE = (
+    "the knee: up to there a step that is 1 % shorter costs less than 1 % more{beyond}. "
+    "--objective step-time takes the fastest, cost the cheapest"
+)
+
+
+def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
+    """Yield the table of all numbers of devices, and which was chosen and why."""
+    yield _curve_table(curve, choice)
+    refused = [one for one in curve.trials if one.plan is None]
+    if refused:
+        yield Text("\n".join(f"{one.devices} devices: {one.refusal}" for one in refused) + "\n")
+    is_last = choice.point is curve.points[-1]
+    knee = _KNEE.format(beyond=", and so it may be beyond" if is_last else ", beyond it more")
+    why = knee if choice.is_knee else choice.why
+    yield Text(f"Chosen: {_devices(choice.point)}, {why}.\n")
+
+
+def _curve_table(curve: Curve, choice: ChosenPoint) -> Table:
+    unit = unit_word(curve.points[0].plan.model)
+    has_price = all(one.units_per_usd is not None for one in curve.points)
+    has_work = all(one.training_seconds is not None for one in curve.points)
+    columns = [
+        "devices", "step", "speed-up", "efficiency", f"{unit}/s",
+        *([f"{unit}/USD"] if has_price else []),
+        *(["training"] if has_work else []),
+        *(["USD"] if has_work and has_price else []),
+        "memory", "plan",
+    ]  # fmt: skip
+    table = plain_table("How many devices", *columns)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    table.columns[-1].justify = "left"
+    by_size = {one.devices: one for one in curve.points}
+    for trial in curve.trials:
+        point = by_size.get(trial.devices)
+        if point is None:
+            bare = {"devices": str(trial.devices), "plan": "none (see below)"}
+            table.add_row(*(bare.get(name, "") for name in columns))
+            continue
+        cells = _cells(point, unit)
+        marks = ", ".join(_marks(point, curve))
+        plan = Text(_plan_words(point))
+        if marks:
+            plan.append(f"\n{marks}", style="italic")
+        row = (cells[name] for name in columns[:-1])
+        table.add_row(*row, plan, style="bold" if point is choice.point else None)
+    return table
+
+
+def _cells(point: CurvePoint, unit: str) -> Mapping[str, str]:
+    seconds, usd, per_usd = point.training_seconds, point.training_usd, point.units_per_usd
+    return {
+        "devices": str(point.devices),
+        "step": seconds_text(point.step_seconds),
+        "speed-up": f"{point.speedup:.2f}",
+        "efficiency": f"{point.efficiency:.0%}",
+        f"{unit}/s": rate_text(point.units_per_second),
+        f"{unit}/USD": "" if per_usd is None else rate_text(per_usd),
+        "training": "" if seconds is None else time_text(seconds),
+        "USD": "" if usd is None else f"{usd:,.4g}",
+        "memory": bytes_text(point.plan.prediction.peak_memory.device_bytes),
+    }
+
+
+def _plan_words(point: CurvePoint) -> str:
+    """Return a plan in few words: what it splits and shards, and whether it computes again."""
+    arranged, again = point.plan.arrangement, recompute_words(point.plan.stages)
+    parts = (
+        degrees_words(arranged),
+        sharding_words(arranged) if arranged.data > 1 else "",
+        schedule_words(arranged),
+        "" if again == "none" else f"recompute {again}",
+    )
+    return ", ".join(part for part in parts if part)
+
+
+def _marks(point: CurvePoint, curve: Curve) -> Iterator[str]:
+    for name, one in (
+        ("knee", curve.knee), ("fastest", curve.fastest), ("cheapest", curve.cheapest),
+    ):  # fmt: skip
+        if one is point:
+            yield name
+
+
+def work_text(point: CurvePoint) -> str:
+    """Return what the whole training takes and costs; nothing where its length is not known."""
+    if point.training_seconds is None:
+        return ""
+    usd = "" if point.training_usd is None else f" and {usd_text(point.training_usd)}"
+    return f"The whole training: {time_text(point.training_seconds)}{usd} on {_devices(point)}."
+
+
+def _devices(point: CurvePoint) -> str:
+    return f"{point.devices} device{'s' if point.devices > 1 else ''}"
+
+
+def curve_json(curve: Curve) -> list[dict[str, object]]:
+    """Return the curve for programs, one object for each number of devices."""
+    by_size = {one.devices: one for one in curve.points}
+    return [
+        {"devices": trial.devices, "refusal": trial.refusal}
+        if trial.devices not in by_size
+        else _point_json(by_size[trial.devices], curve)
+        for trial in curve.trials
+    ]
+
+
+def _point_json(point: CurvePoint, curve: Curve) -> dict[str, object]:
+    return {
+        "devices": point.devices,
+        "step_seconds": point.step_seconds,
+        "speedup": point.speedup,
+        "efficiency": point.efficiency,
+        f"{unit_word(point.plan.model)}_per_second": point.units_per_second,
+        f"{unit_word(point.plan.model)}_per_usd": point.units_per_usd,
+        "training_seconds": point.training_seconds,
+        "training_usd": point.training_usd,
+        "device_bytes": point.plan.prediction.peak_memory.device_bytes,
+        "plan": _plan_words(point),
+        "is": list(_marks(point, curve)),
+    }

@@ -1,23 +1,225 @@
-"""Turns a torchrun command into its end: signals passed on, no process left behind."""
+"""Starts a training under torchrun, and tells how it ended and why."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from uuid import uuid4
 
-from autopar.runtime.ranks.leaving import RUN_TOKEN
-from autopar.runtime.ranks.parent import stop_with_parent
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.files import read_given
+from autopar.runs.run_folder import LOGS, Nodes
+from autopar.runs.run_metrics import has_finished, last_event, last_step, lines_of
+from autopar.runs.run_record import EXIT_CODES, RECORD, RunRecord, RunState, write_record
+from autopar.runtime.ranks.leaving import RUN_TOKEN, VERDICT
+from autopar.runtime.ranks.mesh import stop_with_parent
+from autopar.runtime.ranks.metrics import Event
+
+
+def check_meeting_place(nodes: Nodes) -> None:
+    """Raise InputError where the first machine is not found, or its port is taken.
+
+    torchrun looks for a host that is not there for minutes, and tells a taken port by a traceback.
+    """
+    if nodes.address is None:
+        return
+    try:
+        socket.getaddrinfo(nodes.address, nodes.port)
+    except OSError as error:
+        raise InputError(
+            f"--master-addr {nodes.address} is not found from this machine: {error.strerror}",
+            fix="give the first machine's name or address as the others see it",
+        ) from None
+    if nodes.rank == 0 and _is_taken(nodes.port):
+        raise InputError(
+            f"--master-port {nodes.port} is in use on this machine",
+            fix="give another one, the same on each machine, or end the program that has it",
+        )
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            tried.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+_LOGS = ("stdout.log", "stderr.log")  # a rank prints all to the first, once it has begun
+_COARSE_SECONDS = 1.0  # by which the time of a file may be before that of the clock
+_END_BYTES = 2**17  # of a log
+_ATTEMPT = re.compile(r"attempt_(\d{1,6})")
+_RAISED = re.compile(r"(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)")
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class RankVerdict(BaseModel):
+    """What a rank left behind: why, with which code, and when."""
+
+    model_config = ConfigDict(strict=True, frozen=True, str_max_length=10_000)
+
+    time: float
+    code: int
+    found: str
+    fix: str
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The code, if it is one of those that scripts leave with."""
+        known = (ExitCode.USAGE, ExitCode.MISMATCH)
+        return ExitCode(self.code) if self.code in known else ExitCode.TRAINING_FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The folders of the ranks of the last attempt, as torchrun makes them."""
+
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, logs: Path, *, since: float) -> Ranks:
+        """Return the ranks of all machines that were started since a time."""
+        return cls(folders=tuple(_last_ranks(logs, since)))
+
+    def verdict(self) -> RankVerdict | None:
+        """Return what the first rank that left has said, if any has."""
+        said = [one for folder in self.folders if (one := _read(folder / VERDICT)) is not None]
+        return min(said, key=lambda one: one.time, default=None)
+
+    def raised(self) -> str:
+        """Return what the first rank that failed has raised, in a line; "" where none is seen."""
+        logs = [folder / name for folder in self.folders for name in _LOGS]
+        ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
+        return next((line for log in ended if (line := _raised_in(log))), "")
+
+
+def _last_ranks(logs: Path, since: float) -> Iterator[Path]:
+    for run in logs.iterdir() if logs.is_dir() else ():
+        attempts = [
+            (int(found[1]), one) for one in run.glob("*") if (found := _ATTEMPT.fullmatch(one.name))
+        ]
+        if attempts and max(attempts)[1].stat().st_mtime >= since - _COARSE_SECONDS:
+            yield from (one for one in sorted(max(attempts)[1].iterdir()) if one.is_dir())
+
+
+def _read(path: Path) -> RankVerdict | None:
+    if not path.is_file():
+        return None
+    try:
+        return RankVerdict.model_validate_json(read_given(path, what="what a rank left"))
+    except (InputError, ValidationError):
+        return None
+
+
+def _raised_in(log: Path) -> str:
+    """Return the last line of the last traceback in a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    begun = next((n for n in range(len(lines) - 1, -1, -1) if _TRACEBACK in lines[n]), None)
+    if begun is None:
+        return ""
+    return next((found[1] for line in lines[begun:] if (found := _RAISED.fullmatch(line))), "")
+
+
+_UNFINISHED = "the script ended without an error, but did not train to its end"
+_UNFINISHED_FIX = "a model file or a dataset that ends the process (sys.exit) does so"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a run has ended; `last` says after which step."""
+
+    state: RunState
+    code: ExitCode
+    last: str
+    why: str | None = None
+    fix: str = ""
+    leftovers: int = 0  # processes that outlived torchrun
+
+
+def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], End]) -> End:
+    """Train with the record of the run in its folder, which gets its end, whatever that is."""
+    name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
+    write_record(folder, record, name=name)
+    state, why = RunState.INTERRUPTED, None  # by a signal before torchrun is there
+    try:
+        end = train()
+        state, why = end.state, end.why
+    except Exception as error:
+        state, why = RunState.FAILED, str(error)
+        raise
+    finally:
+        ended = replace(record, state=state, why=why, ended_at=time.time())
+        write_record(folder, ended, name=name)
+    return end
+
+
+def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -> End:
+    """Run torchrun in the folder of a run, and tell how it has ended."""
+    seen, since = (metrics.stat().st_size if metrics.is_file() else 0), time.time()
+    ended = launch(command)
+    for log in (folder / LOGS).rglob("*.log"):
+        log.chmod(0o600)
+    lines = lines_of(metrics, start=seen)
+    is_told_here = nodes.rank == 0 or metrics.is_file()  # the first rank may be elsewhere
+    state = ended_as(ended, lines) if is_told_here else _as_returned(ended)
+    step = last_step(lines)
+    end = End(
+        state=state,
+        code=EXIT_CODES[state],
+        last=f"after step {step['step']:,}" if step else "before its first line",
+        leftovers=ended.leftovers,
+    )
+    return _with_reason(end, ended, lines, folder, since) if state is RunState.FAILED else end
+
+
+def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
+    """Tell how a run has ended by the lines since its start: torchrun tells only that it has."""
+    if ended.code == 0:
+        return RunState.FINISHED if has_finished(lines) else RunState.FAILED
+    if last_event(lines) == Event.PREEMPTED:
+        return RunState.PREEMPTED
+    return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
+
+
+def _as_returned(ended: Ended) -> RunState:
+    if ended.code == 0:
+        return RunState.FINISHED
+    return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
+
+
+def _with_reason(
+    end: End, ended: Ended, lines: Sequence[dict[str, Any]], folder: Path, since: float
+) -> End:
+    """Return the end of a run that failed with what its ranks have said, or raised."""
+    ranks = Ranks.of(folder / LOGS, since=since)
+    verdict = ranks.verdict()
+    if verdict is not None and verdict.exit_code is not ExitCode.TRAINING_FAILED:
+        return replace(end, code=verdict.exit_code, why=verdict.found, fix=verdict.fix)
+    if ended.code == 0:
+        return replace(end, why=_UNFINISHED, fix=_UNFINISHED_FIX)
+    stopped = lines[-1].get("why") if last_event(lines) == Event.STOPPED else None
+    why = stopped or (verdict.found if verdict is not None else ranks.raised())
+    found = f"the training failed {end.last}" + (f": {why}" if why else "")
+    return replace(end, why=found, fix=verdict.fix if verdict is not None else "")
+
 
 _KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's own 30 are few
 _GRACE_SECONDS = 30

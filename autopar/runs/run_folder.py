@@ -21,25 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from autopar.console import tell_note
-from autopar.planner.destination import refuse_in_checkpoint, write_whole
 from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.files import refuse_in_checkpoint, write_whole
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_record import METRICS, PRIVATE, RECORD, RunState, read_record, runs_in
 from autopar.runtime.keeping.claim import NAME as IN_USE
 from autopar.runtime.keeping.claim import TakenError, claim
-from autopar.runtime.keeping.finding import AUTO, NEVER
-from autopar.runtime.keeping.manifest import NAME as MANIFEST
-from autopar.runtime.keeping.manifest import read_moment
-from autopar.runtime.keeping.step_folders import (
+from autopar.runtime.keeping.finding import (
+    AUTO,
+    NEVER,
     begin,
     checkpoints_in,
     is_of_checkpoint,
     is_step,
     step_folder,
 )
+from autopar.runtime.keeping.manifest import NAME as MANIFEST
+from autopar.runtime.keeping.manifest import read_moment
+from autopar.runtime.ranks.leaving import masked, masked_variable
 from autopar.runtime.ranks.locations import Location, located, location, put, write
-from autopar.runtime.shown import masked, masked_variable
 
 RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
 _EXPORT = "model.safetensors"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.cluster import Device
 from autopar.planner.profile.profile import place_at_hand
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.report import Cell, Row

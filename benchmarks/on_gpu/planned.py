@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.codegen.emit import write_script
-from autopar.planner.annotated import annotated_ops
+from autopar.planner.annotate import annotated_ops
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import MemoryPrediction, Prediction, Recompute, TimeTerm
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.profile.profile import Request, place_at_hand, profile
+from autopar.planner.profile.profile import ProfileRequest, place_at_hand, profile
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace
@@ -73,7 +72,7 @@ def planned_by_profile(case: Case, device: str, seconds: float) -> Planned:
     file = load_model_file(case.spec, case.arguments)
     graph = trace(file, precision=Precision.BF16)
     axes = infer_axes(graph)
-    request = Request(
+    request = ProfileRequest(
         batches=(case.rows,),
         degrees=(1,),
         precision=Precision.BF16,

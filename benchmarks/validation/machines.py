@@ -6,11 +6,15 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from autopar.planner.cluster.choose import usual_node
-from autopar.planner.cluster.cluster import Cluster, Node, Origin
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.levels import cluster_from
-from autopar.planner.cluster.link import Link
+from autopar.planner.cluster.cluster import (
+    Cluster,
+    ClusterOrigin,
+    Device,
+    Link,
+    Machine,
+    cluster_from,
+)
+from autopar.planner.cluster.file import usual_node
 from autopar.planner.cluster.sheet import (
     canonical_name,
     device_sheet,
@@ -39,7 +43,7 @@ def cluster_of(gpu: str, gpus: int, per_node: int, intra_bw: str, inter_bw: str)
         raise InputError(f"{gpus} devices do not fill nodes of {per_node}")
     node = _node(device, per_node, intra_bw)
     fabric = _fabric(device, per_node, inter_bw)
-    return cluster_from([node] * (gpus // per_node), network=fabric, origin=Origin.NAMED)
+    return cluster_from([node] * (gpus // per_node), network=fabric, origin=ClusterOrigin.NAMED)
 
 
 def device_of(text: str) -> Device:
@@ -96,7 +100,7 @@ def _nearest(name: str, text: str) -> Device:
     return min(alike, key=farness)
 
 
-def _node(device: Device, per_node: int, intra_bw: str) -> Node:
+def _node(device: Device, per_node: int, intra_bw: str) -> Machine:
     node = usual_node(device, per_node)
     told = _PER_DIRECTION.search(intra_bw)
     if told is None:

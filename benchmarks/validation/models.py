@@ -10,9 +10,9 @@ from functools import cache
 from math import ceil
 from pathlib import Path
 
-from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
@@ -44,7 +44,7 @@ class Traced:
 
     shape: ModelShape
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
     block: int  # the class of the layers that repeat
 

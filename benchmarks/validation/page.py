@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from autopar.pages.tables import plain_table
+from autopar.pages.plan_page import plain_table
 from benchmarks.validation.outcome import Outcome
 from benchmarks.validation.report import Report, Section
 from benchmarks.validation.scoring import Score

@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.device import Device
-from autopar.planner.costs.kernels.attention import (
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
+    memory_seconds,
 )
-from autopar.planner.costs.kernels.elementwise import memory_seconds
-from autopar.planner.costs.ops.host import Host
-from autopar.planner.costs.ops.kept import Kept, Made
-from autopar.planner.costs.ops.pricer import OpCost, Pricer
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.kept import KeptTensors, MadeByKernel
+from autopar.planner.costs.ops.pricer import Host, OpCost, OpPricer
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
-from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -56,7 +55,7 @@ class Practice:
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
 
 
-class PracticePricer(Pricer):
+class PracticePricer(OpPricer):
     """A pricer of device seconds alone, with the kernels of a run; the host is added by layer."""
 
     stops_early = False
@@ -64,7 +63,7 @@ class PracticePricer(Pricer):
     def __init__(
         self,
         graph: Graph,
-        axes: Axes,
+        axes: GraphAxes,
         *,
         batch: int,
         precision: Precision,
@@ -93,16 +92,18 @@ class PracticePricer(Pricer):
             return self._biased(op, split, usual)
         return self._unfused(op, split, usual)
 
-    def kept(self, op: Op) -> Kept:
+    def kept(self, op: Op) -> KeptTensors:
         """Return what an op keeps; of attention the softmax, its mask, and what is left of it."""
         kept = super().kept(op)
         if op.target == _LOSS and not self.practice.is_loss_fused:
-            return replace(kept, made=(Made(letters=("n", "v"), item_bytes=4),))
+            return replace(kept, made=(MadeByKernel(letters=("n", "v"), item_bytes=4),))
         if kind_of(op) is not OpKind.ATTENTION or self.practice.attention is not Attention.UNFUSED:
             return kept
         scores = ("…", "h", "q", "t")
         sizes = (2, 1, 2) if _dropout(op) else (2,)
-        return replace(kept, made=tuple(Made(letters=scores, item_bytes=size) for size in sizes))
+        return replace(
+            kept, made=tuple(MadeByKernel(letters=scores, item_bytes=size) for size in sizes)
+        )
 
     def _loss(self, op: Op, split: OpSplit | None, usual: OpCost) -> OpCost:
         logits = self.shapes(op, split).numel(op.inputs[0])

@@ -13,18 +13,17 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.layers.flow import SharedWeights
 from autopar.planner.costs.layers.layer import layer_costs
-from autopar.planner.costs.layers.parameters import SharedWeights
-from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.steps.framework import HostWork
-from autopar.planner.layouts import WHOLE, Layout, OpLayout
+from autopar.planner.graph.layouts import WHOLE, Layout, OpLayout
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.choice import Budget, solve_layouts
-from autopar.planner.programs.layouts.rules import LayoutRules, Pin
-from autopar.planner.programs.layouts.slots import find_slots, own_layouts
+from autopar.planner.programs.layouts.rules import LayoutPin, LayoutRules, find_slots, own_layouts
 from benchmarks.validation.host_work import with_host
 from benchmarks.validation.models import ModelShape, Traced, traced
 from benchmarks.validation.practice import Practice, PracticePricer
@@ -122,7 +121,7 @@ def _divided(
 ) -> tuple[tuple[tuple[OpLayout, ...], ...], Mapping[str, Layout]]:
     """Return the layouts of each layer, and of each parameter; every microbatch has the same."""
     found = traced(zoo, model)
-    pricer = Pricer(
+    pricer = OpPricer(
         found.graph,
         found.axes,
         batch=1,
@@ -149,18 +148,18 @@ def _divided(
 
 def _rules(found: Traced, *, is_sequence_parallel: bool) -> LayoutRules:
     names = set(found.axes.names.values())
-    pins = [Pin(modules=modules, axis=axis) for modules, axis in _PINS[found.shape.file]]
+    pins = [LayoutPin(modules=modules, axis=axis) for modules, axis in _PINS[found.shape.file]]
     heads = next(axis for axis in ("kv_heads", "heads", "group") if axis in names)
-    pins = [Pin(modules=p.modules, axis=heads) if p.axis == "heads" else p for p in pins]
+    pins = [LayoutPin(modules=p.modules, axis=heads) if p.axis == "heads" else p for p in pins]
     if is_sequence_parallel:
-        pins += [Pin(modules=norm, axis="seq") for norm in _NORMS[found.shape.file]]
+        pins += [LayoutPin(modules=norm, axis="seq") for norm in _NORMS[found.shape.file]]
     forbidden = {"batch", "positions"} if is_sequence_parallel else {"batch", "positions", "seq"}
     return LayoutRules(forbidden=frozenset(forbidden & names), pins=tuple(pins))
 
 
 def _costs(
     found: Traced,
-    pricer: Pricer,
+    pricer: OpPricer,
     layouts: Sequence[Sequence[OpLayout]],
     parameters: Mapping[str, Layout],
     kind: Kind,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.planner.cluster.reading import nearest
+from autopar.planner.cluster.toml_reading import nearest
 from autopar.planner.errors import InputError, gathered
-from autopar.planner.given import read_given
+from autopar.planner.files import read_given
 
 _MOST_COUNT = 2**31
 _MOST_LAYERS = 10_000

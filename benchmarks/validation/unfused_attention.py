@@ -1,15 +1,15 @@
 """Turns the shape of attention into seconds where no kernel is fused: scores lie in memory."""
 
-from autopar.planner.costs.kernels.attention import AttentionShape
-from autopar.planner.costs.kernels.compute import Throughput
-from autopar.planner.costs.kernels.elementwise import (
+from autopar.planner.costs.kernels.kernels import (
+    AttentionShape,
     dropout_backward_seconds,
     dropout_forward_seconds,
     elementwise_seconds,
+    gemm_seconds,
     softmax_backward_seconds,
     softmax_forward_seconds,
 )
-from autopar.planner.costs.kernels.gemm import gemm_seconds
+from autopar.planner.costs.kernels.rates import Throughput
 
 
 def unfused_attention_forward_seconds(

@@ -1,4 +1,4 @@
-"""Prints the body of a call as a subclass of its module's class."""
+"""Prints the classes that a plan changes, and what stages give to each other."""
 
 from __future__ import annotations
 
@@ -8,19 +8,83 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.opening.changes import is_split
-from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
+from autopar.codegen.forward.opening.opening import Opening, is_split, splits_rows
+from autopar.codegen.forward.reading.calls import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
-from autopar.codegen.forward.reading.results import as_tuple, is_mapping, pairs
-from autopar.codegen.forward.returns import returned
-from autopar.codegen.forward.text.expressions import Held
-from autopar.codegen.forward.text.identifiers import comment, is_identifier, string
-from autopar.codegen.forward.text.lines import Body, Pattern
-from autopar.codegen.forward.text.wrapping import wrapped_definition, wrapped_del
+from autopar.codegen.forward.scope import NeedsInlineError
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    LocalTensor,
+    call,
+    comment,
+    identifier,
+    is_identifier,
+    joined,
+    literal,
+    string,
+    text,
+)
+from autopar.codegen.forward.text.lines import (
+    Body,
+    Pattern,
+    tuple_of,
+    wrapped_definition,
+    wrapped_del,
+)
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.errors import InputError
-from autopar.planner.ops import Mapped, Ref, Value, refs
+from autopar.planner.graph.layouts import LayoutKind
+from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Mapped, Ref, Value, refs
+
+CROSSING = "crossing"
+_UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")
+
+
+def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
+    """Return the source of `crossing(batch)`, "" where what is given is always as long."""
+    split = opening.split
+    others = [split.lengths.shape(one.name) for one in gives]
+    if all(one.shape == other for one, other in zip(gives, others, strict=True)):
+        return ""
+    builder = BodyBuilder(opening, LOSS)
+    bind_batch(builder)
+    shown = [_crossing(one, builder) for one in gives]
+    result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
+    style = Style(axis="", indent=4)
+    doc = '    """Return what a stage gives to the next of a microbatch."""'
+    head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
+    lines = map(_of_any_rank, written(builder.body(result), builder.owner, style))
+    return "\n".join([head, doc, *lines]) + "\n"
+
+
+def _of_any_rank(line: str) -> str:
+    """Unpack as many sizes as there are names: before there is a batch, a stand-in has more."""
+    found = _UNPACKED.fullmatch(line)
+    return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
+
+
+def _crossing(one: CrossingTensor, builder: BodyBuilder) -> Expression:
+    split = builder.split
+    others = split.lengths.shape(one.name)
+    rows = text("MICROBATCH" if splits_rows(split) else "ROWS")
+    shape = [
+        rows if size == other == BATCH else builder.sizes.whole(size, other)
+        for size, other in zip(one.shape, others, strict=True)
+    ]
+    given: list[Expression] = [joined(tuple(shape))]
+    layout = one.layout
+    if layout.kind is LayoutKind.SPLIT:
+        dim = split.axes.dims[one.name][layout.dim]
+        parts = builder.sizes.listed(dim, layout.axis)
+        given.append(call("Split", literal(layout.dim), parts))
+    keywords: list[tuple[str, Expression]] = []
+    if one.dtype != MODEL_DTYPE:
+        keywords.append(("dtype", text(f"torch.{identifier(one.dtype)}")))
+    if not one.has_gradient:
+        keywords.append(("has_gradient", literal(value=False)))
+    return call("Crossing", *given, keywords=tuple(keywords))
+
 
 _KINDS = inspect.Parameter
 
@@ -137,7 +201,7 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
         tensor = value.tensor
         if tensor not in builder.graph.tensors:
             return  # nothing that the loss depends on
-        builder.bind(Held(tensor, builder.opening.entry(builder.scope, tensor)), name)
+        builder.bind(LocalTensor(tensor, builder.opening.entry(builder.scope, tensor)), name)
     elif isinstance(value, Mapped):
         for key, item in pairs(value):
             _bind(builder, f"{name}[{string(key)}]", item)
@@ -151,7 +215,7 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
     value = as_tuple(value)
     if isinstance(value, Ref):
         layout = builder.opening.entry(builder.scope, value.tensor)
-        return Held(value.tensor, layout)
+        return LocalTensor(value.tensor, layout)
     if is_mapping(value) and any(refs(value)):
         record = builder.graph.calls[builder.scope]
         raise NeedsInlineError(builder.scope, record, reason=f"{name} has a mapping")
@@ -186,9 +250,9 @@ def base_name(module: Module) -> str:
 def described(opening: Opening, path: str) -> str:
     """Return a docstring's line: the class and the axes that are split in it."""
     split, names, summed = opening.split, dict[str, None](), dict[str, None]()
-    for call, record in split.graph.calls.items():
+    for key, record in split.graph.calls.items():
         if record.path == path:
-            for op in opening.tree.ops.get(call, ()):
+            for op in opening.tree.ops.get(key, ()):
                 summed[comment(split.split_axis_name(op))] = None  # split, and summed here
                 for layout in (split.made(tensor) for tensor in op.outputs):
                     if is_split(layout):

@@ -14,33 +14,34 @@ from autopar.codegen.forward.classes import (
     described,
     printed_forward,
 )
-from autopar.codegen.forward.losses import printed_loss, printed_metrics
-from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
-from autopar.codegen.forward.opening.changes import splits_rows
+from autopar.codegen.forward.opened import (
+    OpenedClass,
+    OpenedSource,
+    StageClass,
+    printed_loss,
+    printed_metrics,
+)
 from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.opening.opener import open_calls
-from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.opening.own_rows import with_own_rows
-from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree
-from autopar.codegen.forward.reading.imported import Imported, is_free
-from autopar.codegen.forward.reading.modules import functions_at_hand
-from autopar.codegen.forward.reading.results import is_plain
-from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.opening.opening import Opening, splits_rows, with_own_rows
+from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree, is_plain
+from autopar.codegen.forward.reading.modules import Imported, functions_at_hand, is_free
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.scope import NeedsInlineError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
-from autopar.codegen.forward.text.imports import imports_of
+from autopar.codegen.forward.text.lines import imports_of
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.graph import batch_key
-from autopar.planner.ops import GradientUse, refs
-from autopar.planner.plan.declared.gradient_limits import gradient_words
+from autopar.planner.graph.graph import batch_key
+from autopar.planner.graph.ops import GradientUse, refs
+from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Plan
 
 
 def opened_classes(
-    plan: Plan, split: Split, *, is_evaluated: bool = False, has_metrics: bool = False
-) -> Opened:
+    plan: Plan, split: SplitGraph, *, is_evaluated: bool = False, has_metrics: bool = False
+) -> OpenedSource:
     """Return the classes, stages and functions that the script of a plan defines.
 
     A model that is evaluated has a loss of several batches there, if not in the training.
@@ -54,7 +55,7 @@ def opened_classes(
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
-def _recomputed(plan: Plan, split: Split) -> Iterator[str]:
+def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
     """Yield the calls of layers that are computed again: those have to stay calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
@@ -63,8 +64,12 @@ def _recomputed(plan: Plan, split: Split) -> Iterator[str]:
 
 
 def open_split(
-    split: Split, stages: Sequence[int], *, opened: Iterable[str] = (), called: Iterable[str] = ()
-) -> Opened:
+    split: SplitGraph,
+    stages: Sequence[int],
+    *,
+    opened: Iterable[str] = (),
+    called: Iterable[str] = (),
+) -> OpenedSource:
     """Return the same for a split graph, whose stages hold so many layers each."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
@@ -108,7 +113,7 @@ class _State:
         self.opened.add(outer[-1])
 
 
-def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
+def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _State) -> OpenedSource:
     opening = _opening(split, tree, state)
     _check_own_gradients(opening)
     _check_modes(opening)
@@ -118,7 +123,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         if call in opening.opened and call not in (ROOT, LOSS)
     }
     _agree(printed, opening)
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageClass, ...] = ()
     if ROOT in opening.opened:
         stages = printed_stages(opening, places)
     result = split.graph.calls[ROOT].result
@@ -134,7 +139,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     sources += [source for source in (loss, counts, divisor) if source is not None]
     sources += [metrics.source] if metrics is not None else []
     sources += [stage.crossing for stage in stages]
-    return Opened(
+    return OpenedSource(
         classes=classes,
         stages=stages,
         loss=loss,
@@ -151,7 +156,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     )
 
 
-def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
+def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
     """Yield the functions of the model's files that some sources call."""
     for one in sorted(functions_at_hand(split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
@@ -193,7 +198,7 @@ def _check_modes(opening: Opening) -> None:
             )
 
 
-def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
+def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
     """Return what is opened.
 
     A loss that takes an object, or what the model does not return, stands in the root's code.

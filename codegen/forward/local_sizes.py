@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.codegen.forward.at_hand import AtHand
-from autopar.codegen.forward.opening import changes
+from autopar.codegen.forward.opening import opening as changes
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
-from autopar.codegen.forward.reading.parts import parts_of
+from autopar.codegen.forward.reading.split import parts_of_dim
+from autopar.codegen.forward.scope import AtHand
 from autopar.codegen.forward.text.expressions import (
+    Binding,
     Expression,
-    Form,
-    Held,
-    Level,
+    LocalTensor,
+    SourceForm,
     binary,
     call,
     joined,
+    literal,
     text,
 )
-from autopar.codegen.forward.text.literals import literal
 from autopar.planner.errors import InputError
-from autopar.planner.extent import ONE, Extent
-from autopar.planner.layouts import Kind, Layout
-from autopar.planner.ops import Op, Value, size
+from autopar.planner.graph.layouts import Layout, LayoutKind
+from autopar.planner.graph.ops import ONE, Extent, Op, Value, size
 from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.signature import Dim, FlattenedDims, leaves, product, size_of
 from autopar.planner.rules.table import kind_of, rule_of
-from autopar.planner.rules.terms import Dim, Product, leaves, product, size_of
 
 
-def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> Form:
+def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
     """Return the sizes that a view is given: -1 as in the model, the others read from shapes."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
@@ -40,7 +39,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> Form:
     if len(given) != len(sizes):
         asked = [None] * len(given)
     viewed = body.value(op.inputs[0], body.split.need(op, 0))
-    found = body.sizes.of_all(asked, near=viewed if isinstance(viewed, Held) else None)
+    found = body.sizes.of_all(asked, near=viewed if isinstance(viewed, LocalTensor) else None)
     before = body.graph.tensors[op.inputs[0]].shape
     new = len(given) - len(before)  # dims that an expand adds
     for position, (value, own, fact) in enumerate(zip(given, sizes, found, strict=False)):
@@ -89,7 +88,7 @@ def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
     dim = changes.argument(op, "dim")
     if kind_of(op) is OpKind.REPEAT:
         return _local_repeats(op, body)
-    if not rule_of(op.target).cuts or layout is None or layout.kind is not Kind.SPLIT:
+    if not rule_of(op.target).cuts or layout is None or layout.kind is not LayoutKind.SPLIT:
         return {}
     rank = len(split.graph.tensors[op.inputs[0]].shape)
     if not isinstance(dim, int) or dim % rank != layout.dim:
@@ -101,10 +100,10 @@ def _local_groups(op: Op, groups: int, body: AtHand) -> Expression:
     """Return how many groups of channels a rank has, of which it may have more than another."""
     split = body.split
     channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
-    parts = parts_of(channels.dim, channels.axis)
+    parts = parts_of_dim(channels.dim, channels.axis)
     if parts.are_even(split.degree, split.batch):
-        ways = Form((*body.axis.parts, ".size"))
-        return binary(literal(groups), "//", ways, Level.PRODUCT)
+        ways = SourceForm((*body.axis.parts, ".size"))
+        return binary(literal(groups), "//", ways, Binding.PRODUCT)
     each = channels.extent.at(0) // groups  # channels of a group
     printed = body.sizes.listed(channels.dim, channels.axis, unit=each)
     return call("local_size", printed, body.axis)
@@ -134,7 +133,7 @@ def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
     """Return how often a dim is repeated on a rank: what is split may be the repetitions."""
     split = body.split
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
-    if made.kind is not Kind.SPLIT or need.kind is Kind.SPLIT:
+    if made.kind is not LayoutKind.SPLIT or need.kind is LayoutKind.SPLIT:
         return {}
     given = op.argument("repeats")
     counts = given if isinstance(given, tuple) else (given,)
@@ -156,7 +155,7 @@ def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
 
 def _ends(dim: Dim) -> Iterator[Dim]:
     """Yield what a dim may have been repeated by: its outer factors, or its inner ones."""
-    factors = dim.factors if isinstance(dim, Product) else (dim,)
+    factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])
         yield product(factors[-end:])
@@ -166,13 +165,13 @@ def _is_split(dim: Dim, axis: str, count: Extent) -> bool:
     return size_of(dim) == count and any(leaf.name == axis for leaf in leaves(dim))
 
 
-def _unflattened(op: Op, body: AtHand) -> Form:
+def _unflattened(op: Op, body: AtHand) -> SourceForm:
     """Leave the size open of which a rank has a part, whichever the model has left open."""
     given = op.argument("sizes")
     assert isinstance(given, tuple)
     made = body.split.made(op.outputs[0])
     dim = whole_number(op.argument("dim")) % len(body.graph.tensors[op.inputs[0]].shape)
-    local = made.dim - dim if made.kind is Kind.SPLIT else -1
+    local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
     sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
     is_whole = 0 <= local < len(given)
     told = [
@@ -188,7 +187,7 @@ def _local_bound(op: Op, key: str, layout: Layout, body: AtHand) -> Expression:
     bound = whole_number(op.argument(key))
     if bound >= 2**62:
         return literal(bound)
-    parts = parts_of(body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis)
+    parts = parts_of_dim(body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis)
     if not parts.are_even(body.split.degree, body.split.batch):
         raise InputError(
             f"{op.name} cuts a dim that does not divide by {body.split.degree}",
@@ -196,4 +195,4 @@ def _local_bound(op: Op, key: str, layout: Layout, body: AtHand) -> Expression:
             fix="write it with chunk or split, or choose a degree that divides it",
         )
     whole = body.plain_size(bound, body.split.lengths.argument(op, key))
-    return binary(whole, "//", Form((*body.axis.parts, ".size")), Level.PRODUCT)
+    return binary(whole, "//", SourceForm((*body.axis.parts, ".size")), Binding.PRODUCT)

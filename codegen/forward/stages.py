@@ -17,30 +17,33 @@ from autopar.codegen.forward.classes import (
     class_source,
     described,
     forward,
+    printed_crossing,
     printed_forward,
 )
-from autopar.codegen.forward.crossings import printed_crossing
-from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
-from autopar.codegen.forward.opening.cutting import Cutter, Part
+from autopar.codegen.forward.opened import (
+    CrossingTensor,
+    OpenedClass,
+    StageClass,
+    returned,
+    show_outputs,
+)
+from autopar.codegen.forward.opening.cutting import Cutter, StagePiece
 from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.owned import NeedsInlineError, Owner
-from autopar.codegen.forward.reading.calls import LOSS, ROOT
-from autopar.codegen.forward.reading.imported import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE
-from autopar.codegen.forward.reading.modules import Module
-from autopar.codegen.forward.reading.results import is_plain
-from autopar.codegen.forward.returns import returned, show_outputs
-from autopar.codegen.forward.text.expressions import Expression, Held, pieces
+from autopar.codegen.forward.reading.calls import LOSS, ROOT, is_plain
+from autopar.codegen.forward.reading.modules import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE, Module
+from autopar.codegen.forward.scope import NeedsInlineError, Owner
+from autopar.codegen.forward.text.expressions import Expression, LocalTensor, pieces
 from autopar.codegen.forward.text.lines import tuple_of
-from autopar.codegen.forward.writing.loops import Loop, rolled
-from autopar.planner.graph import batch_key
-from autopar.planner.layouts import WHOLE
-from autopar.planner.ops import Op, Origin
+from autopar.codegen.forward.writing.statements import Loop, rolled
+from autopar.planner.graph.graph import batch_key
+from autopar.planner.graph.layouts import WHOLE
+from autopar.planner.graph.ops import Op, TensorOrigin
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
 _BOUNDS = "self.first : self.end"
 
 
-def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, ...]:
+def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageClass, ...]:
     """Return the root's classes: one where nothing is cut, else one for each stage.
 
     A result that cannot be printed, such as a dataclass, is not needed: the one stage returns the
@@ -66,7 +69,7 @@ def _keeps_signature(opening: Opening) -> bool:
     return is_plain(graph.calls[ROOT].result) and not goes_on
 
 
-def _whole(opening: Opening) -> Stage:
+def _whole(opening: Opening) -> StageClass:
     """Return the whole root with its own signature."""
     printed = printed_forward(opening, ROOT)
     module = opening.split.modules[ROOT]
@@ -81,7 +84,9 @@ def _whole(opening: Opening) -> Stage:
     )
     names = tuple(p.name for p in opening.split.graph.parameters)
     names += tuple(b.name for b in opening.split.graph.buffers)
-    return Stage(cls=cls, takes=(), gives=(), returns_loss=False, modules=paths, parameters=names)
+    return StageClass(
+        cls=cls, takes=(), gives=(), returns_loss=False, modules=paths, parameters=names
+    )
 
 
 def _whole_name(opening: Opening) -> str:
@@ -94,7 +99,7 @@ class _Draft:
     """One stage, printed with its layers' numbers, and in the form that stages may share."""
 
     number: int
-    part: Part
+    part: StagePiece
     printed: Printed
     form: Printed | None
     bounds: tuple[int, int] | None
@@ -137,7 +142,7 @@ class _Printer:
             absent=absent,
         )
 
-    def stage(self, draft: _Draft, *, is_shared: bool) -> Stage:
+    def stage(self, draft: _Draft, *, is_shared: bool) -> StageClass:
         """Return one stage, in a class of its own or in one that several share."""
         base = base_name(self.module)
         bounds: tuple[tuple[str, int], ...] = ()
@@ -157,7 +162,7 @@ class _Printer:
             uses_axis=printed.uses_axis,
         )
         gives = tuple(map(self._crossing, draft.part.gives))
-        return Stage(
+        return StageClass(
             cls=cls,
             takes=tuple(map(self._crossing, draft.part.takes)),
             gives=gives,
@@ -175,7 +180,7 @@ class _Printer:
         names = {0: FIRST_STAGE, self.last: LAST_STAGE}
         return names.get(number, f"Stage{number + 1}")
 
-    def _builder(self, part: Part) -> BodyBuilder:
+    def _builder(self, part: StagePiece) -> BodyBuilder:
         keys = {name: batch_key(name) for name in self.graph.inputs}
         names = [n for n in _POSITIONAL if n not in keys.values()]
         names += [f"x{i}" for i in range(2, 100)]
@@ -186,7 +191,7 @@ class _Printer:
             if self.graph.tensors[held.tensor].storage in written:
                 builder.copy(held)
         for name, key in keys.items():
-            builder.bind(Held(name, self.split.made(name)), key)
+            builder.bind(LocalTensor(name, self.split.made(name)), key)
         mine = {op.name for op in part.ops}
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
@@ -195,7 +200,7 @@ class _Printer:
             builder.add(op)
         return builder
 
-    def _opening_of(self, part: Part) -> Opening:
+    def _opening_of(self, part: StagePiece) -> Opening:
         """Return the opening, with the code in the root's of calls that run elsewhere as a whole.
 
         That is where a stage computes for itself a mask or a table that one of their ops makes.
@@ -218,10 +223,10 @@ class _Printer:
         layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
         return not self.graph.learns(op) and all(layout == WHOLE for layout in layouts)
 
-    def _written_storages(self, part: Part) -> set[str]:
+    def _written_storages(self, part: StagePiece) -> set[str]:
         return set[str]().union(*map(self.graph.index.written_by, part.ops))
 
-    def _signature(self, part: Part, builder: BodyBuilder) -> list[str]:
+    def _signature(self, part: StagePiece, builder: BodyBuilder) -> list[str]:
         positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]
         used = {name for op in part.ops for name in op.inputs}
         read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
@@ -233,14 +238,14 @@ class _Printer:
         return [*positional, *(["*"] if batch else []), *batch, *rest]
 
     def _is_read(self, name: str, builder: BodyBuilder) -> bool:
-        held = Held(name, self.split.made(name))
+        held = LocalTensor(name, self.split.made(name))
         return any(
-            (piece if isinstance(piece, Held) else piece.held) == held
+            (piece if isinstance(piece, LocalTensor) else piece.held) == held
             for line in builder.lines
             for piece in pieces(line.expression)
         )
 
-    def _result(self, part: Part, builder: BodyBuilder) -> Expression:
+    def _result(self, part: StagePiece, builder: BodyBuilder) -> Expression:
         if part.gives:
             values = [builder.value(held.tensor, held.layout) for held in part.gives]
             return tuple_of(values) if len(values) > 1 else values[0]
@@ -248,16 +253,16 @@ class _Printer:
             return builder.value(self.graph.loss, WHOLE)
         return returned(builder, self.graph.calls[ROOT].result)
 
-    def _shown(self, part: Part, builder: BodyBuilder) -> tuple[str, ...]:
+    def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
         """Have evaluations find the outputs where the stage returns the loss alone."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()
         return show_outputs(builder, self.graph.calls[ROOT].result)
 
-    def _crossing(self, held: Held) -> Crossing:
+    def _crossing(self, held: LocalTensor) -> CrossingTensor:
         tensor = self.graph.tensors[held.tensor]
-        return Crossing(
+        return CrossingTensor(
             name=held.tensor,
             shape=tensor.shape,
             dtype=tensor.dtype,
@@ -265,7 +270,7 @@ class _Printer:
             has_gradient=tensor.requires_grad,
         )
 
-    def _modules(self, part: Part) -> tuple[str, ...]:
+    def _modules(self, part: StagePiece) -> tuple[str, ...]:
         calls = dict.fromkeys(op.call for op in part.ops if op.call not in (LOSS, ROOT))
         paths = [self.graph.calls[call].path for call in calls]
         owner = Owner(self.split, ROOT)
@@ -273,7 +278,7 @@ class _Printer:
             owner.name_near(name, op).rpartition(".")[0]
             for op in part.ops
             for name in op.inputs
-            if self.graph.tensors[name].origin in (Origin.PARAMETER, Origin.BUFFER)
+            if self.graph.tensors[name].origin in (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
         ]
         for key, call in self.graph.calls.items():  # that have no ops of their own, as nn.Identity
             if key not in self.tree.ops and call.parent in calls:
@@ -281,12 +286,12 @@ class _Printer:
                 paths.append(call.path)
         return tuple(dict.fromkeys(path for path in (*paths, *held) if path))
 
-    def _parameters(self, part: Part) -> tuple[str, ...]:
-        origins = (Origin.PARAMETER, Origin.BUFFER)
+    def _parameters(self, part: StagePiece) -> tuple[str, ...]:
+        origins = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
         read = (name for op in part.ops for name in op.inputs)
         return tuple(dict.fromkeys(n for n in read if self.graph.tensors[n].origin in origins))
 
-    def _docstring(self, number: int, part: Part) -> str:
+    def _docstring(self, number: int, part: StagePiece) -> str:
         source = "the batch" if not number else "what the stage before gives"
         target = "what the next stage takes" if part.gives else "the result"
         if not part.gives and self.returns_loss:

@@ -7,37 +7,39 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.losses import bind_batch
+from autopar.codegen.forward.opened import bind_batch
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, CallTree
-from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.text.expressions import (
+    Binding,
     Expression,
     Fact,
-    Held,
-    Level,
+    LocalTensor,
     binary,
     call,
     indexed,
     joined,
+    literal,
     method,
     text,
 )
 from autopar.codegen.forward.text.lines import Line
-from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.writing.writer import Style, written
-from autopar.planner.findings.counting import (
+from autopar.planner.findings.loss import (
     Division,
+    Follows,
+    all_of_parts,
     counted_by,
     division_of,
     is_told,
+    is_weighed_division,
     steps_from_batch,
 )
-from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, is_weighed_division
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import WHOLE
-from autopar.planner.ops import Op, Origin
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
@@ -46,7 +48,7 @@ DIVISOR = "divisor"  # the function of the script that follows how the loss divi
 _COUNTS, _PARTS = "counts", "parts"  # its arguments
 
 
-def valid_targets(split: Split, tree: CallTree) -> str | None:
+def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     """Return the source of `valid_targets(batch)`, or None where the loss has no such mean.
 
     It gives the number of targets of a loss that is one mean, and the numbers of all the weighed
@@ -75,7 +77,7 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     return _function(head, does, builder, result)
 
 
-def printed_divisor(split: Split, tree: CallTree) -> str | None:
+def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     """Return the source of `divisor(counts, parts)`, None where the loss divides by the counts.
 
     It gives by what the loss divides where so much counts, in several parts of a batch together.
@@ -122,9 +124,9 @@ def _divisor(
         return text(next(names))
     parts = text(_PARTS)
     for count, name in zip(division.counts, names, strict=False):
-        held = Held(count, WHOLE)
+        held = LocalTensor(count, WHOLE)
         if follows[count] is Follows.MEAN:
-            mean = binary(text(name), "/", parts, Level.PRODUCT)
+            mean = binary(text(name), "/", parts, Binding.PRODUCT)
             builder.add_line(Line(results=held, expression=mean, names=("mean",)))
         else:
             builder.bind(held, name)
@@ -137,10 +139,10 @@ def _divisor(
             builder.add(op)
     value = builder.value(division.divisor, WHOLE)
     is_mean = follows[division.counted] is Follows.MEAN
-    return binary(value, "*", parts, Level.PRODUCT) if is_mean else value
+    return binary(value, "*", parts, Binding.PRODUCT) if is_mean else value
 
 
-def _opened_for(steps: Iterable[Op], split: Split, tree: CallTree) -> Opening:
+def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Opening:
     """Return an opening whose loss has some ops in its own code, on a whole batch."""
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
@@ -172,7 +174,7 @@ def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
     return unplaced
 
 
-def _terms(split: Split) -> list[Op]:
+def _terms(split: SplitGraph) -> list[Op]:
     loss = counted_loss(split.graph)
     ops = split.graph.ops
     return [op for op in ops if op.name in split.weighed] if loss is None else [loss]
@@ -185,8 +187,8 @@ class _CountBuilder(BodyBuilder):
         super().__init__(opening, LOSS)
         self.read = read
         for name in sorted(read):
-            if self.graph.tensors[name].origin is Origin.CONSTANT:
-                held = Held(name, WHOLE)
+            if self.graph.tensors[name].origin is TensorOrigin.CONSTANT:
+                held = LocalTensor(name, WHOLE)
                 numbers = self.owned(name, None)
                 self.add_line(Line(results=held, expression=numbers, hint="weight"))
 
@@ -210,7 +212,7 @@ def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[E
     number, *weights = values
     ignored = term.argument("ignore_index")
     assert isinstance(ignored, int)
-    is_valid = binary(number, "!=", literal(ignored), Level.COMPARISON)
+    is_valid = binary(number, "!=", literal(ignored), Binding.COMPARISON)
     if not weights:
         return (method(is_valid, "sum"),)
     of_classes = method(weights[0], "double")  # their sums are exact, as those of other fractions

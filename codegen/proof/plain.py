@@ -1,8 +1,4 @@
-"""A training as a person writes it for one device: plain PyTorch around a model file's functions.
-
-Nothing that scripts run is used here but the numbering of random draws (`plain_model`), so a fault
-of the runtime shows as a difference.
-"""
+"""A training as a person writes it for one device, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,22 +6,84 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import count, islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset, default_collate
 
-from autopar.codegen.proof.plain_rows import Batch, plain_batches
-from autopar.planner.model.model_file import ModelFile
-from autopar.planner.ops import Ref
+from autopar.codegen.proof.draws import Drawing, NotedDraw
+from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.planner.graph.ops import Ref
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import USUAL, Usual
-from autopar.planner.plan.telling.meaning import narrowed_buffers
-from autopar.runtime.ranks.randomness import seeded
+from autopar.planner.plan.telling.words import USUAL, Usual, narrowed_buffers
+from autopar.runtime.data.batches import dataset_batches
+from autopar.runtime.data.epochs import Dealing, Epochs
+from autopar.runtime.ranks.mesh import start, stop
+from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers, seeded
 from autopar.runtime.weights.plain_model import plain_model
+
+Batch: TypeAlias = dict[str, Tensor]
+
+
+def plain_batches(file: ModelFile, *, rows: int, seed: int, uses_dataset: bool) -> Iterator[Batch]:
+    """Yield global batches without end; two keys of a batch are two tensors."""
+    with seeded(seed):
+        found = file.example_batch(rows)
+    example = {key: one for key, one in found.items() if isinstance(one, Tensor)}
+    if file.build_dataset is None or not uses_dataset:
+        while True:
+            yield {key: one.clone() for key, one in example.items()}
+    with seeded(seed):
+        dataset = file.build_dataset()
+    is_listed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if is_listed and file.build_collate is None and not hasattr(dataset, "__getitems__"):
+        places = _places(len(dataset), seed)
+        while True:
+            chosen = [_row(dataset, example, place, seed) for place in islice(places, rows)]
+            yield {key: one.clone() for key, one in default_collate(chosen).items()}
+    yield from _as_scripts_do(file, dataset, rows, seed)
+
+
+def _places(length: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield the epoch and the number of one row after another."""
+    for epoch in count():
+        numbers = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+        for row in torch.randperm(length, generator=numbers).tolist():
+            yield epoch, row
+
+
+def _row(
+    dataset: Any, example: Mapping[str, Tensor], place: tuple[int, int], seed: int
+) -> Mapping[str, Tensor]:
+    """Return what the model is given of a row, in the types of the example."""
+    with kept_numbers():
+        seed_numbers(mixed_seed(seed, *place))
+        row = dataset[place[1]]
+    return {key: torch.as_tensor(row[key], dtype=one.dtype) for key, one in example.items()}
+
+
+def _as_scripts_do(file: ModelFile, dataset: Any, rows: int, seed: int) -> Iterator[Batch]:
+    """Read rows that come in a stream, or go through a collate, by the code of scripts."""
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        yield from dataset_batches(
+            dataset,
+            file.example_batch,
+            mesh,
+            dealing=Dealing(each=(rows,), rank=0),
+            epochs=Epochs(rows=None, per_step=rows),
+            seed=seed,
+            new_collate=file.build_collate,
+        )
+    finally:
+        stop(mesh)
+
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -200,3 +258,102 @@ def _taken(value: Tensor, task: Task) -> Tensor:
 
 def _single(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedAlone:
+    """What one process saw and made; what it drew is of one step more."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]  # of all gradients, before each step clips them
+    gradients: Mapping[str, Tensor]  # of the first step, clipped
+    parameters: Mapping[str, Tensor]  # after the last, and buffers
+    initial: Mapping[str, Tensor]  # parameters, buffers and plain tensors before the first
+    draws: tuple[NotedDraw, ...] = ()
+
+
+def all_steps(exact: int) -> int:
+    """Return of how many steps a proved training is: so many, and one whose draws are recorded."""
+    return exact + 1
+
+
+def clipped_share(step: int) -> float:
+    """Return to which share of its norm a step clips its gradients, where it is proved.
+
+    A norm that is always larger lets every clip bite, and shares that change from step to step show
+    one that is missing, wrong or too late: Adam does not notice a factor that stays.
+    """
+    return 1 / (step + 1)
+
+
+def train_alone(task: Task) -> TrainedAlone:
+    """Train the user's model, as the user builds it, in a loop around the user's functions."""
+    file = load_model_file(task.spec, task.arguments)
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    model = cast_model(build_alone(file, task), task)
+    initial = wide_copies(held_tensors(model))
+    batches = batches_of(file, task)
+    optimizer = optimizer_of(file, model, task)
+    scheduler = scheduler_of(file, optimizer, task, steps=all_steps(task.steps))
+    losses, norms, gradients = [], [], dict[str, Tensor]()
+    for step, batch in enumerate(islice(batches, task.steps), start=1):
+        with Exactly(dtype):
+            loss = loss_of(model, file, cast_batch(batch, dtype), task)
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        norms.append(_clipped(model, task, step))
+        gradients = gradients or _gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    parameters = wide_copies(dict(trained_tensors(model)))
+    batch = cast_batch(next(batches), dtype)
+    with Drawing(unseeded=-1) as drawing, Widely(dtype):
+        loss_of(model, file, batch, task).backward()  # type: ignore[no-untyped-call]
+    return TrainedAlone(
+        losses=tuple(losses),
+        norms=tuple(norms),
+        gradients=gradients,
+        parameters=parameters,
+        initial=initial,
+        draws=drawing.draws([model]),
+    )
+
+
+def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Give the fractions of a batch a type that holds more than theirs."""
+
+    def wide(one: Tensor) -> Tensor:
+        return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
+
+    wide_batch: Batch = tree_map_only(Tensor, wide, batch)  # which has plain numbers, too
+    return wide_batch
+
+
+def wide_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors, in a type that holds the numbers of all others."""
+    return {name: wide_copy(one) for name, one in tensors.items()}
+
+
+def wide_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU, in a type that holds the numbers of all others."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide, copy=True)
+
+
+def _clipped(model: nn.Module, task: Task, step: int) -> float:
+    """Clip the gradients to a share of their norm, and return that."""
+    parameters = list(model.parameters())
+    for one in parameters:
+        if one.grad is not None and one.grad.is_sparse:
+            one.grad = one.grad.to_dense()
+    norm = nn.utils.clip_grad_norm_(parameters, math.inf)
+    if task.clip_norm:
+        nn.utils.clip_grad_norm_(parameters, float(norm) * clipped_share(step))
+    return float(norm)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: wide_copy(one.grad) for name, one in named if one.grad is not None}

@@ -13,29 +13,29 @@ from textwrap import wrap
 import torch
 from torch import Tensor
 
-from autopar.codegen.forward.reading.calls import ROOT
-from autopar.codegen.forward.reading.results import leaves
+from autopar.codegen.forward.reading.calls import ROOT, leaves
 from autopar.codegen.known_names import KNOWN_ALONE
-from autopar.codegen.proof.given_script import GivenScript
+from autopar.codegen.proof.verification import GivenScript
 from autopar.codegen.python_text import WIDTH, Source, call, literal, prose
-from autopar.codegen.script.check import check_plain_loop
-from autopar.codegen.script.checksum import with_checksum
-from autopar.codegen.script.filters import environment
-from autopar.codegen.script.imports import script_imports
 from autopar.codegen.script.model_calls import model_arguments, model_calls
-from autopar.codegen.script.settings_lines import Setting, lines
-from autopar.codegen.subject import Subject
-from autopar.planner.graph import Graph
+from autopar.codegen.script.render import (
+    check_plain_loop,
+    environment,
+    script_imports,
+    with_checksum,
+)
+from autopar.codegen.script.settings_lines import ScriptSetting, lines
+from autopar.codegen.subject import PlannedSubject
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Ref
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import without_memory
-from autopar.planner.ops import Ref
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import is_scheduled_here
-from autopar.planner.plan.telling.meaning import meaning_notes
+from autopar.planner.plan.telling.words import is_scheduled_here, meaning_notes
 from autopar.planner.trace.model_checks import own_dtype
-from autopar.runtime.data.dataset_rows import is_streamed
+from autopar.runtime.data.rows import is_streamed
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.optimizer.arguments import MODEL, NAMED, asked_by
+from autopar.runtime.optimizer.building import MODEL, NAMED, asked_by
 
 FILE_NAME = "plain.py"
 _TEMPLATE = "plain.py.j2"
@@ -62,7 +62,9 @@ class PlainView:
     loss: Source
 
 
-def plain_loop(plan: Plan, subject: Subject, script: GivenScript, destination: Path) -> Source:
+def plain_loop(
+    plan: Plan, subject: PlannedSubject, script: GivenScript, destination: Path
+) -> Source:
     """Return the loop, as it will stand at `destination`, with the settings of a script."""
     template, view = (
         environment().get_template(_TEMPLATE),
@@ -74,7 +76,7 @@ def plain_loop(plan: Plan, subject: Subject, script: GivenScript, destination: P
     return with_checksum(text, plan)
 
 
-def _view(plan: Plan, subject: Subject, script: GivenScript, destination: Path) -> PlainView:
+def _view(plan: Plan, subject: PlannedSubject, script: GivenScript, destination: Path) -> PlainView:
     file = subject.file
     calls = model_calls(file, (), destination, is_half=False, evaluates=False)
     batch = {k: v for k, v in file.example_batch(2).items() if isinstance(v, Tensor)}
@@ -120,22 +122,24 @@ def _docstring(plan: Plan, script: GivenScript, destination: Path) -> Source:
 
 def _settings(
     plan: Plan, script: GivenScript, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[Setting]:
+) -> Iterator[ScriptSetting]:
     usual = script.usual
-    yield Setting("STEPS", Source(_STEPS), "of which the learning rates are a share")
-    yield Setting("GLOBAL_BATCH", literal(plan.arrangement.global_batch), "rows of a step")
+    yield ScriptSetting("STEPS", Source(_STEPS), "of which the learning rates are a share")
+    yield ScriptSetting("GLOBAL_BATCH", literal(plan.arrangement.global_batch), "rows of a step")
     if not plan.model.has_optimizer:
-        yield Setting("LEARNING_RATE", literal(usual.learning_rate), "of AdamW")
-        yield Setting("BETAS", literal(usual.betas), "of AdamW")
-        yield Setting("WEIGHT_DECAY", literal(usual.weight_decay), "of matrices")
+        yield ScriptSetting("LEARNING_RATE", literal(usual.learning_rate), "of AdamW")
+        yield ScriptSetting("BETAS", literal(usual.betas), "of AdamW")
+        yield ScriptSetting("WEIGHT_DECAY", literal(usual.weight_decay), "of matrices")
     if is_scheduled_here(plan):
-        yield Setting("WARMUP_STEPS", literal(usual.warmup_steps), "at most a tenth of all")
-        yield Setting("FINAL_SHARE", literal(usual.final_share), "of LEARNING_RATE, at the end")
+        yield ScriptSetting("WARMUP_STEPS", literal(usual.warmup_steps), "at most a tenth of all")
+        yield ScriptSetting(
+            "FINAL_SHARE", literal(usual.final_share), "of LEARNING_RATE, at the end"
+        )
     clipped = "of all gradients together, at most; 0: they stay as they are"
-    yield Setting("CLIP_NORM", literal(script.clip_norm or 0.0), clipped)
-    yield Setting("SEED", literal(script.seed), "of weights and rows")
+    yield ScriptSetting("CLIP_NORM", literal(script.clip_norm or 0.0), clipped)
+    yield ScriptSetting("SEED", literal(script.seed), "of weights and rows")
     columns = (f"{literal(key)}: {dtype}" for key, dtype in dtypes.items())
-    yield Setting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "of a batch")
+    yield ScriptSetting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "of a batch")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -143,12 +147,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _is_narrow(subject: Subject) -> bool:
+def _is_narrow(subject: PlannedSubject) -> bool:
     """Whether the model is built in 16 bits."""
     return own_dtype(without_memory(subject.file)) in HALF_DTYPES
 
 
-def _optimizer(subject: Subject) -> Source:
+def _optimizer(subject: PlannedSubject) -> Source:
     factory = subject.file.build_optimizer
     if factory is None:
         return Source("new_optimizer(learning)")

@@ -1,14 +1,18 @@
-"""Makes a device that is not there: tensors say that they lie on it, and hold no values.
-
-As on a GPU, an op over tensors there and on the CPU raises, and random numbers come from a
-generator of the device's own. Ops on it run under FakeTensorMode alone.
-"""
+"""A device that is not there, and what is drawn on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,12 +22,16 @@ from torch._meta_registrations import calc_conv_nd_return_shape
 from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
 
+from autopar.codegen.proof.draws import Drawing, NotedDraw, drawn_otherwise_again, settings_of
+from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
+from autopar.codegen.proof.dryrun.watching import sizes_of_numbers
 from autopar.runtime.ranks import mesh
 
 NAME = "pretended"
@@ -108,7 +116,7 @@ class PretendedDevice(_DummyBackendModule):
         self.generator.set_state(state)
 
 
-class Made(TorchFunctionMode):
+class MadeOnDevice(TorchFunctionMode):
     """Makes tensors on the device that no mode for ops would see, or none is there to see."""
 
     def __torch_function__(
@@ -155,3 +163,117 @@ def pretend() -> PretendedDevice:
     with FakeTensorMode():
         torch.ones(2).exp()  # loads what each process would load again; no backward before a fork
     return device
+
+
+_ATEN = torch.ops.aten
+_attention = functional.scaled_dot_product_attention
+
+
+class DeviceDrawing(Drawing):  # type: ignore[no-untyped-call]
+    """Records every op that draws numbers on the pretended device."""
+
+    def __init__(self, device: PretendedDevice) -> None:
+        super().__init__(unseeded=-1)
+        self.device = device
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        made = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and "backward" not in func.name()
+        if draws and kwargs.get("generator") is None:
+            first = made[0] if isinstance(made, (tuple, list)) else made
+            if isinstance(first, Tensor) and first.device.type == NAME:
+                settings = settings_of(func, args, kwargs)
+                self._note(func, settings, made, str(self.device.draw()), is_seeded=True)
+        return made
+
+
+def device_draw_faults(script: Path, ranks: Sequence[int], world: int) -> tuple[str, ...]:
+    """Return what layers of a script draw otherwise where they run again, a sentence each."""
+    words = [f"{rank}/{world}" for rank in ranks]
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(script), *words],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return tuple(found)
+
+
+def draws_of(path: Path, device: PretendedDevice) -> tuple[NotedDraw, ...]:
+    """Run a script's `main` up to the end of its first step; return what that drew."""
+    found: list[NotedDraw] = []
+
+    def watched(step: FirstStep, _: None) -> None:
+        with _attention_of_gpus(), DeviceDrawing(device) as drawing:
+            step.take()
+        found.extend(drawing.draws(step.parts))
+
+    run_first_step(path, _without_values(), watched)
+    return tuple(found)
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), sizes_of_numbers():
+        yield
+
+
+@contextmanager
+def _attention_of_gpus() -> Iterator[None]:
+    """Have attention with dropout be one op that draws, as GPUs have it."""
+    with patch.object(functional, "scaled_dot_product_attention", _fused):
+        yield
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if not dropout_p or query.dim() != 4:
+        return _attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    out: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def main(script: str, *ranks: str) -> None:
+    """Print what layers of these ranks draw otherwise where they run again."""
+    device = pretend()
+    found: dict[str, None] = {}
+    for rank in ranks:
+        here, there = get_context("fork").Pipe(duplex=False)
+        running = get_context("fork").Process(target=_tell, args=(script, rank, device, there))
+        running.start()
+        there.close()
+        try:
+            found |= dict.fromkeys(here.recv())
+        except EOFError:
+            running.join()
+            sys.exit(f"rank {rank} failed")
+        running.join()
+    print(json.dumps(list(found)))
+
+
+def _tell(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
+    os.environ[mesh.DRY_RUN] = rank
+    with MadeOnDevice():
+        to.send(list(drawn_otherwise_again([draws_of(Path(script), device)])))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

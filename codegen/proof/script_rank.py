@@ -27,19 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.codegen.proof.comparison import RankTrained
+from autopar.codegen.proof.comparison import HeldBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
-from autopar.codegen.proof.half_comparison import RankInHalf
-from autopar.codegen.proof.held import Block
-from autopar.codegen.proof.plain import held_tensors, trained_tensors
-from autopar.codegen.proof.reference import all_steps, clipped_share, wide_copy
+from autopar.codegen.proof.plain import (
+    all_steps,
+    clipped_share,
+    held_tensors,
+    trained_tensors,
+    wide_copy,
+)
 from autopar.runtime import optimizer
-from autopar.runtime.keeping.holdings import named_tensors, weights_held
+from autopar.runtime.keeping.owners import named_tensors, weights_held
 from autopar.runtime.optimizer import gradients
-from autopar.runtime.optimizer.held_gradients import held_gradients
+from autopar.runtime.optimizer.gradients import held_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
-from autopar.runtime.tensor.chunks import boxes, chunks_by_name, whole
+from autopar.runtime.tensor.shards import boxes, chunks_by_name, whole
 
 NAME = "emitted_script"
 _UNSEEDED = 2**52  # and the rank: no two processes begin alike, but for what a script seeds
@@ -54,9 +57,9 @@ class Watched:
         self.limits: dict[int, float] = {}
         self.norms: list[float] = []
         self.parts: Sequence[nn.Module] = ()
-        self.initial: list[Block] = []
-        self.gradients: list[Block] = []
-        self.parameters: list[Block] = []
+        self.initial: list[HeldBlock] = []
+        self.gradients: list[HeldBlock] = []
+        self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
         """Clip gradients to a share of their norm, whatever the limit is, and keep the first."""
@@ -153,10 +156,10 @@ def parts_of(model: Any) -> Sequence[nn.Module]:
     return [model] if isinstance(model, nn.Module) else model.parts
 
 
-def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[Block]:
+def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[HeldBlock]:
     """Return what is held of parameters, in fp32 where the optimizer has that, and of buffers."""
     held = weights_held(parts, optimizer)
-    return [Block(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
+    return [HeldBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
 
 
 def _types_of_buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
@@ -187,20 +190,20 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
-def _initial(part: nn.Module) -> Iterator[Block]:
+def _initial(part: nn.Module) -> Iterator[HeldBlock]:
     chunks = chunks_by_name(part)
     for name, tensor in held_tensors(part).items():
         held = chunks.get(name) or whole(tuple(tensor.shape))
-        yield Block(name, held, wide_copy(local_tensor(tensor)))
+        yield HeldBlock(name, held, wide_copy(local_tensor(tensor)))
 
 
-def _parameters(part: nn.Module) -> Iterator[Block]:
+def _parameters(part: nn.Module) -> Iterator[HeldBlock]:
     chunks = chunks_by_name(part)
     for name, tensor in trained_tensors(part):
-        yield Block(name, chunks[name], wide_copy(local_tensor(tensor)))
+        yield HeldBlock(name, chunks[name], wide_copy(local_tensor(tensor)))
 
 
-def _gradients(part: nn.Module) -> Iterator[Block]:
+def _gradients(part: nn.Module) -> Iterator[HeldBlock]:
     """Yield gradients by all names of their parameters, under ZeRO-1 in this rank's parts."""
     chunks, names = chunks_by_name(part), defaultdict[int, list[str]](list)
     for name, parameter in part.named_parameters(remove_duplicate=False):
@@ -208,14 +211,14 @@ def _gradients(part: nn.Module) -> Iterator[Block]:
     for one in held_gradients([part]):
         for name in names[id(one.parameter)]:
             if one.span is None:
-                yield Block(name, chunks[name], wide_copy(one.held))
+                yield HeldBlock(name, chunks[name], wide_copy(one.held))
                 continue
             first = 0
             for box in boxes(tuple(one.parameter.shape), one.span.start, one.span.stop):
                 held = chunks[name].within_box(box)
                 last = first + math.prod(held.local_shape)
                 values = one.held[first:last].view(held.local_shape)
-                yield Block(name, held, wide_copy(values))
+                yield HeldBlock(name, held, wide_copy(values))
                 first = last
 
 

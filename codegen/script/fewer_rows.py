@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.codegen.script.layer_lists import crossings_follow_rows
 from autopar.codegen.script.settings_lines import has_batch_norm
-from autopar.codegen.script.stage_tables import crossings_follow_rows
-from autopar.codegen.subject import Subject
-from autopar.planner.findings.meeting_rows import meeting_rows
-from autopar.planner.findings.uneven_rows import parts_have_weights
-from autopar.planner.plan.declared.lone_rows import least_rows
+from autopar.codegen.subject import PlannedSubject
+from autopar.planner.findings.rows import meeting_rows, parts_have_weights
+from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
 
 
-def fewer_rows(plan: Plan, subject: Subject) -> Iterator[str]:
+def fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
     """Yield what `read_batches` is told of it, where not any number of rows will do."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     least = least_rows(plan.graph, data=plan.arrangement.data)
@@ -25,7 +24,7 @@ def fewer_rows(plan: Plan, subject: Subject) -> Iterator[str]:
         yield "repeats=False"
 
 
-def _is_of_planned_rows(plan: Plan, subject: Subject) -> bool:
+def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
     """Whether code of the script is for the planned number of rows alone."""
     opened = subject.opened
     is_printed = bool(opened.classes or opened.stages or opened.loss)

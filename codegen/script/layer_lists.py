@@ -1,25 +1,195 @@
-"""Tells which modules are the layers of a script: units of sharding and of recomputation."""
+"""Turns a plan into the lists of its layers and the tables of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from types import MappingProxyType
 
-from autopar.codegen.python_text import Source, assigned
-from autopar.codegen.script.name_patterns import numbered_tuple
+from autopar.codegen.forward.classes import CROSSING
+from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
+from autopar.codegen.python_text import (
+    Bracketed,
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    table,
+    tuple_of,
+)
+from autopar.codegen.script.parameter_tables import (
+    aliases_of,
+    names_with_aliases,
+    numbered_tuple,
+    outermost,
+    parts_text,
+)
 from autopar.codegen.script.script_view import Recomputation
-from autopar.codegen.subject import Subject
+from autopar.codegen.subject import PlannedSubject
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.errors import InputError
-from autopar.planner.findings.writing_layers import writing_calls
-from autopar.planner.plan.plan import Plan
+from autopar.planner.findings.optimizer_call import learning_parameters
+from autopar.planner.findings.writes import writing_calls
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import LayoutKind
+from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
+from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.programs.layouts.strategies import Parts, parts_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTables:
+    """The tables of a pipelined script; `ties` is empty where stages share no weights."""
+
+    stages: Source
+    ties: Source
+
+
+def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str) -> StageTables:
+    """Return what the stages hold and give; `last` is the class of the last one."""
+    holds = stage_holds(plan.graph, opened.stages)
+    functions = crossing_names(opened)
+    follows = crossings_follow_rows(opened, axes)
+    gives: list[Bracketed | str] = [
+        functions.get(stage.crossing) or _gives(stage, plan, axes, follows_rows=follows)
+        for stage in opened.stages
+    ]
+    are_alike = len(set(gives[:-1])) == 1 and not functions
+    rows = []
+    for number, stage in enumerate(opened.stages):
+        kind = last if stage is opened.stages[-1] else stage.cls.name
+        held = numbered_tuple(outermost(holds[number], names_with_aliases(plan.graph)))
+        arguments: list[str | Bracketed] = [identifier(kind), held]
+        if stage.gives:
+            arguments.append("CROSSING" if are_alike else gives[number])
+        if stage.bounds:
+            arguments.append(f"bounds={literal(dict(stage.bounds))}")
+        rows.append(("", call("StagePart", *arguments), ""))
+    stages = table("STAGES", ("(", ")"), rows)
+    if are_alike:
+        assert isinstance(gives[0], Bracketed)
+        crossing = assigned("CROSSING", gives[0], "what each stage gives to the next")
+        stages = Source(f"{crossing}\n{stages}")
+    return StageTables(stages=stages, ties=_ties(plan, holds))
+
+
+def crossing_names(opened: OpenedSource) -> dict[str, Source]:
+    """Return the names of the functions that tell what stages give, by their sources."""
+    sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
+    if len(sources) == 1:
+        return {sources[0]: Source(CROSSING)}
+    return {source: Source(f"{CROSSING}{n}") for n, source in enumerate(sources, start=1)}
+
+
+def _gives(stage: StageClass, plan: Plan, axes: GraphAxes, *, follows_rows: bool) -> Bracketed:
+    return tuple_of(*(_crossing(one, plan, axes, follows_rows=follows_rows) for one in stage.gives))
+
+
+def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
+    """Return the names that each stage holds.
+
+    What no stage uses stays with the one whose modules are nearest: their code may still call it.
+    """
+    aliases = aliases_of(graph)
+    canonical = {alias: name for name, names in aliases.items() for alias in names}
+    used = [{canonical.get(name, name) for name in stage.parameters} for stage in stages]
+    unused = set(aliases) - set().union(*used)
+    for name in sorted(unused):
+        near = [_common_steps(name, stage) for stage in stages]
+        used[near.index(max(near))].add(name)
+    return tuple(
+        frozenset(
+            alias
+            for name in names
+            for alias in aliases.get(name, (name,))
+            if alias == name or name in unused or alias.rpartition(".")[0] in stage.modules
+        )
+        for names, stage in zip(used, stages, strict=True)
+    )
+
+
+def _common_steps(name: str, stage: StageClass) -> int:
+    """Return how far a parameter's path runs along with that of one of a stage's modules."""
+    steps = name.split(".")
+
+    def together(path: str) -> int:
+        pairs = zip(steps, path.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(map(together, stage.modules), default=0)
+
+
+def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
+    """Whether stages give each other tensors whose sizes are multiples of the rows, or constant."""
+    gives = [one for stage in opened.stages for one in stage.gives]
+    sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
+    are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)
+    parts = [_parts(one, axes, 2) == _parts(one, axes, 3) for one in gives]
+    return not opened.splits_rows and are_multiples and all(parts)
+
+
+def _parts(crossing: CrossingTensor, axes: GraphAxes, rows: int) -> Parts:
+    """Return how a tensor of so many rows is cut, () where it is whole."""
+    layout = crossing.layout
+    if layout.kind is not LayoutKind.SPLIT:
+        return ()
+    return parts_of(axes.dims[crossing.name][layout.dim], layout.axis, rows)
+
+
+def _crossing(
+    crossing: CrossingTensor, plan: Plan, axes: GraphAxes, *, follows_rows: bool
+) -> Bracketed:
+    microbatch = plan.arrangement.microbatch
+    size_of = _size if follows_rows else partial(_planned_size, microbatch=microbatch)
+    shape = ", ".join(size_of(extent) for extent in crossing.shape)
+    arguments = [f"({shape},)" if len(crossing.shape) == 1 else f"({shape})"]
+    layout = crossing.layout
+    if parts := _parts(crossing, axes, microbatch):
+        arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
+    if crossing.dtype != MODEL_DTYPE:
+        arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
+    if not crossing.has_gradient:
+        arguments.append("has_gradient=False")
+    return call("Crossing", *arguments)
+
+
+def _size(extent: Extent) -> str:
+    """Return a size of a tensor, which may be a multiple of the rows of a microbatch."""
+    if extent.is_constant:
+        return literal(extent.at(0))
+    return "ROWS" if extent == BATCH else f"ROWS * {literal(extent.at(1))}"
+
+
+def _planned_size(extent: Extent, *, microbatch: int) -> str:
+    return "MICROBATCH" if extent == BATCH else literal(extent.at(microbatch))
+
+
+def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
+    """Return the learning parameters that several stages hold, and on which pipeline ranks."""
+    learning = learning_parameters(plan.graph)
+    rows = []
+    for name, names in aliases_of(plan.graph).items():
+        ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
+        if len(ranks) > 1 and name in learning:
+            shared = literal(tuple(sorted(set(ranks))))
+            rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
+    return assigned("TIES", tuple_of(*rows)) if rows else Source()
+
+
+def _in_order(plan: Plan) -> Sequence[PlannedStage]:
+    return sorted(plan.stages, key=lambda stage: stage.first)
+
 
 _TABLES = MappingProxyType(
     {Recompute.FULL: "RECOMPUTED", Recompute.SELECTIVE: "RECOMPUTED_IN_PART"}
 )
 
 
-def layer_lists(plan: Plan, subject: Subject, *, writing: Sequence[str]) -> Source:
+def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
     """Return the lists of layers that a script needs, those that are kept apart among them."""
     paths = _paths(subject)
     modes = plan.layer_modes
@@ -52,7 +222,9 @@ class LostLayersError(InputError):
         self.paths = tuple(dict.fromkeys(paths))
 
 
-def _check_recomputed(subject: Subject, paths: Sequence[str], modes: Sequence[Recompute]) -> None:
+def _check_recomputed(
+    subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
+) -> None:
     """Refuse to leave out the recomputation of a layer that no module call stands for."""
     calls = subject.graph.calls
     lost = [
@@ -72,7 +244,7 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
     )
 
 
-def writing_layers(plan: Plan, subject: Subject) -> list[str]:
+def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
     """Return the layers that must not share memory with others, but write to it."""
     units = plan.arrangement.zero >= Zero.GRADIENTS
     calls = {
@@ -86,12 +258,12 @@ def writing_layers(plan: Plan, subject: Subject) -> list[str]:
     return [path for call, path in calls.items() if call in writing]
 
 
-def _paths(subject: Subject) -> list[str]:
+def _paths(subject: PlannedSubject) -> list[str]:
     """Return the module of each layer; "" where it is not called as one."""
     return [_path(subject, layer.call) for layer in subject.layers.layers]
 
 
-def _gathered_alone(subject: Subject, paths: Iterable[str]) -> list[str]:
+def _gathered_alone(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
     """Return the layers whose parameters nothing outside of them reads.
 
     A layer has its whole parameters while it runs: what is read elsewhere too (a tied embedding)
@@ -110,7 +282,7 @@ def _gathered_alone(subject: Subject, paths: Iterable[str]) -> list[str]:
     ]
 
 
-def _path(subject: Subject, call: str) -> str:
+def _path(subject: PlannedSubject, call: str) -> str:
     calls = subject.graph.calls
     return calls[call].path if call in calls and call not in subject.opened.inlined else ""
 

@@ -1,4 +1,4 @@
-"""Tells how a script imports the model file, and calls its functions with the planned arguments."""
+"""Turns a model file into the calls by which its script builds, loads and evaluates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autopar.codegen.forward.reading.imported import Imported
-from autopar.codegen.forward.text.identifiers import is_identifier
+from autopar.codegen.forward.reading.modules import Imported
+from autopar.codegen.forward.targets import DIVISOR
+from autopar.codegen.forward.text.expressions import is_identifier
 from autopar.codegen.known_names import KNOWN
 from autopar.codegen.python_text import (
-    Group,
+    Bracketed,
     Source,
     assigned,
     call,
@@ -24,14 +25,19 @@ from autopar.codegen.python_text import (
     remark,
     tuple_of,
 )
-from autopar.codegen.script.imports import sorted_imports
+from autopar.codegen.script.parameter_tables import half_buffers
+from autopar.codegen.script.render import sorted_imports
+from autopar.codegen.script.settings_lines import sums_rows
+from autopar.codegen.subject import PlannedSubject
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph, batch_key
-from autopar.planner.model.import_name import import_name
+from autopar.planner.findings.rows import meeting_rows
+from autopar.planner.graph.graph import Graph, batch_key
+from autopar.planner.graph.ops import Ref
+from autopar.planner.model.functions import sources
+from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.sources import sources
-from autopar.planner.ops import Ref
-from autopar.runtime.ranks.model_source import source_digest
+from autopar.planner.plan.plan import Plan
+from autopar.runtime.ranks.user_code import source_digest
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 MODULE = "model_file"  # the name that the script has for the model file
@@ -153,7 +159,7 @@ def _bound(
     function = getattr(sys.modules[import_name(file.path).name], name)
     parameters = inspect.signature(function).parameters
     share = [f"{identifier(k)}={literal(v)}" for k, v in file.arguments if k in parameters]
-    made: Group | str = f"{MODULE}.{identifier(name)}"
+    made: Bracketed | str = f"{MODULE}.{identifier(name)}"
     if share:
         made = call("partial", made, *share)
     if plain:
@@ -173,3 +179,96 @@ def model_source(path: Path) -> Source:
         f"MODEL_DIGEST = {literal(source_digest(files))}  # of their text",
     ]
     return Source("\n".join(lines))
+
+
+def evaluation(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call: what computes a loss, on which rows, and how each microbatch weighs."""
+    made = call(
+        "Evaluation", *_model(plan, subject), _rows(plan, subject), *_weighing(plan, subject)
+    )
+    return Source(made.laid_out(before=17, indent=4))
+
+
+def first_step(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call that compares the loss of the first microbatch with plain PyTorch's."""
+    arguments = ["data", *_model(plan, subject), "plainly", "options", "mesh"]
+    if subject.opened.weighs_terms:
+        arguments.append("terms=valid_targets")
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
+    return Source(call("first_step_checked", *arguments).in_few_lines(before=15, indent=8))
+
+
+def plainly(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call that holds what one device computes a loss with."""
+    given = ["new_model", "new_batch"]
+    if subject.file.loss:
+        given.append("new_loss")
+    if half_buffers(plan):
+        given.append("half_buffers=HALF_BUFFERS")
+    if plan.graph.own_gradients:
+        given.append("needs_gradients=True")
+    return Source(call("Plainly", *given).flat)
+
+
+def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
+    """Yield what an evaluation does otherwise than one process that has the model."""
+    opened, modules = subject.opened, subject.modules
+    paths = {path for one in opened.classes for path in one.instances}
+    paths |= {subject.graph.calls[call].path for call in opened.inlined}
+    paths |= {""} if opened.stages else set()
+    found = (modules[path] for path in paths if path in modules)
+    names = sorted({one.class_name for one in found if one.branches_in_training})
+    yield from absent_notes(subject)
+    if names:
+        yield (
+            f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
+            "the forward asks self.training, and the code printed here has that branch alone."
+        )
+
+
+def absent_notes(subject: PlannedSubject) -> Iterator[str]:
+    """Yield what metrics() cannot use of what the model returns, if there is anything."""
+    if subject.opened.absent:
+        yield (
+            f"metrics() cannot use {', '.join(subject.opened.absent)}. Scripts with code of the "
+            "model compute what the loss depends on, and evaluations have what of that is there "
+            "where the loss is computed, in tuples, dicts, dataclasses and namedtuples."
+        )
+
+
+def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
+    """Return what gives the losses of microbatches, and what a rank holds of the model."""
+    is_pipelined = plan.arrangement.pipeline > 1
+    split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
+    losses = "model.losses_of" if is_pipelined else f"one_by_one(partial(loss_of, model{split}))"
+    return (
+        f"with_gradients({losses})" if plan.graph.own_gradients else losses,
+        "model.parts" if is_pipelined else "[model]",
+    )
+
+
+def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
+    """Return the call that reads the rows; those that meet are never repeated to fill a batch."""
+    arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
+    if subject.file.build_collate is not None:
+        arguments.append("new_collate=new_collate")
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS"]
+    if plan.graph.fixed_batch is not None or meeting_rows(plan.graph) is not None:
+        arguments.append("fills=False")
+    return call("read_evaluation", *arguments)
+
+
+def _weighing(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
+    opened = subject.opened
+    if opened.valid_targets is not None:
+        yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
+    if opened.divisor is not None:
+        yield f"divisor={DIVISOR}"
+    if sums_rows(plan):
+        yield "microbatches=MICROBATCHES * DATA"
+    if subject.file.metrics is not None:
+        is_split = opened.metrics is not None
+        whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"
+        yield f"metrics={whole}"

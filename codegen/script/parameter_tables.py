@@ -1,30 +1,181 @@
-"""Tells what a plan does to each parameter on the tensor axis: how it is split, whether summed."""
+"""Turns a plan into the tables of its parameters, many layers under one pattern."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 from autopar.codegen.python_text import (
+    Bracketed,
     Source,
     assigned,
     call,
     literal,
     row,
-    starred,
     table,
     tuple_of,
+    unpacked,
 )
-from autopar.codegen.script.name_patterns import numbered_rows, numbered_tuple, outermost, patterns
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.findings.learning import learning_parameters
-from autopar.planner.findings.steady_buffers import steady_buffers
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import Kind
+from autopar.planner.findings.optimizer_call import learning_parameters
+from autopar.planner.findings.writes import steady_buffers
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.meaning import narrowed_buffers
-from autopar.planner.programs.layouts.cuts import Parts, parts_of
+from autopar.planner.plan.telling.words import narrowed_buffers
+from autopar.planner.programs.layouts.strategies import Parts, parts_of
+from autopar.runtime.model.parts import starred
+
+Value = TypeVar("Value")
+_FEWEST_IN_STEPS = 3  # names of every second layer, or every third, that are told as a range
+
+
+def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
+    """Return a table with a starred name in the place of all names that it stands for.
+
+    `known` are all names of the kind: a star may not take in one that the table does not have. Of
+    names that differ, those that most have in common take the star where the others stand beside
+    it: a name itself counts before one with a star.
+    """
+    families: dict[str, list[str]] = {}
+    for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
+        for form in starred(name):
+            families.setdefault(form, []).append(name)
+    whole = {
+        form: family
+        for form, family in families.items()
+        if len(family) > 1 and all(name in table for name in family)
+    }
+    found: dict[str, Value] = {}
+    for name, value in table.items():
+        alike = (
+            f for f in starred(name) if f in whole and all(table[n] == value for n in whole[f])
+        )
+        found[max(alike, key=lambda form: len(whole[form]), default=name)] = value
+    for form, family in sorted(whole.items(), key=lambda item: -len(item[1])):
+        if all(name in found for name in family):
+            values = [found[name] for name in family]
+            most = max(values, key=values.count)
+            names = [n for n in family if found[n] == most and _agrees(found, n, most)]
+            if len(names) > 1:
+                found = _starring(found, form, names)
+    return found
+
+
+def _agrees(found: Mapping[str, Value], name: str, value: Value) -> bool:
+    """Whether no starred name that is there already stands for another value of this one."""
+    return all(found.get(form, value) == value for form in starred(name))
+
+
+def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:
+    """Return the table with one starred name in the place of the first of some equal names."""
+    first, *others = names
+    return {
+        (form if name == first else name): value
+        for name, value in found.items()
+        if name not in others
+    }
+
+
+def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
+    """Yield the outermost modules of which all names are chosen, and what is chosen besides."""
+    every = list(names)
+    others = set(every).difference(chosen)
+    yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
+
+
+def _outermost(name: str, others: Collection[str]) -> str:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        module = ".".join(parts[:length])
+        if not any(other.startswith(f"{module}.") for other in others):
+            return module
+    return name
+
+
+def numbered_tuple(names: Iterable[str]) -> Bracketed:
+    """Return a tuple of names as Python, those that count up as `numbered("h.*", range(4))`."""
+    runs = tuple(numbered_runs(names))
+    if len(runs) == 1 and isinstance(runs[0], Bracketed):
+        return Bracketed(runs[0].opening.removeprefix("*"), runs[0].items, runs[0].closing)
+    return tuple_of(*(run.flat if isinstance(run, Bracketed) else run for run in runs))
+
+
+def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
+    """Yield names as Python, those that count up as `*numbered(…)`."""
+    run: list[str] = []
+    for name in names:
+        if run and not _follows(run[-1], name):
+            yield from _told(run)
+            run = []
+        run.append(name)
+    yield from _told(run)
+
+
+def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
+    """Yield the names of a table as Python, with their values; those that count up as one call.
+
+    That is `numbered("h.*.attn", range(1, 4))` for three names of one value.
+    """
+    numbers: dict[tuple[str, Value], list[int]] = {}
+    for name, value in table.items():
+        pattern, number = _numbered(name)
+        if number is not None:
+            numbers.setdefault((pattern, value), []).append(number)
+    ranges = {key: _range(sorted(own)) for key, own in numbers.items()}
+    told = set[tuple[str, Value]]()
+    for name, value in table.items():
+        pattern, number = _numbered(name)
+        bounds = ranges.get((pattern, value)) if number is not None else None
+        if bounds is None:
+            yield literal(name), value
+        elif (pattern, value) not in told:
+            told.add((pattern, value))
+            yield call("numbered", literal(pattern), f"range({bounds})"), value
+
+
+def _range(numbers: Sequence[int]) -> str | None:
+    """Return the bounds of a range that has just these numbers, None where there is none."""
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(steps) != 1 or (steps != {1} and len(numbers) < _FEWEST_IN_STEPS):
+        return None
+    (step,) = steps
+    first, end = numbers[0], numbers[-1] + 1
+    if step > 1:
+        return f"{first}, {end}, {step}"
+    return f"{first}, {end}" if first else f"{end}"
+
+
+def _follows(before: str, name: str) -> bool:
+    """Whether a name is the next one of the same pattern."""
+    (pattern, number), (own_pattern, own_number) = _numbered(before), _numbered(name)
+    return (
+        number is not None
+        and own_number is not None
+        and pattern == own_pattern
+        and own_number == number + 1
+    )
+
+
+def _told(run: list[str]) -> Iterator[str | Bracketed]:
+    if len(run) < 2:
+        yield from map(literal, run)
+        return
+    pattern, first = _numbered(run[0])
+    bounds = f"{first}, {first + len(run)}" if first else f"{len(run)}"
+    yield call("*numbered", literal(pattern), f"range({bounds})")
+
+
+def _numbered(name: str) -> tuple[str, int | None]:
+    """Return a name with a star for its only number, and the number; the name where it has none."""
+    found = re.findall(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])", name)
+    if len(found) != 1 or "*" in name or len(starred(name)) != 1:
+        return name, None
+    return starred(name)[0], int(found[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +195,7 @@ class ParameterTables:
     summed: Source
 
 
-def parameter_tables(plan: Plan, axes: Axes) -> ParameterTables:
+def parameter_tables(plan: Plan, axes: GraphAxes) -> ParameterTables:
     """Return the tables of parameters that are split, and of those whose gradients are summed."""
     if plan.arrangement.tensor == 1:
         return ParameterTables(splits=Source(), summed=Source())
@@ -101,11 +252,11 @@ def half_buffers(plan: Plan) -> Source:
     return assigned("HALF_BUFFERS", tuple_of(*map(literal, names)), meaning) if found else Source()
 
 
-def _splits(plan: Plan, axes: Axes) -> Iterator[tuple[str, ParameterSplit]]:
+def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]:
     aliases = aliases_of(plan.graph)
     for one in plan.parameters:
         layout = one.layout
-        if layout.kind is Kind.SPLIT and one.name in aliases:
+        if layout.kind is LayoutKind.SPLIT and one.name in aliases:
             parts = parts_of(axes.dims[one.name][layout.dim], layout.axis, 1)
             name = axes.names.get(layout.axis, layout.axis)
             for alias in aliases[one.name]:
@@ -123,7 +274,7 @@ def _summed(plan: Plan) -> Iterator[str]:
     aliases = aliases_of(plan.graph)
     learning = learning_parameters(plan.graph)
     for one in plan.parameters:
-        if one.layout.kind is Kind.REPLICATED and one.name in learning:
+        if one.layout.kind is LayoutKind.REPLICATED and one.name in learning:
             yield from aliases[one.name]
 
 
@@ -137,4 +288,4 @@ def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
     names = (one for one, _ in numbered_rows(summed))
-    return assigned("SUMMED", tuple_of(*map(starred, names)))
+    return assigned("SUMMED", tuple_of(*map(unpacked, names)))

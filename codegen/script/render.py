@@ -1,11 +1,246 @@
-"""Turns the view of a script into its text."""
+"""Renders a script from its view, checks its text, and marks it."""
 
 from __future__ import annotations
 
-from autopar.codegen.python_text import Source
-from autopar.codegen.script.filters import environment
-from autopar.codegen.script.imports import script_imports
+import ast
+import hashlib
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from autopar.codegen.forward.text.lines import from_line, imports_of
+from autopar.codegen.known_names import KNOWN, KNOWN_ALONE
+from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.codegen.script.script_view import ScriptView
+from autopar.planner.plan.plan import Plan
+
+
+def source(value: object) -> Source:
+    """Let text through that this package made of literals and identifiers; refuse any other."""
+    if not isinstance(value, Source):
+        raise TypeError(f"{value!r} is no source text of ours")
+    return value
+
+
+FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
+    {"literal": literal, "identifier": identifier, "remark": remark, "source": source}
+)
+
+
+def environment() -> Environment:
+    """Return the templates' environment, which refuses what did not pass a filter."""
+    made = Environment(
+        loader=PackageLoader("autopar.codegen.script"),
+        undefined=StrictUndefined,
+        finalize=source,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    made.filters = dict(FILTERS)
+    return made
+
+
+_SECTIONS = ("__future__", "standard", "others", "autopar")
+
+
+def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
+    """Return the imports of a script in isort's order, from the names that its body uses."""
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    lines = {"from __future__ import annotations", *imports_of([body])}
+    lines |= {known[name] for name in used & set(known)}
+    return sorted_imports(lines)
+
+
+def sorted_imports(lines: Iterable[str]) -> Source:
+    """Return import lines in isort's order, those from one module together."""
+    plain: dict[str, set[str]] = defaultdict(set)
+    members: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for line in lines:
+        words = line.split()
+        if words[0] == "import":
+            plain[_section(words[1])].add(line)
+        else:
+            names = " ".join(words[3:]).strip("()").split(",")  # long lines are in brackets
+            members[_section(words[1])][words[1]].update(n.strip() for n in names if n.strip())
+    blocks = [
+        "\n".join([*sorted(plain[section]), *_from_lines(members[section])])
+        for section in _SECTIONS
+    ]
+    return Source("\n\n".join(block for block in blocks if block))
+
+
+def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield the lines of each module; what takes another name has one of its own."""
+    for module in sorted(members):
+        every = sorted(members[module], key=_member_order)
+        plain = [name for name in every if " as " not in name]
+        for name in every:
+            if " as " in name:
+                yield f"from {module} import {name}"
+            elif name == plain[0]:
+                yield from_line(module, plain)
+
+
+def _member_order(name: str) -> tuple[int, str]:
+    """Constants first, then classes, then the rest, as isort has it."""
+    if name.isupper() and len(name) > 1:
+        return 0, name
+    return (1 if name[0].isupper() else 2), name
+
+
+def _section(module: str) -> str:
+    top = module.partition(".")[0]
+    if top in ("__future__", "autopar"):
+        return top
+    return "standard" if top in sys.stdlib_module_names else "others"
+
+
+_TOP = (
+    ast.Import,
+    ast.ImportFrom,
+    ast.ClassDef,
+    ast.FunctionDef,
+    ast.Assign,
+    ast.AnnAssign,
+)
+_DUNDERS = frozenset({"__file__", "__name__"})
+_BUILTINS = frozenset(
+    {
+        "ValueError", "bool", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len",
+        "list", "max", "min", "print", "property", "range", "reversed", "round", "set", "slice",
+        "sorted", "str", "sum", "super", "tuple", "type", "zip",
+    }
+)  # fmt: skip
+_BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "next"}
+
+
+class UnsafeScriptError(AssertionError):
+    """A script that holds what no plan asks for: a bug of ours, or a plan that was forged."""
+
+
+def check_script(script: str) -> None:
+    """Refuse a script that is no Python, or does anything that training does not need."""
+    _check(script, KNOWN, _BUILTINS)
+
+
+def check_plain_loop(script: str) -> None:
+    """Refuse the same of a loop of plain PyTorch, which does by itself what the runtime does."""
+    _check(script, KNOWN_ALONE, _BUILTINS_ALONE)
+
+
+def _check(script: str, modules: Container[str], builtins: Iterable[str]) -> None:
+    tree = ast.parse(script)
+    faults = [*_strange_statements(tree), *_strange_names(tree, modules, builtins)]
+    if faults:
+        raise UnsafeScriptError("the script would not be safe: " + "; ".join(faults))
+
+
+def _strange_statements(tree: ast.Module) -> Iterator[str]:
+    """Yield what stands at the top of the file and is neither definition nor data."""
+    for number, node in enumerate(tree.body):
+        is_docstring = number == 0 and isinstance(node, ast.Expr)
+        if not (isinstance(node, _TOP) or is_docstring or ast.unparse(node) in _OF_A_SCRIPT):
+            text = ast.unparse(node)
+            if not text.startswith("sys.path.insert(0, str(Path(__file__).resolve().parent"):
+                yield f"line {node.lineno}: {text[:60]!r}"
+
+
+_OF_A_SCRIPT = tuple(
+    f"if __name__ == '__main__':\n    {called}()" for called in ("tell_errors_once", "main")
+)
+
+
+def _strange_names(
+    tree: ast.Module, modules: Container[str], builtins: Iterable[str]
+) -> Iterator[str]:
+    """Yield names that nothing in the script defines, and any with two underscores in front."""
+    defined = {*_defined(tree), *builtins, *_DUNDERS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in defined:
+            yield f"line {node.lineno}: the name {node.id}"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not _is_super(node):
+            yield f"line {node.lineno}: the attribute {node.attr}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name not in modules and alias.asname not in ("model_file", "F"):
+                    yield f"line {node.lineno}: import {alias.name}"
+
+
+def _is_super(node: ast.Attribute) -> bool:
+    return ast.unparse(node) == "super().__init__"
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+_LINE = re.compile(
+    r"^# Written by autopar (\S+), [^\n]*: ([0-9a-f]{16})(?:, plan ([0-9a-f]{16}))?\.$",
+    re.MULTILINE,
+)
+
+
+def with_checksum(script: str, plan: Plan) -> Source:
+    """Return a script with a line, behind its docstring, by which a change is noticed."""
+    head, mark, body = script.partition('\n"""\n')
+    own = f"{_digest(script)}, plan {plan_digest(plan)}"
+    line = remark(f"Written by autopar {plan.autopar}, which keeps changes by hand: {own}.")
+    return Source(f"{head}{mark}{line}\n{body}")
+
+
+def is_unchanged(script: str) -> bool:
+    """Whether a text is a script of ours, to the last character."""
+    found = _LINE.search(script)
+    if found is None:
+        return False
+    without = script[: found.start()] + script[found.end() + 1 :]
+    return _digest(without) == found[2]
+
+
+def is_of_another_plan(script: str, plan: Plan) -> bool:
+    """Whether a script, changed by hand or not, was written by another plan than this one.
+
+    Where an autopar of another version wrote it, nobody knows.
+    """
+    found = _LINE.search(script)
+    if found is None or found[3] is None or found[1] != plan.autopar:
+        return False
+    return found[3] != plan_digest(plan)
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return what stands for all of a plan that decides how its script trains."""
+    decided = (
+        plan.model.source_hash,
+        plan.model.arguments,
+        replace(plan.arrangement, order=0),  # which no file holds
+        plan.stages,
+        plan.layouts,
+        plan.parameters,
+        plan.crossing,
+    )
+    return _digest(json.dumps(decided, sort_keys=True, default=asdict))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 TEMPLATE = "train.py.j2"
 

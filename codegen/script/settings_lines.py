@@ -1,18 +1,38 @@
-"""Turns a plan into the constants of a script, each with what it means behind it."""
+"""The settings at the top of a script, and the sentences above them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import wrap
 
-from autopar.codegen.python_text import Source, identifier, literal, remark
+from autopar.codegen.python_text import WIDTH, Source, identifier, literal, prose, remark
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
-from autopar.planner.graph import Graph
+from autopar.planner.findings.loss import Follows, loss_of_parts
+from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.telling.chosen import CLIP_NORM, USUAL, is_scheduled_here
-from autopar.planner.plan.telling.words import unit_word
+from autopar.planner.plan.telling.explanation import (
+    MEMORY_CATEGORIES,
+    TERM_PARTS,
+    StepPart,
+    simpler_words,
+)
+from autopar.planner.plan.telling.words import (
+    CLIP_NORM,
+    USUAL,
+    arrangement_words,
+    chosen,
+    is_scheduled_here,
+    meaning_notes,
+    nodes_words,
+    other_words,
+    recompute_words,
+    unit_word,
+    units_per_second,
+)
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -34,7 +54,7 @@ _ZERO_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ScriptSetting:
     """A constant and what it means."""
 
     name: str
@@ -42,49 +62,53 @@ class Setting:
     meaning: str
 
 
-def lines(settings: Iterable[Setting]) -> Source:
+def lines(settings: Iterable[ScriptSetting]) -> Source:
     """Return an assignment on each line."""
     return Source(
         "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
     )
 
 
-def settings_of(plan: Plan) -> Iterator[Setting]:
+def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield what a person may change without planning again."""
-    yield Setting("STEPS", literal(100), "--steps")
+    yield ScriptSetting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
-        yield Setting("LEARNING_RATE", literal(USUAL.learning_rate), "of AdamW; --lr")
-        yield Setting("BETAS", literal(USUAL.betas), "of AdamW; --betas")
+        yield ScriptSetting("LEARNING_RATE", literal(USUAL.learning_rate), "of AdamW; --lr")
+        yield ScriptSetting("BETAS", literal(USUAL.betas), "of AdamW; --betas")
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
-        yield Setting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
+        yield ScriptSetting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
     if is_scheduled_here(plan):
         warmed = "to LEARNING_RATE, at most a tenth of all; --warmup-steps"
-        yield Setting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
+        yield ScriptSetting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
         final = "of LEARNING_RATE, to which a cosine falls by the last step"
-        yield Setting("FINAL_SHARE", literal(USUAL.final_share), final)
+        yield ScriptSetting("FINAL_SHARE", literal(USUAL.final_share), final)
     clipped = "of all gradients together, at most; 0: they stay as they are; --clip"
-    yield Setting("CLIP_NORM", literal(CLIP_NORM), clipped)
-    yield Setting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
+    yield ScriptSetting("CLIP_NORM", literal(CLIP_NORM), clipped)
+    yield ScriptSetting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
     precision = plan.arrangement.precision
-    yield Setting("DTYPE", literal(precision.torch_name), _DTYPE_WORDS[precision])
+    yield ScriptSetting("DTYPE", literal(precision.torch_name), _DTYPE_WORDS[precision])
     if scales_loss(plan):
-        yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
-        yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
+        yield ScriptSetting(
+            "LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows"
+        )
+        yield ScriptSetting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
     kept = "file or folder of the trained weights, or none; --export"
-    yield Setting("EXPORT", literal("model.safetensors"), kept)
-    yield Setting(
+    yield ScriptSetting("EXPORT", literal("model.safetensors"), kept)
+    yield ScriptSetting(
         "CHECKPOINT", literal("none"), "folder of all that it takes to go on; --checkpoint"
     )
-    yield Setting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
-    yield Setting("KEEP", literal(3), "checkpoints, the newest ones; --keep")
+    yield ScriptSetting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
+    yield ScriptSetting("KEEP", literal(3), "checkpoints, the newest ones; --keep")
     checked = "compare the first loss with plain PyTorch's; --check-first-step"
-    yield Setting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
-    yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
+    yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
+    yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
-        yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")
+        yield ScriptSetting(
+            "WORKERS", literal(0), "processes that read ahead for this rank; --workers"
+        )
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
-        yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+        yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
 def whole_model_fits(plan: Plan) -> bool:
@@ -95,9 +119,11 @@ def whole_model_fits(plan: Plan) -> bool:
     return item_bytes * plan.model.parameters <= left_bytes
 
 
-def evaluating() -> Iterator[Setting]:
+def evaluating() -> Iterator[ScriptSetting]:
     """Yield what a person may change of how a model is evaluated."""
-    yield Setting("EVAL_EVERY", literal(1000), "steps to an evaluation; 0: none; --eval-every")
+    yield ScriptSetting(
+        "EVAL_EVERY", literal(1000), "steps to an evaluation; 0: none; --eval-every"
+    )
 
 
 def scales_loss(plan: Plan) -> bool:
@@ -121,26 +147,30 @@ def has_batch_norm(graph: Graph) -> bool:
     return any(kind_of(op) is OpKind.BATCH_NORM for op in graph.ops)
 
 
-def planned(plan: Plan) -> Iterator[Setting]:
+def planned(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield the arrangement, which memory and time were predicted for."""
     arranged = plan.arrangement
-    yield Setting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
-    yield Setting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
-    yield Setting("TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch")
+    yield ScriptSetting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
+    yield ScriptSetting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
+    yield ScriptSetting(
+        "TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch"
+    )
     if arranged.rows:
-        yield Setting("MICROBATCH", _each(arranged.rows), "rows at a time on each data rank")
+        yield ScriptSetting("MICROBATCH", _each(arranged.rows), "rows at a time on each data rank")
     else:
-        yield Setting("MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank")
+        yield ScriptSetting(
+            "MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank"
+        )
     count = "of a data rank in a step, their gradients summed"
-    yield Setting("MICROBATCHES", literal(arranged.microbatches), count)
+    yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     yield from _sharding(arranged)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
-        yield Setting("SCHEDULE", literal(str(arranged.schedule)), schedule)
+        yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
         per_rank = "of consecutive layers each"
-        yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
+        yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
-    yield Setting("PREDICTED", literal(_predicted(plan)), "device, seconds of a step, MFU")
+    yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds of a step, MFU")
 
 
 def _predicted(plan: Plan) -> tuple[str, float, float]:
@@ -166,18 +196,18 @@ def _pipeline_words(arranged: Arrangement) -> str:
     return "pipeline ranks: each has layers of its own" if arranged.pipeline > 1 else "no pipeline"
 
 
-def _sharding(arranged: Arrangement) -> Iterator[Setting]:
+def _sharding(arranged: Arrangement) -> Iterator[ScriptSetting]:
     if arranged.zero > Zero.NONE:
-        yield Setting(
+        yield ScriptSetting(
             "SHARD", literal(arranged.shard), "data ranks that share one copy of the model's states"
         )
-    yield Setting("ZERO", literal(arranged.zero.value), _ZERO_WORDS[arranged.zero])
+    yield ScriptSetting("ZERO", literal(arranged.zero.value), _ZERO_WORDS[arranged.zero])
     if arranged.data > 1:
         if arranged.zero < Zero.GRADIENTS:
             bucket = "gradients that travel together, beside the backward"
-            yield Setting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
+            yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
         if arranged.compressed_gradients:
-            yield Setting("COMPRESS", literal(True), "gradients travel in 16 bits")
+            yield ScriptSetting("COMPRESS", literal(True), "gradients travel in 16 bits")
 
 
 def _in_mebibytes(size_bytes: int) -> Source:
@@ -185,12 +215,138 @@ def _in_mebibytes(size_bytes: int) -> Source:
     return literal(size_bytes) if rest or not mebibytes else Source(f"{mebibytes} * 2**20")
 
 
-def _units(model: Model, arranged: Arrangement) -> Iterator[Setting]:
+def _units(model: Model, arranged: Arrangement) -> Iterator[ScriptSetting]:
     rows = "sum(MICROBATCH) * MICROBATCHES" if arranged.rows else "MICROBATCH * MICROBATCHES * DATA"
-    yield Setting("GLOBAL_BATCH", Source(rows), f"{arranged.global_batch:,} rows of a step")
+    yield ScriptSetting("GLOBAL_BATCH", Source(rows), f"{arranged.global_batch:,} rows of a step")
     name = f"{unit_word(model).upper()}_PER_STEP"
     if model.tokens_per_row == 1:
-        yield Setting(name, Source("GLOBAL_BATCH"), "a row is one")
+        yield ScriptSetting(name, Source("GLOBAL_BATCH"), "a row is one")
     else:
         per_row = Source(f"GLOBAL_BATCH * {literal(model.tokens_per_row)}")
-        yield Setting(name, per_row, f"{model.tokens_per_row:,} of each row")
+        yield ScriptSetting(name, per_row, f"{model.tokens_per_row:,} of each row")
+
+
+_LEAST_SHARE = 0.01  # of a step or a device: less is left out
+
+
+def docstring(plan: Plan, file_name: str, *notes: str) -> Source:
+    """Return the docstring of a script; notes are told beside those of the plan."""
+    paragraphs = (
+        _title(plan),
+        *([*_wrapped(f"Note: {note}")] for note in (*meaning_notes(plan), *notes)),
+        _how_to_run(plan, file_name),
+        _chosen(plan),
+        _predicted_words(plan),
+        _why(plan),
+    )
+    lines = [line for paragraph in paragraphs for line in [*paragraph, ""]]
+    text = "\n".join(prose(line) for line in lines[:-1])
+    return Source(f'"""{text}\n"""')
+
+
+def _title(plan: Plan) -> Iterator[str]:
+    machines = plan.machines
+    devices = f"{machines.devices} devices" if machines.devices > 1 else "one device"
+    yield from _wrapped(f"Train {plan.model.name} on {devices}.", width=WIDTH - 3)
+    yield ""
+    recompute = recompute_words(plan.stages)
+    again = "" if recompute == "none" else f", recompute {recompute}"
+    yield from _wrapped(f"The plan: {arrangement_words(plan.arrangement)}{again}.")
+
+
+def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
+    ranks, nodes = plan.arrangement.ranks, plan.machines.nodes
+    if nodes == 1:
+        yield "Run it on one node (its options: --help):"
+        yield f"    torchrun --nproc-per-node {ranks} {file_name}"
+    nodes = max(nodes, 2)
+    if ranks % nodes == 0:
+        on = "Or on" if plan.machines.nodes == 1 else "Run it on each of"
+        yield f"{on} {nodes} nodes; HOST is the first one's address, NODE 0 to {nodes - 1}:"
+        places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
+        yield f"    torchrun {places} --master-addr HOST {file_name}"
+    elif plan.machines.nodes > 1:
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as told below; HOST is the first"
+        yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
+        places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
+        yield f"    torchrun {places} --master-addr HOST {file_name}"
+    if not plan.cluster.has_equal_nodes:
+        yield from _wrapped(f"Nodes are unlike, and NODE says which is which: {nodes_words(plan)}.")
+
+
+def _chosen(plan: Plan) -> Iterator[str]:
+    yield from _wrapped(f"Chosen here, as nobody said: {'; '.join(chosen(plan))}.")
+
+
+def _predicted_words(plan: Plan) -> Iterator[str]:
+    found, machines = plan.prediction, plan.machines
+    rate = units_per_second(plan.arrangement, plan.model, found.step_seconds)
+    yield from _wrapped(
+        f"Predicted on {machines.devices} × {machines.device}: {seconds_text(found.step_seconds)} "
+        f"per step, {rate:,.0f} {unit_word(plan.model)}/s, {found.mfu:.1%} of the peak FLOPs"
+    )
+    terms = ((term.name, term.seconds) for term in found.terms)
+    yield from _shares(terms, found.step_seconds, seconds_text)
+    shown = [one for one in found.communication if one.seconds > 0]
+    if shown:
+        yield "Communication of the busiest rank in a step:"
+    for one in shown:
+        times = f"{one.count:,} × {one.collective} " if one.count else ""
+        size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
+        waits = f"waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else "hidden"
+        took = f"{size}{seconds_text(one.seconds)}, {waits}"
+        yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
+    rank, memory = plan.fullest
+    limit = plan.limit_bytes(rank)
+    yield (
+        f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
+        f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"
+    )
+    sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
+    yield from _shares(sizes, memory.device_bytes, bytes_text)
+
+
+def _shares(
+    parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
+) -> Iterator[str]:
+    """Yield what a whole is made of, the smallest parts left out."""
+    told = [f"{name} {text(part)}" for name, part in parts if part >= _LEAST_SHARE * whole]
+    yield from _wrapped(", ".join(told), indent=4)
+
+
+def _why(plan: Plan) -> Iterator[str]:
+    proof, found = plan.proof, plan.prediction
+    parts: dict[StepPart, float] = dict.fromkeys(StepPart, 0.0)
+    for term in found.terms:
+        parts[TERM_PARTS.get(term.name, StepPart.OVERHEAD)] += term.seconds
+    most = max(parts, key=lambda part: parts[part])
+    fastest = found.step_seconds if plan.fastest is None else plan.fastest.step_seconds
+    than = "" if plan.fastest is None else f" than {seconds_text(fastest)}"
+    by = "" if proof.gap <= 0 else f" by over {proof.gap:.2%}"
+    certainty = f"none is faster{than}{by}"
+    yield from _wrapped(
+        f"Why this plan: {_ways(proof.enumerated)} {certainty}; "
+        f"{most} takes {parts[most] / found.step_seconds:.0%} of its step."
+    )
+    if plan.fastest is not None:
+        yield from _wrapped(f"{simpler_words(plan)}.")
+    for other in plan.runners_up[:1]:
+        slower = other.step_seconds / found.step_seconds - 1
+        yield from _wrapped(
+            f"The next best, {other_words(other.arrangement, plan.arrangement)}, takes "
+            f"{seconds_text(other.step_seconds)} ({slower:+.1%}): {other.difference}."
+        )
+
+
+def _ways(count: int) -> str:
+    return f"of {count:,} ways to arrange the training" if count > 1 else "as pinned,"
+
+
+def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:
+    margin = " " * indent
+    tied = _FIGURE.sub("\\1\N{NO-BREAK SPACE}\\2", text)  # a figure and its unit stay together
+    lines = wrap(tied, width, initial_indent=margin, subsequent_indent=margin + margin[:2])
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+_FIGURE = re.compile(r"(\d) ([num]?s|[KMGTP]?i?B)\b")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.codegen.forward.crossings import CROSSING
-from autopar.codegen.forward.opened import Opened, OpenedClass
-from autopar.codegen.forward.reading.imported import LOSS_STAGE, Imported
+from autopar.codegen.forward.classes import CROSSING
+from autopar.codegen.forward.opened import OpenedClass, OpenedSource
+from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.python_text import (
     Source,
@@ -19,30 +19,36 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.evaluation import (
+from autopar.codegen.script.fewer_rows import fewer_rows
+from autopar.codegen.script.layer_lists import (
+    StageTables,
+    crossing_names,
+    layer_lists,
+    recomputations,
+    stage_tables,
+    writing_layers,
+)
+from autopar.codegen.script.model_calls import (
+    ModelCalls,
     evaluation,
     evaluation_notes,
     first_step,
-    plainly,
-)
-from autopar.codegen.script.fewer_rows import fewer_rows
-from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
-from autopar.codegen.script.model_calls import (
-    ModelCalls,
     model_arguments,
     model_calls,
     model_source,
+    plainly,
 )
-from autopar.codegen.script.name_patterns import numbered_rows, patterns
 from autopar.codegen.script.parameter_tables import (
     half_buffers,
+    numbered_rows,
     once,
     parameter_tables,
+    patterns,
     unread,
 )
-from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
+    docstring,
     evaluating,
     lines,
     planned,
@@ -51,15 +57,13 @@ from autopar.codegen.script.settings_lines import (
     sums_rows,
     synchronises_batch_norms,
 )
-from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
-from autopar.codegen.subject import Subject
+from autopar.codegen.subject import PlannedSubject
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import is_scheduled_here
-from autopar.planner.plan.telling.words import unit_word
+from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
 
-def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
+def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> ScriptView:
     """Return what the script of a plan says."""
     opened = subject.opened
     calls = model_calls(
@@ -139,7 +143,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     )
 
 
-def _counting(opened: Opened) -> str:
+def _counting(opened: OpenedSource) -> str:
     """Return the function that counts, and the one by whose results of counts the loss divides."""
     functions = (opened.valid_targets, opened.divisor)
     return "\n\n\n".join(one.strip("\n") for one in functions if one is not None)
@@ -149,19 +153,19 @@ def _is_pipelined(plan: Plan) -> bool:
     return plan.arrangement.pipeline > 1
 
 
-def _imported(opened: Opened) -> Iterator[Imported]:
+def _imported(opened: OpenedSource) -> Iterator[Imported]:
     for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
         yield one.base
     yield from opened.functions
 
 
-def _loss(opened: Opened, calls: ModelCalls) -> Source:
+def _loss(opened: OpenedSource, calls: ModelCalls) -> Source:
     if opened.loss is not None:
         return Source("split_loss(outputs, batch, tensor)")
     return Source("loss_in(outputs)") if _returns_loss(opened) else calls.loss
 
 
-def _model_arguments(plan: Plan, opened: Opened) -> Source:
+def _model_arguments(plan: Plan, opened: OpenedSource) -> Source:
     """Return what the model is called with; printed down to the loss, it takes tensors alone."""
     if _returns_loss(opened):
         return Source("**batch")
@@ -170,12 +174,12 @@ def _model_arguments(plan: Plan, opened: Opened) -> Source:
     )
 
 
-def _returns_loss(opened: Opened) -> bool:
+def _returns_loss(opened: OpenedSource) -> bool:
     """Whether the model's code, as the script has it, takes the whole batch to the loss."""
     return bool(opened.stages) and opened.stages[-1].returns_loss
 
 
-def _stages(plan: Plan, subject: Subject) -> StageTables:
+def _stages(plan: Plan, subject: PlannedSubject) -> StageTables:
     if not _is_pipelined(plan):
         return StageTables(stages=Source(), ties=Source())
     last = subject.opened.stages[-1]
@@ -183,13 +187,13 @@ def _stages(plan: Plan, subject: Subject) -> StageTables:
     return stage_tables(plan, subject.opened, subject.axes, last=name)
 
 
-def _instances(plan: Plan, opened: Opened) -> tuple[OpenedClass, ...]:
+def _instances(plan: Plan, opened: OpenedSource) -> tuple[OpenedClass, ...]:
     """Return the classes that modules take; a pipeline stage's root takes its class by itself."""
     roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
     return (*opened.classes, *roots)
 
 
-def _opened_table(plan: Plan, subject: Subject) -> Source:
+def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
     classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
     if not classes:
         return Source()
@@ -198,14 +202,14 @@ def _opened_table(plan: Plan, subject: Subject) -> Source:
     return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
 
 
-def _own_rows_table(opened: Opened) -> Source:
+def _own_rows_table(opened: OpenedSource) -> Source:
     if not opened.own_rows:
         return Source()
     keys = tuple_of(*map(literal, opened.own_rows))
     return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
 
 
-def _classes(plan: Plan, subject: Subject, calls: ModelCalls) -> Source:
+def _classes(plan: Plan, subject: PlannedSubject, calls: ModelCalls) -> Source:
     """Return all that is printed from the graph, two empty lines between."""
     opened = subject.opened
     sources = [one.source for one in opened.classes]
@@ -292,7 +296,7 @@ def _parts(plan: Plan) -> str:
     return "model.parts" if _is_pipelined(plan) else "[model]"
 
 
-def _reading(plan: Plan, subject: Subject) -> Source:
+def _reading(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call that yields the microbatches of a rank."""
     arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
     if plan.model.has_dataset:

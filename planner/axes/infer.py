@@ -6,14 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.planner.axes.naming import Hint, hints_of, named
-from autopar.planner.axes.unify import Unifier
-from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Origin
-from autopar.planner.rules.signature import Case, Signature
+from autopar.planner.axes.naming import Hint, Unifier, hints_of, named
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op, TensorOrigin
+from autopar.planner.rules.signature import (
+    Case,
+    Concat,
+    Dim,
+    Leaf,
+    Signature,
+    leaves,
+    substituted,
+    text_of,
+    tiles_of,
+)
 from autopar.planner.rules.table import rule_of
-from autopar.planner.rules.terms import Concat, Dim, Leaf, leaves, substituted, text_of
-from autopar.planner.rules.tiles import tiles_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class OpAxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
+class GraphAxes:
     """The dims of every tensor in logical axes, and each op's letters in them.
 
     A leaf is one axis; `names` tells what people call it, and an anonymous one goes by its size.
@@ -55,7 +62,7 @@ class Axes:
         return frozenset(leaf.name for leaf in found if not leaf.size.is_constant)
 
 
-def infer_axes(graph: Graph) -> Axes:
+def infer_axes(graph: Graph) -> GraphAxes:
     """Return the logical axes of a graph."""
     inference = _Inference(graph)
     for op in graph.ops:
@@ -74,7 +81,7 @@ class _Inference:
         self.dims: dict[str, tuple[Dim, ...]] = {
             tensor.name: tuple(map(self.unifier.fresh, tensor.shape))
             for tensor in graph.tensors.values()
-            if tensor.origin is not Origin.OP
+            if tensor.origin is not TensorOrigin.OP
         }
         self._unify_batches()
 
@@ -110,7 +117,7 @@ class _Inference:
         self.ops[op.name] = (signature, letters)
         self.hints += hints_of(op, rule, signature, letters, self.graph)
 
-    def axes(self) -> Axes:
+    def axes(self) -> GraphAxes:
         """Return everything in terms of the axes that are left."""
         names, whole_names = named(self.graph, self.dims, self.unifier, self.hints)
 
@@ -123,7 +130,7 @@ class _Inference:
                 return Concat(resolved.parts, whole_names.get(self.unifier.resolved(top), ""))
             return resolved
 
-        return Axes(
+        return GraphAxes(
             dims=MappingProxyType(
                 {
                     name: tuple(substituted(d, final) for d in dims)

@@ -1,18 +1,122 @@
-"""The machines of one plan: nodes of devices in rank order, and the levels that join them."""
+"""The machines of one plan: devices, links, nodes in rank order, and the levels that join them."""
 
 import hashlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeVar
 
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.link import Link
-from autopar.planner.numbers import Degree
+from autopar.planner.errors import InputError
+from autopar.planner.files import (
+    MOST_DEVICES,
+    Bytes,
+    Degree,
+    FigureNumber,
+    Rate,
+    Seconds,
+    Share,
+    SomeBytes,
+)
 
 
-class Origin(StrEnum):
+class Topology(StrEnum):
+    """How the units of one level are wired together."""
+
+    RING = "ring"  # every unit reaches its two neighbours, traffic runs one way round
+    DOUBLE_RING = "double-ring"  # both ways round at once
+    TREE = "tree"  # leaves under switches that pass messages on
+    MESH = "mesh"  # a link of its own to every other unit; the rate is the sum of those links
+    SWITCH = "switch"  # every unit reaches every other at its full rate
+
+
+class Backend(StrEnum):
+    """The library that runs the collectives; RCCL keeps NCCL's protocols."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+class Collective(StrEnum):
+    """What a group of ranks does together; costs/collectives says which size is the payload."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "broadcast"
+    POINT_TO_POINT = "point-to-point"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollective:
+    """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
+
+    collective: Collective
+    ranks: Degree
+    alpha_seconds: Seconds  # of one hop
+    bytes_per_second: Rate
+    points: tuple[tuple[Bytes, Seconds], ...]  # payload bytes, seconds; both rise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of link; half a port per device means that two devices share one."""
+
+    name: str
+    topology: Topology
+    bytes_per_second: Rate  # of one port in one direction, as the data sheet says
+    alpha_seconds: Seconds  # of one hop of the smallest message
+    efficiency: Share  # share of the rate that long transfers reach
+    ports_per_device: FigureNumber = 1.0
+    reduction_efficiency: Share = 0.0  # share reached when the switch itself sums; 0: it cannot
+    backend: Backend = Backend.NCCL
+    collectives: tuple[MeasuredCollective, ...] = ()  # where they were measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The data sheet of one device; peaks are dense."""
+
+    name: str
+    vendor: str
+    architecture: str
+    memory_bytes: SomeBytes
+    memory_bytes_per_second: Rate
+    peaks: tuple[tuple[str, Rate], ...]  # dtype, FLOPs per second
+    link: Link  # to the other devices of its scale-up domain
+    domain: Degree  # that one scale-up domain can hold; more than one node has: it spans nodes
+    devices_per_node: Degree
+    launch_seconds: Seconds
+    fabric: str  # the network that such nodes usually have
+    bridge: Link | None = None  # joins pairs, where a cluster file says that it is fitted
+    devices_per_socket: Degree | None = None  # where traffic between sockets is slower
+    power_watts: Rate | None = None
+    multiprocessors: Degree | None = None
+    cache_bytes: SomeBytes | None = None
+    usd_per_hour: FigureNumber | None = None
+    source: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether programs run on the host itself."""
+        return self.architecture.casefold() == "cpu"
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Return the dense peak at a dtype."""
+        peaks = dict(self.peaks)
+        if dtype not in peaks:
+            raise InputError(
+                f"{self.name} has no {dtype} units",
+                expected=f"one of {', '.join(peaks)}",
+                fix="plan in one of these (--precision), or give the peak in a cluster file",
+            )
+        return peaks[dtype]
+
+
+class ClusterOrigin(StrEnum):
     """Who chose the devices; commands say it to people."""
 
     NAMED = "named"  # by --device
@@ -22,7 +126,7 @@ class Origin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Machine:
     """One machine: its devices, all alike, and the links among them."""
 
     device: Device
@@ -41,7 +145,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class LinkLevel:
     """One step of the hierarchy: all ranks, cut into the units within which its links reach."""
 
     name: str  # "pair", "socket", "node", "network" or "rack"
@@ -55,9 +159,9 @@ class Cluster:
     Without slots: what takes long for thousands of nodes, its hash too, is found once.
     """
 
-    nodes: tuple[Node, ...]
-    levels: tuple[Level, ...]
-    origin: Origin = Origin.FILE
+    nodes: tuple[Machine, ...]
+    levels: tuple[LinkLevel, ...]
+    origin: ClusterOrigin = ClusterOrigin.FILE
 
     def __hash__(self) -> int:
         return self._hash
@@ -127,3 +231,115 @@ def _without_remarks(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_without_remarks(one) for one in value]
     return value
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Racks:
+    """How nodes stand in racks, and the links between racks."""
+
+    nodes: int  # per rack
+    link: Link
+
+
+def cluster_from(
+    nodes: Sequence[Machine],
+    *,
+    network: Link | None,
+    racks: Racks | None = None,
+    origin: ClusterOrigin,
+) -> Cluster:
+    """Return the cluster of these nodes; refuses nodes that nothing joins."""
+    if not nodes:
+        raise InputError("the cluster has no nodes", fix="add a section [[nodes]]")
+    size = sum(node.devices for node in nodes)
+    if size > MOST_DEVICES:
+        raise InputError(
+            f"{size} devices", expected=f"at most {MOST_DEVICES}", fix="check the number"
+        )
+    domains = _domains(nodes)
+    if len(domains) > 1 and network is None:
+        raise InputError(
+            f"{len(nodes)} nodes, but no network between them",
+            fix='add a section [network], for example with like = "infiniband-ndr"',
+        )
+    inner = [
+        *_inner_levels(
+            "pair", nodes, lambda node: 2 if node.bridge else node.devices, lambda node: node.bridge
+        ),
+        *_inner_levels("socket", nodes, _socket_ranks, lambda node: node.link),
+    ]
+    node_level = LinkLevel(name="node", units=tuple(_domain_unit(domain) for domain in domains))
+    outer = (
+        _network_levels(domains, network, racks) if network is not None and len(domains) > 1 else []
+    )
+    return Cluster(nodes=tuple(nodes), levels=(*inner, node_level, *outer), origin=origin)
+
+
+def _domains(nodes: Sequence[Machine]) -> list[tuple[Machine, ...]]:
+    """Return the scale-up domains: single nodes, or neighbours that one switch joins (NVL72)."""
+    domains: list[tuple[Machine, ...]] = []
+    for node in nodes:
+        device = node.device
+        spans_nodes = device.domain > device.devices_per_node
+        last = domains[-1] if domains else ()
+        fits = (len(last) + 1) * node.devices <= device.domain
+        if spans_nodes and fits and last and last[0] == node:
+            domains[-1] = (*last, node)
+        else:
+            domains.append((node,))
+    return domains
+
+
+def _domain_unit(domain: Sequence[Machine]) -> Unit:
+    node = domain[0]
+    link = node.link
+    if node.bridge and node.devices <= 2:
+        link = node.bridge
+    if node.socket_link and _socket_ranks(node) < node.devices:
+        link = node.socket_link
+    return Unit(ranks=sum(one.devices for one in domain), link=link)
+
+
+def _socket_ranks(node: Machine) -> int:
+    per_socket = node.device.devices_per_socket
+    return min(per_socket, node.devices) if node.socket_link and per_socket else node.devices
+
+
+def _inner_levels(
+    name: str,
+    nodes: Sequence[Machine],
+    ranks: Callable[[Machine], int],
+    link: Callable[[Machine], Link | None],
+) -> list[LinkLevel]:
+    """Return the level whose units are parts of nodes; none when every node is one unit."""
+    if all(ranks(node) >= node.devices for node in nodes):
+        return []
+    units = [
+        Unit(ranks=len(part), link=link(node) or node.link)
+        for node in nodes
+        for part in _parts(range(node.devices), ranks(node))
+    ]
+    return [LinkLevel(name=name, units=tuple(units))]
+
+
+def _network_levels(
+    domains: Sequence[tuple[Machine, ...]], network: Link, racks: Racks | None
+) -> list[LinkLevel]:
+    total = sum(node.devices for domain in domains for node in domain)
+    everything = LinkLevel(name="network", units=(Unit(ranks=total, link=network),))
+    if racks is None or racks.nodes >= len(domains):
+        return [everything]
+    in_racks = tuple(
+        Unit(ranks=sum(node.devices for domain in rack for node in domain), link=network)
+        for rack in _parts(domains, racks.nodes)
+    )
+    between = LinkLevel(name="rack", units=(Unit(ranks=total, link=racks.link),))
+    return [LinkLevel(name="network", units=in_racks), between]
+
+
+def _parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Return consecutive parts of this size; the last one may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,30 +1,39 @@
-"""Turns a cluster file (TOML, documented in docs/cluster-file.md) into a cluster."""
+"""The cluster that a file, `--gpus` and `--device` describe."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
-from autopar.planner.cluster import reading
-from autopar.planner.cluster.choose import usual_node
-from autopar.planner.cluster.cluster import Cluster, Node, Origin
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.levels import Racks, cluster_from
-from autopar.planner.cluster.link import Link
-from autopar.planner.cluster.places import TOP, placed
+from autopar.planner.cluster import toml_reading as reading
+from autopar.planner.cluster.cluster import (
+    Cluster,
+    ClusterOrigin,
+    Device,
+    Link,
+    LinkLevel,
+    Machine,
+    Racks,
+    Unit,
+    cluster_from,
+)
 from autopar.planner.cluster.sheet import (
     FABRIC_KEYS,
     LINK_KEYS,
     device_of,
+    device_sheet,
     device_tables,
     fabric_of,
     find_device,
+    known_fabrics,
+    known_links,
     link_of,
     link_tables,
+    local_devices,
 )
-from autopar.planner.cluster.toml_text import parsed
+from autopar.planner.cluster.toml_reading import TOP, parsed, placed
 from autopar.planner.errors import InputError
-from autopar.planner.given import read_given
-from autopar.planner.numbers import MOST_DEVICES
+from autopar.planner.files import MOST_DEVICES, read_given
 
 SECTIONS = ("nodes", "network", "racks", "devices", "links")
 NODE_KEYS = ("count", "device", "devices", "bridged", "link")
@@ -56,7 +65,7 @@ def _cluster(table: Mapping[str, object]) -> Cluster:
     nodes = _nodes(table.get("nodes"), devices, links)
     network = _network(table["network"], nodes) if "network" in table else None
     racks = _racks(table["racks"], nodes) if "racks" in table else None
-    return cluster_from(nodes, network=network, racks=racks, origin=Origin.FILE)
+    return cluster_from(nodes, network=network, racks=racks, origin=ClusterOrigin.FILE)
 
 
 def _sections(table: Mapping[str, object], name: str) -> Mapping[str, Mapping[str, object]]:
@@ -90,13 +99,15 @@ def _based(
     return {**base, **{key: value for key, value in table.items() if key != "like"}}
 
 
-def _nodes(value: object, devices: Mapping[str, Device], links: Mapping[str, Link]) -> list[Node]:
+def _nodes(
+    value: object, devices: Mapping[str, Device], links: Mapping[str, Link]
+) -> list[Machine]:
     if not isinstance(value, list) or not value:
         raise InputError(
             "no nodes are described",
             fix="add a section [[nodes]], in double brackets, for each kind of node",
         )
-    nodes: list[Node] = []
+    nodes: list[Machine] = []
     for number, section in enumerate(value, start=1):
         where = f"nodes {number}"
         table = reading.subtable(section, where=where)
@@ -117,7 +128,7 @@ def _node(
     links: Mapping[str, Link],
     *,
     where: str,
-) -> Node:
+) -> Machine:
     name = reading.text(table, "device", where=where)
     device = devices[name] if name in devices else _known_device(name, devices, where=where)
     count = reading.count(table, "devices", where=where, default=device.devices_per_node)
@@ -148,13 +159,13 @@ def _known_device(name: str, own: Mapping[str, Device], *, where: str) -> Device
         ) from None
 
 
-def _network(value: object, nodes: list[Node]) -> Link:
+def _network(value: object, nodes: list[Machine]) -> Link:
     table = reading.subtable(value, where="network")
     reading.refuse_unknown(table, NETWORK_KEYS, where="network")
     return _fabric("network", _based(table, link_tables("fabric"), where="network"), nodes)
 
 
-def _racks(value: object, nodes: list[Node]) -> Racks:
+def _racks(value: object, nodes: list[Machine]) -> Racks:
     table = reading.subtable(value, where="racks")
     reading.refuse_unknown(table, RACK_KEYS, where="racks")
     per_rack = reading.count(table, "nodes_per_rack", where="racks")
@@ -162,7 +173,7 @@ def _racks(value: object, nodes: list[Node]) -> Racks:
     return Racks(nodes=per_rack, link=_fabric("racks", rest, nodes))
 
 
-def _fabric(where: str, table: Mapping[str, object], nodes: list[Node]) -> Link:
+def _fabric(where: str, table: Mapping[str, object], nodes: list[Machine]) -> Link:
     """Return a network; its cards per node become cards per device."""
     if "cards_per_node" not in table:
         own = "cards_per_device" in table
@@ -181,3 +192,128 @@ def _fabric(where: str, table: Mapping[str, object], nodes: list[Node]) -> Link:
         if key not in ("cards_per_node", "cards_per_device")
     }
     return fabric_of(where, {**rest, "cards_per_device": cards / sizes.pop()}, where=where)
+
+
+DEFAULT_DEVICE = "h100-sxm"
+
+
+def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = None) -> Cluster:
+    """Return the cluster of so many devices; `origin` tells who chose the device."""
+    check_count(gpus, "--gpus")
+    chosen, origin = device_for(device)
+    per_node = _devices_per_node(gpus, nodes, chosen)
+    node = usual_node(chosen, per_node)
+    count = gpus // per_node
+    return cluster_from([node] * count, network=known_fabrics()[chosen.fabric], origin=origin)
+
+
+def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
+    """Return whether a number of devices fills its nodes: the usual ones, or so many as given."""
+    usual = device_for(device)[0].devices_per_node
+
+    def is_filling(count: int) -> bool:
+        return count % (nodes or usual) == 0 or (nodes is None and count < usual)
+
+    return is_filling
+
+
+def usual_node(device: Device, devices: int, *, is_bridged: bool = False) -> Machine:
+    """Return a node as the device's makers build it."""
+    return Machine(
+        device=device,
+        devices=devices,
+        link=device.link,
+        bridge=device.bridge if is_bridged else None,
+        socket_link=known_links()["socket"] if device.devices_per_socket else None,
+    )
+
+
+def check_count(count: int, where: str) -> None:
+    """Refuse a number of devices or nodes that no cluster has."""
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
+        raise InputError(
+            f"{count} is not a number of devices",
+            where=where,
+            expected=f"a whole number from 1 to {MOST_DEVICES}",
+        )
+
+
+def device_for(name: str | None) -> tuple[Device, ClusterOrigin]:
+    """Return the device of a name; without one the GPUs here, or the usual one; and who chose."""
+    if name is not None:
+        return find_device(name), ClusterOrigin.NAMED
+    found = local_devices()
+    if found:
+        return found[0], ClusterOrigin.DETECTED
+    return device_sheet()[DEFAULT_DEVICE], ClusterOrigin.DEFAULT
+
+
+def _devices_per_node(gpus: int, nodes: int | None, device: Device) -> int:
+    if nodes is None:
+        usual = device.devices_per_node
+        if gpus <= usual:
+            return gpus
+        if gpus % usual:
+            raise InputError(
+                f"{gpus} devices do not fill nodes of {usual}, as {device.name} usually has",
+                fix=f"use a multiple of {usual}, or say how many nodes there are",
+            )
+        return usual
+    check_count(nodes, "--nodes")
+    if gpus % nodes:
+        raise InputError(
+            f"{gpus} devices do not divide into {nodes} nodes",
+            fix=f"use a multiple of {nodes}, or describe unequal nodes in a cluster file",
+        )
+    return gpus // nodes
+
+
+_MOST_TOLD = 8
+
+
+def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Return the numbers of devices that the first nodes have, and those within the first node."""
+    whole = tuple(accumulate(node.devices for node in cluster.nodes))
+    return (*range(1, whole[0]), *whole)
+
+
+def first_devices(cluster: Cluster, count: int) -> Cluster:
+    """Return the cluster of the first devices, joined as they are in the whole."""
+    if count == cluster.size:
+        return cluster
+    sizes = prefix_sizes(cluster)
+    if count not in sizes:
+        raise InputError(
+            f"{count} of the {cluster.size} devices are not a number of whole nodes",
+            expected=f"{_told(sizes)}",
+            fix="nodes are taken in their order; of the first one, a part may be",
+        )
+    first = cluster.nodes[0]
+    if count <= first.devices:
+        part = replace(first, devices=count)
+        return cluster_from([part], network=None, origin=cluster.origin)
+    nodes = cluster.nodes[: sizes.index(count) - first.devices + 2]
+    return Cluster(nodes=nodes, levels=_levels(cluster, count), origin=cluster.origin)
+
+
+def _levels(cluster: Cluster, count: int) -> tuple[LinkLevel, ...]:
+    """Return the levels of the first devices, up to the first whose link joins all of them."""
+    levels: list[LinkLevel] = []
+    for level in cluster.levels:
+        levels.append(LinkLevel(name=level.name, units=tuple(_units(level, count))))
+        if len(levels[-1].units) == 1:
+            break
+    return tuple(levels)
+
+
+def _units(level: LinkLevel, count: int) -> Iterator[Unit]:
+    start = 0
+    for unit in level.units:
+        if start < count:
+            yield replace(unit, ranks=min(unit.ranks, count - start))
+        start += unit.ranks
+
+
+def _told(sizes: tuple[int, ...]) -> str:
+    more = f", … {sizes[-1]}" if len(sizes) > _MOST_TOLD else ""
+    return ", ".join(map(str, sizes[:_MOST_TOLD])) + more

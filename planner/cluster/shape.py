@@ -1,18 +1,147 @@
-"""Tells which levels of links the traffic of a group crosses and what rate it gets there."""
+"""Tells which links the traffic of a group of ranks crosses, and which devices the ranks have."""
+
+from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, permutations
+from math import factorial, prod
 
-from autopar.planner.cluster.cluster import Cluster, Level
-from autopar.planner.cluster.link import Backend, Link, MeasuredCollective, Topology
+from autopar.planner.cluster.cluster import (
+    Backend,
+    Cluster,
+    Device,
+    Link,
+    LinkLevel,
+    Machine,
+    MeasuredCollective,
+    Racks,
+    Topology,
+    cluster_from,
+)
 from autopar.planner.errors import InputError
+
+Devices = tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """A device, and how many rows of a microbatch it has."""
+
+    device: Device
+    rows: int
+
+
+Kind = tuple[RowShare, ...]  # what differs among the ranks of a block, which wait for each other
+
+
+@lru_cache(maxsize=1024)
+def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
+    """Return the kind of each of so many equal blocks of consecutive ranks; one object if equal."""
+    if len({node.device for node in cluster.nodes}) == 1:
+        return ((cluster.nodes[0].device,),) * blocks
+    width = cluster.size // blocks
+    starts = range(0, width * blocks, width)
+    known: dict[frozenset[Device], Devices] = {}
+    kinds = []
+    for start in starts:
+        devices = frozenset(cluster.devices[start : start + width])
+        if devices not in known:
+            known[devices] = tuple(sorted(devices, key=repr))
+        kinds.append(known[devices])
+    return tuple(kinds)
+
+
+@lru_cache(maxsize=1024)
+def different_kinds(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
+    """Return the kinds of blocks that differ, in the order of the first of each."""
+    return tuple(dict.fromkeys(kinds_of_blocks(cluster, blocks)))
+
+
+def shares_of(devices: Iterable[Device], rows: Iterable[int]) -> Kind:
+    """Return what differs among devices that have so many rows each."""
+    return tuple(sorted(set(map(RowShare, devices, rows)), key=repr))
+
+
+MOST_ORDERS = 24
+
+
+def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return the cluster in each order of its nodes, the one of the fastest nodes first first."""
+    if cluster.has_equal_nodes:
+        return (cluster,)
+    counts = Counter(cluster.nodes)
+    kinds = sorted(counts, key=_place)
+    return tuple(_ordered(cluster, nodes) for nodes in _orders(kinds, counts))
+
+
+def _place(node: Machine) -> tuple[object, ...]:
+    """What orders unlike nodes: fast ones come first, then those with much memory, then large."""
+    device = node.device
+    return -half_peak(device), -device.memory_bytes, -node.devices, device.name, repr(node)
+
+
+def half_peak(device: Device) -> float:
+    """Return the 16-bit peak of a device, that of fp32 where it has no 16-bit units."""
+    peaks = dict(device.peaks)
+    return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
+
+
+def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tuple[Machine, ...]]:
+    """Yield orders of nodes, the like side by side first."""
+    if _number(counts) <= MOST_ORDERS:
+        yield from _every_order(counts, kinds)
+        return
+    alike = permutations(kinds) if factorial(len(kinds)) <= MOST_ORDERS else (kinds, kinds[::-1])
+    for order in alike:
+        yield tuple(node for kind in order for node in [kind] * counts[kind])
+
+
+def _number(counts: Counter[Machine]) -> int:
+    """Return in how many orders so many nodes of each kind can be put, or some number beyond."""
+    total = sum(counts.values())
+    if total > MOST_ORDERS:
+        return total
+    return factorial(total) // prod(factorial(one) for one in counts.values())
+
+
+def _every_order(
+    counts: Counter[Machine], kinds: Sequence[Machine]
+) -> Iterator[tuple[Machine, ...]]:
+    if not counts.total():
+        yield ()
+    for kind in kinds:
+        if counts[kind]:
+            for rest in _every_order(counts - Counter([kind]), kinds):
+                yield (kind, *rest)
+
+
+def _ordered(cluster: Cluster, nodes: Sequence[Machine]) -> Cluster:
+    """Return the cluster with its nodes in another order, on the same network."""
+    outer = {level.name: level for level in cluster.levels if level.name in ("network", "rack")}
+    network = outer["network"].units[0].link
+    racks = None
+    if "rack" in outer:
+        racks = Racks(nodes=_nodes_per_rack(cluster), link=outer["rack"].units[0].link)
+    return cluster_from(nodes, network=network, racks=racks, origin=cluster.origin)
+
+
+def _nodes_per_rack(cluster: Cluster) -> int:
+    """Return how many nodes, or domains of them, the first rack joins: all but the last do."""
+    domains = next(level.units for level in cluster.levels if level.name == "node")
+    first = next(level.units[0].ranks for level in cluster.levels if level.name == "network")
+    joined = 0
+    while first > 0:
+        first -= domains[joined].ranks
+        joined += 1
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class CrossedLevel:
     """One level that a group crosses: `parts` units of the level below, `members` ranks in each."""
 
     level: str
@@ -35,7 +164,7 @@ class GroupShape:
     """The levels that a group of ranks crosses, innermost first; none for a single rank."""
 
     ranks: int
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[CrossedLevel, ...]
 
     @property
     def members_per_node(self) -> int:
@@ -118,14 +247,14 @@ def _burden(shape: GroupShape) -> tuple[float, ...]:
     return (shape.nodes, len(shape.crossings), -slowest)
 
 
-def _starts(level: Level) -> list[int]:
+def _starts(level: LinkLevel) -> list[int]:
     return [0, *accumulate(unit.ranks for unit in level.units)][:-1]
 
 
 def _shape(
     cluster: Cluster, starts: Sequence[Sequence[int]], group: Sequence[int], concurrent: int | None
 ) -> GroupShape:
-    crossings: list[Crossing] = []
+    crossings: list[CrossedLevel] = []
     below = {
         rank: (rank, 1) for rank in group
     }  # rank → (its unit of the level below, devices in that unit)
@@ -159,7 +288,7 @@ def _shape(
     return GroupShape(ranks=len(group), crossings=tuple(crossings))
 
 
-def _narrowest(crossings: Iterable[Crossing]) -> Crossing:
+def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
     """Return the crossing of the narrowest of some units' links, with the longest latency."""
     every = tuple(crossings)
     return replace(
@@ -186,7 +315,7 @@ def _crossing(
     devices: int,
     reach: float,
     concurrent: int | None,
-) -> Crossing:
+) -> CrossedLevel:
     """Return the crossing with the rate of one group.
 
     A part of d devices has d·r ports (r ports per device). One group with m members there drives at
@@ -200,7 +329,7 @@ def _crossing(
     meshed = (parts - 1) / max(reach - 1, 1) if link.topology is Topology.MESH else 1.0
     rate = ports * link.bytes_per_second * min(1.0, meshed)
     single = 1 / max(reach - 1, 1) if link.topology is Topology.MESH else 1.0
-    return Crossing(
+    return CrossedLevel(
         level=level,
         parts=parts,
         members=members,

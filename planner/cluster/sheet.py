@@ -1,17 +1,17 @@
-"""Reads the tables devices.toml and links.toml into the devices and networks that autopar knows."""
+"""The devices and networks that autopar knows, and those of this machine."""
 
 import difflib
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from autopar.planner.cluster import reading
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.link import Backend, Link, Topology
-from autopar.planner.cluster.units import (
+from autopar.planner.cluster import toml_reading as reading
+from autopar.planner.cluster.cluster import Backend, Device, Link, Topology
+from autopar.planner.cluster.toml_reading import (
     parse_bytes,
     parse_bytes_per_second,
     parse_flops_per_second,
@@ -244,3 +244,62 @@ def device_tables() -> Mapping[str, Mapping[str, object]]:
 def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
     """Return the lines of links.toml for section "link" or "fabric"."""
     return MappingProxyType(dict(_tables("links.toml", section)))
+
+
+GIBIBYTE = 2**30
+
+
+def local_devices() -> tuple[Device, ...]:
+    """Return the GPUs of this machine, none where torch sees none."""
+    import torch  # here alone: planning for a cluster elsewhere must not wait for torch
+
+    if not torch.cuda.is_available():
+        return ()
+    properties = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
+    return tuple(
+        recognised(
+            one.name, memory_bytes=one.total_memory, multiprocessors=one.multi_processor_count
+        )
+        for one in properties
+    )
+
+
+def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = None) -> Device:
+    """Return the device of the sheet that the driver calls so, with the memory that it reports.
+
+    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"): then the words that it
+    gives must all be words of one name or alias, and of several such devices the one nearest in
+    memory is meant.
+    """
+    device = _by_name(name) or _by_words(name, memory_bytes)
+    if device is None:
+        raise InputError(
+            f"this machine has a {name!r}, which autopar does not know",
+            fix="name a known device with --device, or describe yours, see docs/cluster-file.md",
+        )
+    return replace(
+        device, memory_bytes=memory_bytes, multiprocessors=multiprocessors or device.multiprocessors
+    )
+
+
+def _by_name(name: str) -> Device | None:
+    try:
+        return find_device(name)
+    except InputError:
+        return None
+
+
+def _by_words(name: str, memory_bytes: int) -> Device | None:
+    model = canonical_name(name).split("-")[0]
+    words = set(canonical_name(name).split("-"))
+    candidates = [one for key, one in device_sheet().items() if model in key.split("-")]
+    return min(
+        candidates,
+        key=lambda one: (
+            round(abs(one.memory_bytes - memory_bytes) / (4 * GIBIBYTE)),
+            len(set(one.name.split("-")) - words),
+        ),
+        default=None,
+    )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from autopar.planner.costs.collectives.norm_statistics import NO_STATISTICS, Statistics
+from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.numbers import (
+from autopar.planner.files import (
     Bytes,
     Degree,
     Elements,

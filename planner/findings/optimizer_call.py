@@ -1,16 +1,27 @@
-"""Calls a model file's build_optimizer on stand-ins, by what the name of its argument asks for."""
+"""Calls build_optimizer with what it asks for, as small stand-ins."""
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
-from autopar.planner.graph import Graph
+from autopar.planner.errors import InputError
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile
+
+
+def learning_parameters(graph: Graph) -> frozenset[str]:
+    """Return the names of the parameters that have a gradient after a backward of the loss."""
+    constant = (op for op in graph.ops if not graph.learns(op))
+    learning = graph.index.needed_for([graph.loss], without=constant)
+    reached = {graph.loss}.union(*(op.inputs for op in learning))
+    return frozenset(one.name for one in graph.parameters if one.trainable) & reached
+
 
 Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Any]
 
@@ -41,3 +52,53 @@ def _holding(
         for name in module._parameters:
             module._parameters[name] = given.get(f"{prefix}.{name}" if prefix else name)
     return model
+
+
+_HOOKS = "_optimizer_step_pre_hooks"  # which Optimizer.__init__ sets
+
+
+def check_optimizer(made: Any, where: str) -> None:
+    """Refuse what scripts cannot hang their own steps on: gradients come in, new values go out."""
+    name, is_one = type(made).__name__, isinstance(made, Optimizer)
+    if is_one and hasattr(made, _HOOKS):
+        _check_once(made, where)
+        return
+    lacks = "whose __init__ never called super().__init__" if is_one else "not a torch Optimizer"
+    raise InputError(
+        f"build_optimizer returns a {name}, {lacks}",
+        where=where,
+        expected="a torch.optim.Optimizer, be it around another one",
+        fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
+        "super().__init__(optimizer.param_groups, {}): both have the same groups then",
+    )
+
+
+def _check_once(optimizer: Optimizer, where: str) -> None:
+    """Refuse parameters that would be stepped several times."""
+    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    twice = sum(count > 1 for count in counts.values())
+    if twice:
+        raise InputError(
+            f"build_optimizer gives the optimizer {twice} parameters more than once",
+            where=where,
+            fix="let each parameter stand in one group, once",
+        )
+
+
+def check_step(called: Any, maker: str, fix: str, where: str) -> None:
+    """Refuse an optimizer or a scheduler whose step takes arguments, or that has none."""
+    kind = type(called)  # schedulers wrap the step of the optimizer itself
+    name, step = kind.__name__, getattr(kind, "step", None)
+    if step is None:
+        raise InputError(
+            f"{maker} returns a {name}, which has no step()", where=where, fix=f"return {fix}"
+        )
+    try:
+        inspect.signature(step).bind(called)
+    except TypeError as error:
+        raise InputError(
+            f"{name}.step cannot be called without arguments: {error}",
+            where=where,
+            expected=f"{name}.step(), once after each step's gradients",
+            fix=fix,
+        ) from None

@@ -1,12 +1,66 @@
-"""Looks at functions of Python as they are written: what runs, and with which code inside."""
+"""What functions of a model file are made of: their sources, what they close over, their hooks."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from autopar.planner.model.guard import INIT, import_name, imported_names
+
+_LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
+
+
+def sources(path: Path) -> list[Path]:
+    """Return a file and, through imports, what lies in the folder that they are looked up in."""
+    folder, found, waiting = import_name(path).folder, {path}, [path]
+    while waiting:
+        importing = waiting.pop()
+        for name in imported_names(importing):
+            module = _place(name, importing, folder)
+            for file in (module.with_name(f"{module.name}.py"), module / INIT):
+                if file.is_file() and file not in found and folder in file.parents:
+                    found.add(file)
+                    waiting.append(file)
+    return sorted(found)
+
+
+def _place(name: str, importing: Path, folder: Path) -> Path:
+    """Return where a module would be; one dot is the folder of the file, each other goes up."""
+    absolute = name.lstrip(".")
+    level = len(name) - len(absolute)
+    above = importing.parents[level - 1] if level else folder
+    return above.joinpath(*absolute.split(".")) if absolute else above
+
+
+def loaded_sources(path: Path, classes: Iterable[type] = ()) -> list[ModuleType]:
+    """Return the modules of Python that the code of a model is in, none of a library.
+
+    Those are its files, and what defines the classes of the model or is named in these files: a
+    package of the user's that is installed in place.
+    """
+    files = set(map(str, sources(path)))
+    loaded = list(sys.modules.values())
+    home = [one for one in loaded if getattr(one, "__file__", None) in files]
+    named = [value for file in home for value in vars(file).values()]
+    defined = (one for one in (*classes, *named) if isinstance(one, type | FunctionType))
+    names = {one.__module__ for one in defined}
+    names |= {one.__name__ for one in named if isinstance(one, ModuleType)}
+    elsewhere = (sys.modules[name] for name in sorted(names) if name in sys.modules)
+    return [one for one in dict.fromkeys((*home, *elsewhere)) if not _is_library(one)]
+
+
+def _is_library(module: ModuleType) -> bool:
+    file, package = getattr(module, "__file__", None), module.__name__.partition(".")[0]
+    is_installed = file is None or "site-packages" in file or "dist-packages" in file
+    return is_installed or package in _LIBRARIES
 
 
 def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,3 +80,30 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from nested_code(constant)
+
+
+# Registries of a module, and those of torch whose hooks run for every module.
+_FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def forward_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield the hooks that run when a module is called, and not when its forward is."""
+    for name in _FORWARD:
+        yield from getattr(module, name).values()
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks of a module change or read gradients."""
+    return any(getattr(module, name) for name in _BACKWARD)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than its forward does."""
+    return any(forward_hooks(module)) or has_backward_hooks(module)
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks that torch runs for every module of the process."""
+    names = (f"_global{name}" for name in (*_FORWARD, *_BACKWARD))
+    return [hook for name in names for hook in getattr(torch_module, name).values()]

@@ -1,8 +1,12 @@
-"""Turns `model.py[:factory]` and `--arg key=value` into checked functions that build the model."""
+"""Turns `model.py[:factory]` and `--arg key=value` into checked functions of the model."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,11 +18,123 @@ from typing import Any
 from torch import Tensor
 
 from autopar.planner.errors import InputError
-from autopar.planner.given import check_given
-from autopar.planner.model.arguments import parse_arguments
-from autopar.planner.model.guard import CONTRACT, guarded, no_process_group
-from autopar.planner.model.importing import import_file
-from autopar.planner.model.remedies import INSTEAD, instead_of, nearest_file
+from autopar.planner.files import check_given
+from autopar.planner.model.guard import (
+    CONTRACT,
+    INSTEAD,
+    ImportName,
+    guarded,
+    import_name,
+    instead_of,
+    nearest_file,
+    no_process_group,
+    uncompiled,
+)
+
+_PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})  # by autopar itself
+
+
+def parse_arguments(
+    arguments: Sequence[str], functions: Mapping[str, Callable[..., Any]], path: Path
+) -> dict[str, Any]:
+    """Parse `key=value` by the annotation of the parameter that takes it."""
+    known = _known_parameters(functions)
+    values: dict[str, Any] = {}
+    for text in arguments:
+        key, equals, raw = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise InputError(f"--arg {text} is not of the form key=value", fix="--arg size=tiny")
+        if key in values:
+            raise InputError(f"--arg {key} is given twice")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else ""
+            takes = ", ".join(sorted(known)) or "no arguments"
+            raise InputError(
+                f"--arg {key}: no function of {path.name} takes it",
+                expected=f"known: {takes}",
+                fix=fix,
+            )
+        values[key] = _parse_value(key, raw, known[key])
+    return values
+
+
+def _known_parameters(functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Return the keyword parameters that --arg may set, with their annotations as text."""
+    known: dict[str, str] = {}
+    for function in functions.values():
+        for name, parameter in inspect.signature(function).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and name not in _PASSED:
+                known.setdefault(name, inspect.formatannotation(parameter.annotation).strip("'\""))
+    return known
+
+
+def _parse_value(key: str, raw: str, annotation: str) -> Any:
+    kinds = annotation.removeprefix("Optional[").removesuffix("]").split(" | ")
+    if raw.lower() == "none" and ("None" in kinds or "Optional[" in annotation):
+        return None
+    if kinds[0] in ("str", "Path"):
+        return raw
+    words = {"true": True, "false": False, "none": None}
+    try:
+        value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        value = raw
+    # By exact type: True is an int for Python, but not for a person.
+    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kinds[0])
+    if expected and type(value) not in expected:
+        raise InputError(f"--arg {key}={raw} is not of type {annotation}")
+    return value
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import the file anew, its folder or its package's first on sys.path, as Python has it."""
+    known = import_name(path)
+    _check_name(path, known)
+    spec = importlib.util.spec_from_file_location(known.name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(known.folder) not in sys.path:
+        sys.path.insert(0, str(known.folder))
+    _forget_packages_elsewhere(known)
+    shadowed = sys.modules.get(known.name)
+    try:
+        with guarded(f"importing {path.name}", path), no_process_group(path), uncompiled():
+            if package := known.name.rpartition(".")[0]:
+                importlib.import_module(package)
+            sys.modules[known.name] = module  # where dataclasses and pickling look it up
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(known.name, None)
+        if shadowed is not None:
+            sys.modules[known.name] = shadowed
+        raise
+    return module
+
+
+def _forget_packages_elsewhere(known: ImportName) -> None:
+    """Drop a package of the same name that another folder has, which was imported before."""
+    top, dot, _ = known.name.partition(".")
+    there = getattr(sys.modules.get(top), "__file__", None)
+    if dot and there and Path(there).parent != known.home:
+        for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
+            del sys.modules[name]
+
+
+def _check_name(path: Path, known: ImportName) -> None:
+    """Refuse a file that would be imported in the place of Python's or an installed module."""
+    top, dot, _ = known.name.partition(".")
+    there = getattr(sys.modules.get(top), "__file__", None) or ""
+    if top in sys.stdlib_module_names or "site-packages" in there:
+        found = known.home if dot else path
+        raise InputError(
+            f"{found.name} would hide the module {top}, which others import",
+            where=str(found),
+            fix=f"rename it, such as my_{found.name}",
+        )
+
 
 REQUIRED = ("example_batch",)
 OPTIONAL = (

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from autopar.planner.model.sources import loaded_sources
+from autopar.planner.model.functions import loaded_sources
 
 PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
 _SHOWN = (float, complex, itertools.count)  # nan is not itself, and counts are compared as objects
@@ -49,7 +49,7 @@ _CACHED = type(cache(int))
 ABSENT = object()
 
 
-class Leaf(NamedTuple):
+class OutsideValue(NamedTuple):
     """A value: by what it is told from others, and whether that is its number or its identity."""
 
     told_by: Any
@@ -90,10 +90,10 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class OutsideSnapshot:
     """What lay outside: the plain values and tensors by name, and what held them."""
 
-    leaves: dict[str, Leaf] = field(default_factory=dict)
+    leaves: dict[str, OutsideValue] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
     caches: list[Any] = field(default_factory=list)  # functions that remember their results
 
@@ -104,7 +104,7 @@ class Snapshot:
         for function in self.caches:
             function.cache_clear()
 
-    def changes_to(self, after: Snapshot) -> Mapping[str, bool]:
+    def changes_to(self, after: OutsideSnapshot) -> Mapping[str, bool]:
         """Return the places that hold something else later, and whether that is another number."""
         return {
             place: leaf.is_number
@@ -127,11 +127,11 @@ class Outside:
         outer = {name: self.modules[name] for name in above if name in self.modules}
         return replace(self, modules=outer | dict(self.modules[path].named_modules(prefix=path)))
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> OutsideSnapshot:
         """Take down what is there now."""
-        walk = _Walk({file.__name__ for file in self.files})
+        walk = _OutsideWalk({file.__name__ for file in self.files})
         for name, value in os.environ.items():
-            walk.found.leaves[f"os.environ[{name!r}]"] = Leaf(value, is_number=True)
+            walk.found.leaves[f"os.environ[{name!r}]"] = OutsideValue(value, is_number=True)
         with torch._C.DisableTorchFunction():  # a trace has modes that would take this for a step
             for file in self.files:
                 walk.look_into(vars(file), Path(str(file.__file__)).name)
@@ -156,12 +156,12 @@ def outside_of(path: Path, model: nn.Module | None = None) -> Outside:
     return Outside(files=tuple(loaded_sources(path, classes)), modules=modules)
 
 
-class _Walk:
+class _OutsideWalk:
     """Goes through values, each object once."""
 
     def __init__(self, files: Set[str]) -> None:
         self.files = files
-        self.found = Snapshot()
+        self.found = OutsideSnapshot()
         self.met: set[int] = set()
 
     def look_into(self, owner: Any, name: str) -> None:
@@ -180,28 +180,32 @@ class _Walk:
         """Take down a value, or go on with what it holds."""
         if isinstance(value, PLAIN):
             told_by = repr(value) if isinstance(value, _SHOWN) else (type(value), value)
-            self.found.leaves[place] = Leaf(told_by, is_number=True)
+            self.found.leaves[place] = OutsideValue(told_by, is_number=True)
         elif isinstance(value, torch.Tensor):
             self._look_at_tensor(place, value)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGEST_BYTES:
-                self.found.leaves[place] = Leaf(value.tobytes(), is_number=True)
+                self.found.leaves[place] = OutsideValue(value.tobytes(), is_number=True)
         elif id(value) not in self.met:
             self.met.add(id(value))
             if isinstance(value, Iterator):
-                self.found.leaves[place] = Leaf(_progress(value), is_number=True)
+                self.found.leaves[place] = OutsideValue(_progress(value), is_number=True)
             if isinstance(value, _CACHED) and value.__module__ in self.files:
                 self.found.caches.append(value)
-                self.found.leaves[place] = Leaf(value.cache_info().currsize, is_number=False)
+                self.found.leaves[place] = OutsideValue(
+                    value.cache_info().currsize, is_number=False
+                )
             for name, inner in self._inside(value):
                 self.look(_joined(place, name), inner)
 
     def _look_at_tensor(self, place: str, tensor: torch.Tensor) -> None:
         """Note which tensor it is, and of one with numbers also how often it was written to."""
-        self.found.leaves[place] = Leaf(id(tensor), is_number=False, held=tensor)
+        self.found.leaves[place] = OutsideValue(id(tensor), is_number=False, held=tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
             written = (id(tensor), tensor._version)
-            self.found.leaves[_joined(place, "[:]")] = Leaf(written, is_number=True, held=tensor)
+            self.found.leaves[_joined(place, "[:]")] = OutsideValue(
+                written, is_number=True, held=tensor
+            )
 
     def _inside(self, value: Any) -> Iterable[tuple[str, Any]]:
         if isinstance(value, FunctionType):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from autopar.planner.cluster.blocks import kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import (
-    Arrangement,
-    MemoryPrediction,
-    Prediction,
-    Recompute,
-)
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import OpLayout, ParameterLayout
-from autopar.planner.numbers import (
+from autopar.planner.cluster.shape import kinds_of_blocks
+from autopar.planner.costs.prediction import Arrangement, MemoryPrediction, Prediction, Recompute
+from autopar.planner.files import (
     Bytes,
     Degree,
     Elements,
-    Figure,
+    FigureNumber,
     Number,
     Rows,
     Seconds,
@@ -26,6 +22,11 @@ from autopar.planner.numbers import (
     SomeBytes,
     SomeSeconds,
 )
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import OpLayout, ParameterLayout
+from autopar.planner.model.functions import sources
+from autopar.planner.model.guard import import_name
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Declared
 
 FORMAT = 1
@@ -48,7 +49,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class PlannedMachines:
     """The cluster that was planned for, in short."""
 
     devices: Degree
@@ -56,14 +57,14 @@ class Machines:
     device: str
     memory_bytes: SomeBytes  # of the smallest device
     limit_bytes: SomeBytes  # that a rank may use of it
-    usd_per_hour: Figure | None
+    usd_per_hour: FigureNumber | None
     backend: str  # nccl, gloo, …
     content_hash: str
     limits: tuple[tuple[str, SomeBytes], ...] = ()  # of each device by name, where they are unlike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PlannedStage:
     """Consecutive layers, where they run, and what each computes again."""
 
     rank: Number  # on the pipeline axis
@@ -95,7 +96,7 @@ class RunnerUp:
     arrangement: Arrangement
     recompute: str  # "none", "selective", "full" or a mix such as "full 20/32"
     step_seconds: SomeSeconds
-    mfu: Figure
+    mfu: FigureNumber
     device_bytes: Bytes
     communication_seconds: Seconds  # exposed
     idle_seconds: Seconds
@@ -114,11 +115,11 @@ class Plan:
     format: int
     autopar: str  # version
     model: Model
-    machines: Machines
+    machines: PlannedMachines
     objective: str
     constraints: tuple[Declared, ...]  # by the user; of several for one place, the last
     arrangement: Arrangement
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
     parameters: tuple[ParameterLayout, ...]
     crossing: tuple[ParameterLayout, ...]
@@ -163,3 +164,41 @@ class Plan:
         """How each layer is recomputed, from the first layer to the last."""
         stages = sorted(self.stages, key=lambda stage: stage.first)
         return tuple(mode for stage in stages for mode in stage.recompute)
+
+
+def model_facts(
+    model_file: ModelFile, graph: Graph, *, spec: str, arguments: Sequence[str]
+) -> Model:
+    """Return the facts; `spec` and `arguments` ("key=value") are as the person gave them."""
+    pairs = (argument.partition("=") for argument in arguments)
+    return Model(
+        name=model_file.name,
+        spec=spec,
+        arguments=tuple((key, value) for key, _, value in pairs),
+        source_hash=source_hash(model_file.path),
+        parameters=sum(graph.tensors[p.name].numel.at(1) for p in graph.parameters),
+        has_loss=model_file.loss is not None,
+        has_dataset=model_file.build_dataset is not None,
+        has_optimizer=model_file.build_optimizer is not None,
+        has_scheduler=model_file.build_scheduler is not None,
+        tokens_per_row=_tokens_per_row(graph),
+    )
+
+
+def _tokens_per_row(graph: Graph) -> int:
+    """Return the positions of a row of text; 1 where no input is a sequence of numbers."""
+    for name in graph.inputs:
+        tensor = graph.tensors[name]
+        if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
+            return tensor.shape[1].at(1)
+    return 1
+
+
+def source_hash(path: Path) -> str:
+    """Return 64 hexadecimal digits of a model file and of the files beside it that it imports."""
+    digest, folder = hashlib.sha256(), import_name(path).folder
+    for file in sources(path):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()

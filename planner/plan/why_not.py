@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.plan.declared.conflict import conflict_text, minimal_conflict
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     Objective,
     allows,
+    conflict_text,
     constraints_of,
+    minimal_conflict,
 )
 from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, leave_degrees
-from autopar.planner.plan.telling.explanation import Part, part_seconds
+from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
+from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # what sums of a step differ by in their last digits
 
@@ -113,8 +114,8 @@ def _compared(plan: Plan, other: RunnerUp, barring: Sequence[Declared] = ()) -> 
     """Return what another plan would cost, the term that decides, and the memory."""
     ours, prediction = plan.prediction.step_seconds, plan.prediction
     change = other.step_seconds - ours
-    communication = other.communication_seconds - part_seconds(prediction, Part.COMMUNICATION)
-    idle = other.idle_seconds - part_seconds(prediction, Part.BUBBLE)
+    communication = other.communication_seconds - part_seconds(prediction, StepPart.COMMUNICATION)
+    idle = other.idle_seconds - part_seconds(prediction, StepPart.BUBBLE)
     terms = (
         ("communication", communication),
         ("bubble", idle),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.planner.costs.ops.measurements import HostTimes
-from autopar.planner.graph import Graph
-from autopar.planner.profile.clock import Clock
+from autopar.planner.graph.graph import Graph
+from autopar.planner.profile.calls import Clock
 from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
 
 _BLOCKS = 32

@@ -1,19 +1,44 @@
-"""What profiles found, ready to stand in for formulas."""
+"""What profiles found, ready to stand in for formulas; read from and written to measured.toml."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
-from typing import Annotated
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
 
 from annotated_types import Ge
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from autopar.planner.cluster.cluster import Cluster, Level, Node
-from autopar.planner.cluster.link import Backend, Link, MeasuredCollective, Topology
+from autopar.planner.cluster.cluster import (
+    Backend,
+    Cluster,
+    Link,
+    LinkLevel,
+    Machine,
+    MeasuredCollective,
+    Topology,
+)
+from autopar.planner.cluster.toml_reading import parsed
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.errors import InputError
-from autopar.planner.numbers import Degree, Rate, SomeSeconds
+from autopar.planner.files import (
+    Degree,
+    Rate,
+    SomeSeconds,
+    check_format,
+    damaged,
+    is_written,
+    read_given,
+    told,
+    write_whole,
+)
+from autopar.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +144,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in plain.split("."))
 
 
-def _link(node: Node, net: MeasuredNet) -> Link:
+def _link(node: Machine, net: MeasuredNet) -> Link:
     """Return the node's link with measured figures: what was measured is reached in full."""
     return Link(
         name=f"{node.link.name} as measured",
@@ -133,10 +158,113 @@ def _link(node: Node, net: MeasuredNet) -> Link:
     )
 
 
-def _joined(node: Node, changed: Mapping[Link, Link]) -> Node:
+def _joined(node: Machine, changed: Mapping[Link, Link]) -> Machine:
     return replace(node, link=changed.get(node.link, node.link))
 
 
-def _relinked(level: Level, changed: Mapping[Link, Link]) -> Level:
+def _relinked(level: LinkLevel, changed: Mapping[Link, Link]) -> LinkLevel:
     units = tuple(replace(unit, link=changed.get(unit.link, unit.link)) for unit in level.units)
     return replace(level, units=units)
+
+
+FILE_NAME = "measured.toml"
+FORMAT = 7
+_EXPECTED = f"a {FILE_NAME} as `autopar profile` writes it"
+_AGAIN = "measure again with `autopar profile`"
+
+
+class _ProfileFile(BaseModel):
+    """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    format: int
+    autopar: str
+    written: str
+    measured: MeasuredFile
+
+
+def read_measurements(path: Path) -> MeasuredFile:
+    """Return the measurements in a file."""
+    source = read_given(path, what="the measurements file", expected=_EXPECTED, fix=_AGAIN)
+    return parse_measurements(source, where=str(path))
+
+
+def parse_measurements(source: str, *, where: str) -> MeasuredFile:
+    """Return the measurements that a text holds; `where` names the text in messages."""
+    table = dict(_table(source, where))
+    envelope = {key: table.pop(key, None) for key in ("format", "autopar", "written")}
+    try:
+        text = json.dumps({**envelope, "measured": table}, default=lambda _: None)
+        measured = _ProfileFile.model_validate_json(text).measured
+    except ValidationError as error:
+        raise _damaged(told(error), where) from None
+    faults = list(_faults(measured))
+    if faults:
+        raise _damaged(faults, where)
+    return measured
+
+
+def _table(source: str, where: str) -> Mapping[str, Any]:
+    try:
+        table = parsed(source, where=where)
+    except InputError as error:
+        raise InputError(
+            f"the measurements are damaged or cut off: {error.found}",
+            where=error.where,
+            expected=_EXPECTED,
+            fix=_AGAIN,
+        ) from None
+    if not is_written(table):
+        raise InputError("this TOML file holds no measurements", where=where, expected=_EXPECTED)
+    check_format(table, FORMAT, what="these measurements", where=where, fix=_AGAIN)
+    return table
+
+
+def _faults(measured: MeasuredFile) -> Iterator[str]:
+    for one in (collective for net in measured.nets for collective in net.collectives):
+        rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(one.points))
+        if not one.points or not rises:
+            yield f"nets.collectives: payloads and seconds of {one.collective} do not rise"
+
+
+def _damaged(faults: list[str], where: str) -> InputError:
+    return damaged(faults, what="the measurements were", where=where, fix=_AGAIN)
+
+
+def write_measurements(measured: MeasuredFile, path: Path) -> None:
+    """Write measurements into a file."""
+    text = measurements_text(measured, written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    write_whole(path, text, what="the measurements file")
+
+
+def content_hash(measured: MeasuredFile) -> str:
+    """Return 64 hexadecimal digits, the same for equal figures whenever they were written."""
+    return hashlib.sha256(measurements_text(measured, written="").encode()).hexdigest()
+
+
+def measurements_text(measured: MeasuredFile, *, written: str) -> str:
+    """Return the text of measured.toml: a table for each host, net and op, its figures in lines."""
+    lines = [
+        "# What `autopar profile` measured; figures stand in for autopar's formulas. Runs add up.",
+        f"format = {FORMAT}",
+        f"autopar = {_toml(__version__)}",
+        f"written = {_toml(written)}",
+    ]
+    for section, tables in _ADAPTER.dump_python(measured, mode="json").items():
+        for table in tables:
+            lines += ["", f"[[{section}]]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """Return a value in TOML; the texts, numbers and truths of JSON are TOML's too."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(one)}' for key, one in value.items())} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
+_ADAPTER = TypeAdapter(MeasuredFile)

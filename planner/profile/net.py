@@ -1,28 +1,183 @@
-"""Measures the collectives among processes of this machine and fits latency and rate to them.
-
-A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm pays h latencies and sends
-k of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
-small messages count as much as large ones; once for each collective, and once for all together.
-"""
+"""Measures the collectives among processes of this machine and fits latency and rate to them."""
 
 from __future__ import annotations
 
 import json
 import math
 import tempfile
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from autopar.planner.cluster.link import Backend, Collective, MeasuredCollective
-from autopar.planner.costs.collectives.measured import hops, sent_share
+from autopar.planner.cluster.cluster import Backend, Collective, MeasuredCollective
+from autopar.planner.costs.collectives.choice import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
-from autopar.planner.profile.net_rank import run
-from autopar.planner.profile.ranks import run_ranks
+
+
+def run_ranks(
+    function: Callable[..., None],
+    arguments: tuple[object, ...],
+    *,
+    ranks: int,
+    timeout_seconds: float = 300.0,
+) -> None:
+    """Call a function with the rank and the arguments on new processes, all at once.
+
+    A collective that hangs must not hang us.
+    """
+    start: Any = spawn  # torch gives it no types
+    context = start(function, arguments, nprocs=ranks, join=False)
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        while not context.join(timeout=1.0):
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"the collectives were not done after {timeout_seconds:.0f} s",
+                    fix="try again on a quieter machine",
+                )
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise InputError(f"measuring the collectives failed: {_last_line(error)}") from error
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
+@contextmanager
+def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """Make all ranks a group, each with the threads that it trains with: one."""
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            dist.destroy_process_group()
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[-1]
+
+
+BLOCK_SECONDS = 2e-3  # calls follow each other for so long at least, then the clock is read
+CASE_SECONDS = 0.06  # of one collective at one size in one pass
+_FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
+# All cases take turns, so that whatever else runs for a while disturbs a part of each.
+_PASSES = 5
+
+
+def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str, int]]) -> None:
+    """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # names that torch 2.13 gave anew
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    store = (Path(folder) / "store").as_uri()
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
+    try:
+        samples: list[list[float]] = [[] for _ in cases]
+        for _ in range(_PASSES):
+            for own, (name, size) in zip(samples, cases, strict=True):
+                own += _sampled(Collective(name), size, ranks, device)
+        if rank == 0:
+            seconds = [typical(own) for own in samples]
+            (Path(folder) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
+    """Return the seconds of one call in each of some blocks, as long as the slowest rank takes."""
+    call = _call(collective, payload_bytes, ranks, device)
+    per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
+    _block(call, 1, device)
+    first = slowest(_block(call, 2, device) / 2, device)
+    calls = max(1, min(200, round(BLOCK_SECONDS / first)))
+    blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, round(CASE_SECONDS / (first * calls))))
+    return [slowest(_block(call, calls, device) / calls, device) / per_call for _ in range(blocks)]
+
+
+def typical(seconds: list[float]) -> float:
+    """Return the mean without the quickest and the slowest tenth.
+
+    The quickest would flatter: ranks of a training wait for each other at every collective, and
+    with it for whatever delays the wake-up of a thread now and then.
+    """
+    left_out = len(seconds) // 10
+    return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
+
+
+def _block(call: Callable[[], object], calls: int, device: str) -> float:
+    dist.barrier()
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def slowest(seconds: float, device: str) -> float:
+    """Return the most seconds of a rank, on all of them."""
+    found = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _call(
+    collective: Collective, payload_bytes: int, ranks: int, device: str
+) -> Callable[[], object]:
+    """Return one call on fp32 tensors; collectives.py says which size the payload is.
+
+    They hold ones: pages of zeros that were never written share one page, which caches hold.
+    """
+    elements = max(ranks, payload_bytes // 4 // ranks * ranks)
+    whole = torch.ones(elements, device=device)
+    other = torch.ones(elements, device=device)
+    part = torch.ones(elements // ranks, device=device)
+    calls: dict[Collective, Callable[[], object]] = {
+        Collective.ALL_REDUCE: lambda: dist.all_reduce(whole),
+        Collective.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
+        Collective.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
+        Collective.ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
+        Collective.BROADCAST: lambda: dist.broadcast(whole, 0),
+        Collective.POINT_TO_POINT: lambda: _there_and_back(whole),
+    }
+    return calls[collective]
+
+
+def _there_and_back(tensor: Tensor) -> None:
+    """Send a message from the first rank to the second and back; the others do nothing."""
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
+
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
 _LEAST_ALPHA_SECONDS = 1e-7

@@ -1,20 +1,151 @@
-"""Lists the distinct ops of a graph that are worth measuring, whole and split, with their forms."""
+"""Lists the distinct ops of a graph that are worth measuring, and how their tensors lie."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.planner.costs.ops.case import LocalShapes, OpSplit
 from autopar.planner.costs.ops.measurements import OpKey
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.ops import Op, Origin, refs
-from autopar.planner.precision import item_bytes
-from autopar.planner.profile.forms import local_strides, strides_of
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import MODEL_DTYPE, DType, Extent, Op, Ref, TensorOrigin, Value, refs
+from autopar.planner.precision import Precision, item_bytes
 from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
+
+_OWN: Mapping[Precision, torch.dtype] = MappingProxyType(
+    {
+        Precision.FP32: torch.float32,
+        Precision.BF16: torch.bfloat16,
+        Precision.FP16: torch.float16,
+    }
+)
+# What a graph may hold that a run without values cannot do: sizes that depend on data.
+_CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError)
+
+
+def strides_of(
+    graph: Graph, *, batch: int, precision: Precision, device: str
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the strides of every tensor; what an op's kernel decides is decided by torch itself.
+
+    Where an op cannot run without values, its results are taken to be contiguous.
+    """
+    strides: dict[str, tuple[int, ...]] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        values = {
+            name: _empty(graph, name, batch, precision, device)
+            for name, tensor in graph.tensors.items()
+            if tensor.origin is not TensorOrigin.OP
+        }
+        for op in graph.ops:
+            made = _results(op, graph, values, batch=batch, precision=precision, device=device)
+            values.update(zip(op.outputs, made, strict=True))
+        strides.update((name, tuple(value.stride())) for name, value in values.items())
+    return strides
+
+
+def torch_dtype(name: str, precision: Precision) -> torch.dtype:
+    """Return the element type that a graph's name means in training."""
+    if name == MODEL_DTYPE:
+        return _OWN[precision]
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def callable_of(op: Op) -> Any:
+    """Return the function of torch that an op calls."""
+    found: Any = torch.ops
+    for part in op.target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def arguments_of(
+    op: Op, tensors: Mapping[str, Any], *, batch: int, precision: Precision, device: str
+) -> dict[str, Any]:
+    """Return the arguments of an op by name, with these tensors in their places."""
+
+    def plain(key: str, value: Value) -> Any:
+        if isinstance(value, Ref):
+            return tensors[value.tensor]
+        if isinstance(value, Extent):
+            return value.at(batch)
+        if isinstance(value, DType):
+            return torch_dtype(value.name, precision)
+        if isinstance(value, tuple):
+            return [plain(key, item) for item in value]
+        return device if key == "device" and value is not None else value
+
+    return {key: plain(key, value) for key, value in op.arguments}
+
+
+def results_of(result: Any) -> list[Any]:
+    """Return the tensors that a call gave."""
+    many = result if isinstance(result, (tuple, list)) else (result,)
+    return [one for one in many if isinstance(one, torch.Tensor)]
+
+
+def _results(
+    op: Op,
+    graph: Graph,
+    values: Mapping[str, Any],
+    *,
+    batch: int,
+    precision: Precision,
+    device: str,
+) -> Sequence[Any]:
+    expected = [_shape(graph, name, batch) for name in op.outputs]
+    try:
+        arguments = arguments_of(op, values, batch=batch, precision=precision, device=device)
+        made = results_of(callable_of(op)(**arguments))[: len(op.outputs)]
+    except _CANNOT:
+        made = []
+    if [tuple(one.shape) for one in made] == expected:
+        return made
+    return [_empty(graph, name, batch, precision, device) for name in op.outputs]
+
+
+def _shape(graph: Graph, name: str, batch: int) -> tuple[int, ...]:
+    return tuple(size.at(batch) for size in graph.tensors[name].shape)
+
+
+def _empty(graph: Graph, name: str, batch: int, precision: Precision, device: str) -> torch.Tensor:
+    dtype = torch_dtype(graph.tensors[name].dtype, precision)
+    return torch.empty(_shape(graph, name, batch), dtype=dtype, device=device)
+
+
+def local_strides(
+    shape: Sequence[int], strides: Sequence[int], local: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the strides of a rank's part of a tensor that is laid out like the whole.
+
+    The order of the dims stays, and so do gaps: where a row of the whole takes three times its own
+    length (the query inside a fused matrix), a row of the part takes three times its own.
+    """
+    placed: dict[int, int] = {}
+    whole_end = local_end = 1
+    for dim in _inner_to_outer(shape, strides):
+        if strides[dim] == 0:
+            placed[dim] = 0
+            continue
+        gap = max(1, strides[dim] // max(1, whole_end)) if shape[dim] > 1 else 1
+        placed[dim] = local_end * gap
+        whole_end, local_end = strides[dim] * shape[dim], placed[dim] * local[dim]
+    return tuple(placed[dim] for dim in range(len(shape)))
+
+
+def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
+    yield from sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim], -dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +187,7 @@ class _Met:
     split: OpSplit | None
 
 
-def find_probes(pricer: Pricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
+def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
     """Return one probe for each key, whole ops first; what moves nothing (a view) has none."""
     whole: dict[OpKey, _Met] = {}
     split: dict[OpKey, _Met] = {}
@@ -79,7 +210,7 @@ def find_probes(pricer: Pricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
     return tuple(_probe(pricer, key, found[key], strides, uses[key]) for key in order)
 
 
-def _splits(op: Op, pricer: Pricer, degrees: Sequence[int]) -> Iterator[OpSplit]:
+def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSplit]:
     for degree in degrees:
         if degree == 1:
             continue
@@ -89,7 +220,7 @@ def _splits(op: Op, pricer: Pricer, degrees: Sequence[int]) -> Iterator[OpSplit]
                 yield OpSplit(letter=letter, axis=axis, degree=degree)
 
 
-def _moves_nothing(pricer: Pricer, op: Op, split: OpSplit | None) -> bool:
+def _moves_nothing(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
     """Whether dispatching the op is all that it takes, or a rank's part is run by other code.
 
     A rank looks its own rows of a split table up, and takes its part in a split loss, by functions
@@ -101,7 +232,7 @@ def _moves_nothing(pricer: Pricer, op: Op, split: OpSplit | None) -> bool:
     return cost.forward_seconds + cost.backward_seconds == 0.0
 
 
-def _is_runtime_code(op: Op, pricer: Pricer, split: OpSplit) -> bool:
+def _is_runtime_code(op: Op, pricer: OpPricer, split: OpSplit) -> bool:
     if kind_of(op) is OpKind.CROSS_ENTROPY:
         return True
     if not kind_of(op).reads_table:
@@ -111,7 +242,7 @@ def _is_runtime_code(op: Op, pricer: Pricer, split: OpSplit) -> bool:
 
 
 def _probe(
-    pricer: Pricer, key: OpKey, met: _Met, strides: Mapping[str, tuple[int, ...]], uses: int
+    pricer: OpPricer, key: OpKey, met: _Met, strides: Mapping[str, tuple[int, ...]], uses: int
 ) -> Probe:
     shapes = pricer.shapes(met.op, met.split)
     operands = tuple(_operand(pricer, shapes, name, strides[name]) for name in met.op.inputs)
@@ -138,7 +269,7 @@ def _probe(
 
 
 def _operand(
-    pricer: Pricer, shapes: LocalShapes, name: str, strides: tuple[int, ...]
+    pricer: OpPricer, shapes: LocalShapes, name: str, strides: tuple[int, ...]
 ) -> OperandForm:
     tensor = pricer.graph.tensors[name]
     whole = tuple(size.at(pricer.batch) for size in tensor.shape)
@@ -150,7 +281,7 @@ def _operand(
         strides=strides if local == whole else local_strides(whole, strides, local),
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
-        is_weight=origin in (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT),
+        is_weight=origin in (TensorOrigin.PARAMETER, TensorOrigin.BUFFER, TensorOrigin.CONSTANT),
         below=_below(shapes),
         spacing=_spacing(shapes, name),
     )

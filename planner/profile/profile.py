@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.detect import local_devices
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.cluster.sheet import find_device, local_devices
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision
-from autopar.planner.profile.clock import clock_of, threads_of_a_rank
+from autopar.planner.profile.calls import clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredOp
 from autopar.planner.profile.probes import Probe, find_probes
@@ -29,7 +28,7 @@ _FREE_SHARE = 0.5  # of the memory that is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ProfileRequest:
     """What to measure, and what the ops may take; the host takes seconds more."""
 
     batches: tuple[int, ...]  # rows of a microbatch
@@ -49,26 +48,26 @@ class Profiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProfiledDevice:
     """A device at hand: its sheet, and what torch calls it."""
 
     device: Device
     torch_name: str
 
 
-def place_at_hand() -> Place:
+def place_at_hand() -> ProfiledDevice:
     """Return the first GPU of this machine, else its CPU."""
     found = local_devices()
     if found:
-        return Place(device=found[0], torch_name="cuda")
-    return Place(device=find_device("cpu"), torch_name="cpu")
+        return ProfiledDevice(device=found[0], torch_name="cuda")
+    return ProfiledDevice(device=find_device("cpu"), torch_name="cpu")
 
 
 def profile(
     graph: Graph,
-    axes: Axes,
+    axes: GraphAxes,
     layers: Layers,
-    request: Request,
+    request: ProfileRequest,
     *,
     report: Callable[[str], None] = lambda _: None,
 ) -> Profiled:
@@ -101,7 +100,7 @@ def profile(
 
 
 @contextmanager
-def threads_as_in_training(place: Place) -> Iterator[None]:
+def threads_as_in_training(place: ProfiledDevice) -> Iterator[None]:
     """Compute with as many threads as a rank under torchrun; GPUs do not mind."""
     before = torch.get_num_threads()
     if place.torch_name == "cpu":
@@ -113,12 +112,12 @@ def threads_as_in_training(place: Place) -> Iterator[None]:
 
 
 def _probes(
-    graph: Graph, axes: Axes, layers: Layers, request: Request, device: Device
+    graph: Graph, axes: GraphAxes, layers: Layers, request: ProfileRequest, device: Device
 ) -> Sequence[Probe]:
     batches = (graph.fixed_batch,) if graph.fixed_batch else request.batches
     found: dict[object, Probe] = {}
     for batch in batches:
-        pricer = Pricer(
+        pricer = OpPricer(
             graph, axes, batch=batch, precision=request.precision, device=device, layers=layers
         )
         for probe in find_probes(pricer, degrees=request.degrees):
@@ -126,7 +125,7 @@ def _probes(
     return tuple(found.values())
 
 
-def _limits(request: Request, place: Place) -> Limits:
+def _limits(request: ProfileRequest, place: ProfiledDevice) -> Limits:
     free = _free_bytes(place)
     return Limits(
         total_seconds=request.total_seconds,
@@ -136,7 +135,7 @@ def _limits(request: Request, place: Place) -> Limits:
     )
 
 
-def _free_bytes(place: Place) -> int:
+def _free_bytes(place: ProfiledDevice) -> int:
     if place.torch_name == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

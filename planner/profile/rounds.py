@@ -16,10 +16,9 @@ from statistics import median
 
 import torch
 
-from autopar.planner.cluster.units import bytes_text
+from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.costs.ops.measurements import OpKey, Timing
-from autopar.planner.profile.calls import Call, CannotCallError
-from autopar.planner.profile.clock import Clock
+from autopar.planner.profile.calls import CannotCallError, Clock, ProbeCall
 from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
@@ -66,11 +65,11 @@ class Baseline:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningProbe:
     """One probe while it is measured; between two visits of its group it holds no tensors."""
 
     probe: Probe
-    call: Call | None
+    call: ProbeCall | None
     again_seconds: float  # of a call that is warm
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -96,7 +95,7 @@ def measure(
     left_out = [_too_large(one) for one in probes if one.size_bytes > limits.most_bytes]
     groups = list(_groups(fitting, limits.group_bytes))
     visits = VISITS if len(groups) > 1 else 1
-    running: list[list[_Running]] = [[] for _ in groups]
+    running: list[list[_RunningProbe]] = [[] for _ in groups]
     waiting = visits * sum(probe.expected_seconds for probe in fitting)
     for visit in range(visits):
         for group, own in zip(groups, running, strict=True):
@@ -143,7 +142,7 @@ def _too_large(probe: Probe) -> LeftOut:
 
 
 def _visit(
-    running: Sequence[_Running],
+    running: Sequence[_RunningProbe],
     device: str,
     clock: Clock,
     share_seconds: float,
@@ -165,20 +164,20 @@ def _visit(
         one.call = None
 
 
-def _is_wanted(one: _Running, op_seconds: float, most_samples: float) -> bool:
+def _is_wanted(one: _RunningProbe, op_seconds: float, most_samples: float) -> bool:
     count = len(one.forward)
     return count < FEWEST_SAMPLES or (one.spent_seconds < op_seconds and count < most_samples)
 
 
 def _started(
     group: Sequence[Probe], device: str, share_seconds: float
-) -> tuple[list[_Running], list[LeftOut], float]:
+) -> tuple[list[_RunningProbe], list[LeftOut], float]:
     """Call every probe twice, which warms it up; return also what the first calls took longer.
 
     Left out are those that cannot be called at these sizes, and those for whose fewest samples the
     time does not suffice: the first ones come first.
     """
-    running: list[_Running] = []
+    running: list[_RunningProbe] = []
     left_out: list[LeftOut] = []
     needed_seconds = warming_seconds = 0.0
     for probe in group:
@@ -186,7 +185,7 @@ def _started(
             left_out.append(LeftOut(probe=probe, reason="the time was up"))
             continue
         try:
-            call = Call(probe=probe, device=device)
+            call = ProbeCall(probe=probe, device=device)
             first = _run_seconds(call)
             again = _run_seconds(call)
         except _FAULTS as fault:
@@ -195,21 +194,21 @@ def _started(
             continue
         needed_seconds += (2 + FEWEST_SAMPLES) * again
         warming_seconds += max(0.0, first - again)
-        running.append(_Running(probe=probe, call=call, again_seconds=again))
+        running.append(_RunningProbe(probe=probe, call=call, again_seconds=again))
     return running, left_out, warming_seconds
 
 
-def _restarted(running: Sequence[_Running], device: str, share_seconds: float) -> bool:
+def _restarted(running: Sequence[_RunningProbe], device: str, share_seconds: float) -> bool:
     """Make the tensors of a group again and warm it up, if its share is enough to sample it too."""
     if share_seconds < _CALLS_OF_A_VISIT * sum(one.again_seconds for one in running):
         return False
     for one in running:
-        one.call = Call(probe=one.probe, device=device)
+        one.call = ProbeCall(probe=one.probe, device=device)
         _run_seconds(one.call)
     return True
 
 
-def _run_seconds(call: Call) -> float:
+def _run_seconds(call: ProbeCall) -> float:
     began = time.perf_counter()
     call.prepare()
     call.keep(call.forward())
@@ -231,7 +230,7 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _round(turn: Sequence[_Running], clock: Clock, scratch: torch.Tensor) -> None:
+def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -> None:
     scratch.add_(1.0)  # what the model does between two uses of a tensor: caches hold the latest
     calls = [(one, one.call) for one in turn if one.call is not None]
     for one, call in calls:
@@ -249,7 +248,7 @@ def _round(turn: Sequence[_Running], clock: Clock, scratch: torch.Tensor) -> Non
         call.forget()
 
 
-def _summed(one: _Running, baseline: Baseline) -> Sampled:
+def _summed(one: _RunningProbe, baseline: Baseline) -> Sampled:
     backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
     return Sampled(
         key=one.probe.key,

@@ -1,14 +1,94 @@
-"""One line of the table: the op's signature, its work, what it keeps for the backward."""
+"""One line of the table: an op's signature, what it computes, what it keeps for the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from autopar.planner.rules.computation import Computing
+from autopar.planner.graph.ops import Op, Value, refs
 from autopar.planner.rules.shapes import ShapeFunction, opaque
 from autopar.planner.rules.signature import Case, Pattern, Signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixProducts:
+    """`batch` products of m × k by k × n, made `times` times one after the other.
+
+    `left` and `right` name the factors among the op's inputs, "" is what the op itself has made.
+    """
+
+    left: str
+    right: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Two for each multiply and add."""
+        return 2 * self.batch * self.m * self.n * self.k * self.times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """What one op computes on one rank.
+
+    `flops` and `backward_flops` are those beside the products, whose backward is one product for
+    each factor that needs a gradient. `steps` follow each other, each with an elementwise kernel
+    beside its products, or so many as `unfused` where no library has one for all; `kept` elements
+    are made for the backward alone.
+    """
+
+    products: tuple[MatrixProducts, ...] = ()
+    flops: int = 0
+    backward_flops: int = 0
+    steps: int = 0
+    unfused: int = 1
+    kept: int = 0
+
+    @property
+    def forward_flops(self) -> int:
+        """All FLOPs of the forward."""
+        return self.flops + sum(product.flops for product in self.products)
+
+
+class OpSizes(Protocol):
+    """The sizes of an op's tensors on one rank."""
+
+    op: Op
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the shape of an operand or result."""
+
+
+Computing = Callable[[OpSizes], Computation]
+
+
+def given(sizes: OpSizes, name: str) -> Value:
+    """Return an argument of the op, None where it has none of this name."""
+    return dict(sizes.op.arguments).get(name)
+
+
+def number(sizes: OpSizes, name: str, default: int = 0) -> int:
+    """Return an argument that is a whole number."""
+    value = given(sizes, name)
+    return value if isinstance(value, int) else default
+
+
+def tensors(sizes: OpSizes, name: str) -> tuple[str, ...]:
+    """Return the tensors that are an argument, or stand in it."""
+    return tuple(refs(given(sizes, name)))
+
+
+def tensor(sizes: OpSizes, *names: str) -> str:
+    """Return the tensor that is the first of these arguments that the op has."""
+    return next(found for name in names for found in tensors(sizes, name))
 
 
 class OpKind(StrEnum):
@@ -105,7 +185,7 @@ class Linear(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedForBackward:
     """One thing kept for the backward: `what` is an argument, "out" or letters with a type."""
 
     what: str
@@ -114,19 +194,23 @@ class Saved:
     only: str = ""  # the condition on the kernel or the arguments under which it is kept
 
     @staticmethod
-    def parse_all(text: str) -> tuple[Saved, ...]:
+    def parse_all(text: str) -> tuple[SavedForBackward, ...]:
         """Parse the column of the table: comma-separated entries."""
-        return tuple(Saved.parse(entry.strip()) for entry in text.split(",") if entry.strip())
+        return tuple(
+            SavedForBackward.parse(entry.strip()) for entry in text.split(",") if entry.strip()
+        )
 
     @staticmethod
-    def parse(entry: str) -> Saved:
+    def parse(entry: str) -> SavedForBackward:
         """Parse one entry: `input if weight`, `out`, `f32(b h q)`, `bool(*) when fused`."""
         entry, _, only = entry.partition(" when ")
         what, _, needs = entry.partition(" if ")
         dtype, bracket, letters = what.partition("(")
         if bracket:
-            return Saved(what=letters.rstrip(")"), needs=needs, dtype=dtype, only=only or "always")
-        return Saved(what=what, needs=needs, only=only)
+            return SavedForBackward(
+                what=letters.rstrip(")"), needs=needs, dtype=dtype, only=only or "always"
+            )
+        return SavedForBackward(what=what, needs=needs, only=only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +235,7 @@ class Rule:
     shape: Pattern | ShapeFunction
     contracts: tuple[str, ...] = ()
     computes: Computing | None = None
-    saves: tuple[Saved, ...] = ()
+    saves: tuple[SavedForBackward, ...] = ()
     kind: OpKind = OpKind.OTHER
     traffic: Traffic = Traffic.ALL
     linear: Linear = Linear.UNTOLD
@@ -177,3 +261,72 @@ class Rule:
         except ValueError:
             return opaque(case)
         return found if found.fits(case) else opaque(case)
+
+
+_SWITCHES = ("train", "training")
+_CHANCES = ("p", "dropout", "dropout_p")
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers: torch marks it so, and it is not turned off."""
+    if not _draws(op.target):
+        return False
+    arguments = dict(op.arguments)
+    is_off = any(arguments.get(name) is False for name in _SWITCHES)
+    return not is_off and all(arguments.get(name) != 0.0 for name in _CHANCES)
+
+
+@lru_cache(maxsize=4096)
+def _draws(target: str) -> bool:
+    import torch  # seconds, which commands that draw nothing do without
+
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    return torch.Tag.nondeterministic_seeded in getattr(found, "tags", ())
+
+
+def lines(
+    targets: str,
+    shape: Pattern | ShapeFunction | str,
+    saves: str = "",
+    *,
+    names: str = "",
+    contracts: str = "",
+    alike: str = "",
+    **facts: Any,
+) -> list[Rule]:
+    """Return a rule for each op of a line of the table, which may have further columns (`facts`).
+
+    A group of letters in `contracts` is 2·∏(letters) FLOPs.
+    """
+    pairs = [pair.partition("=") for pair in names.split()]
+    return [
+        Rule(
+            target=_full_name(target),
+            shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
+            contracts=tuple(filter(None, contracts.split(","))),
+            saves=SavedForBackward.parse_all(saves),
+            names=MappingProxyType({letter: name for letter, _, name in pairs}),
+            alike=tuple(alike.split()),
+            **facts,
+        )
+        for target in targets.split()
+    ]
+
+
+def computing(
+    targets: str,
+    computes: Computing,
+    saves: str = "*inputs, out",
+    **facts: Any,
+) -> list[Rule]:
+    """Return rules of ops of which nothing is known but their batch, and what they compute."""
+    return lines(targets, opaque, saves, computes=computes, **facts)
+
+
+def _full_name(target: str) -> str:
+    """Complete an op's name; one of a library stands with all three parts."""
+    if target.count(".") == 2:
+        return target
+    return f"aten.{target}" if "." in target else f"aten.{target}.default"

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
-from autopar.planner.extent import ONE, Extent, numel
-from autopar.planner.rules.signature import Case, Dims, Letters, Signature, names_of
-from autopar.planner.rules.terms import UNIT, Dim, product
+from autopar.planner.graph.ops import ONE, Extent, numel
+from autopar.planner.rules.signature import (
+    UNIT,
+    Case,
+    Dim,
+    Dims,
+    Letters,
+    Signature,
+    names_of,
+    product,
+)
 
 ShapeFunction = Callable[[Case], Signature]
 

@@ -1,20 +1,165 @@
-"""The language of the rules: which dims of an op's tensors are the same letter.
-
-A pattern such as `input … i, weight o i, bias? o -> … o` names each tensor argument and its dims.
-`…` stands for any number of dims, aligned on the right and broadcast; `[d]` is a letter that may
-not be split; `g·c` is a product whose first size is the argument `groups`; `?` marks an optional
-tensor.
-"""
+"""The language of the rules: which dims of an op's tensors are the same letter."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autopar.planner.extent import ONE, Extent
-from autopar.planner.ops import Op, Tensor, Value, refs
-from autopar.planner.rules.terms import UNIT, Dim, Leaf, product, size_of
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import ONE, Extent, Op, Ref, Tensor, Value, refs
+
+Tiles = tuple[tuple[Extent, ...], int]
+
+
+def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
+    """Return, for each slice whose fellows tile the dim, all the tiles and its own position."""
+    cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
+    source: dict[str, str] = {}  # x[:] → x
+    for op in graph.ops:
+        cut = _cut(op, graph)
+        if cut is not None:
+            dim, start, end = cut
+            first = op.inputs[0]
+            cuts[source.get(first, first), dim][op.name] = (start, end)
+        if op.target == "aten.slice.Tensor":
+            taken, out = op.inputs[0], op.outputs[0]
+            if graph.tensors[taken].shape == graph.tensors[out].shape:
+                source[out] = source.get(taken, taken)
+    found: dict[str, Tiles] = {}
+    for (tensor, dim), pieces in cuts.items():
+        ends = graph.tensors[tensor].shape[dim].at(0)
+        borders = sorted(set(pieces.values()))
+        meets = [start for start, _ in borders] == [0, *(end for _, end in borders[:-1])]
+        if meets and borders[-1][1] == ends and len(borders) > 1:
+            sizes = tuple(Extent.of(end - start) for start, end in borders)
+            for name, piece in pieces.items():
+                found[name] = (sizes, borders.index(piece))
+    return found
+
+
+def _cut(op: Op, graph: Graph) -> tuple[int, int, int] | None:
+    """Return dim, start and end of a slice with step one, or of an index of one constant."""
+    if op.target == "aten.slice.Tensor":
+        shape = graph.tensors[op.inputs[0]].shape
+        dim, step = op.argument("dim"), op.argument("step")
+        start, end = op.argument("start"), op.argument("end")
+        if not isinstance(dim, int) or step != 1 or not shape[dim].is_constant:
+            return None
+        size = shape[dim].at(0)
+        if not isinstance(start, int | None) or not isinstance(end, int | None):
+            return None
+        first, last, _ = slice(start, end).indices(size)
+        return (dim % len(shape), first, last) if last > first else None
+    if op.target == "aten.index.Tensor":
+        return _constant_index(op, graph)
+    return None
+
+
+def _constant_index(op: Op, graph: Graph) -> tuple[int, int, int] | None:
+    indices = op.argument("indices")
+    assert isinstance(indices, tuple)
+    given = [(i, index) for i, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or not isinstance(given[0][1], Ref):
+        return None
+    dim, name = given[0][0], next(refs(given[0][1]))
+    values = graph.constants[name].values if name in graph.constants else None
+    size = graph.tensors[op.inputs[0]].shape[dim]
+    if not isinstance(values, tuple) or len(values) != 1 or not size.is_constant:
+        return None
+    if not isinstance(values[0], int):
+        return None
+    position = values[0] % size.at(0)
+    return dim, position, position + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A dim without structure: a letter of a rule, or a logical axis of the model."""
+
+    name: str
+    size: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedDims:
+    """Dims flattened into one, the outermost first; the empty product is a dim of size one."""
+
+    factors: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Dims laid end to end; `name` where people have one name for the whole."""
+
+    parts: tuple[Dim, ...]
+    name: str = ""
+
+
+Dim = Leaf | FlattenedDims | Concat
+UNIT = FlattenedDims(())
+
+
+def size_of(dim: Dim) -> Extent:
+    """Return the number of positions of a dim."""
+    if isinstance(dim, Leaf):
+        return dim.size
+    if isinstance(dim, FlattenedDims):
+        total = ONE
+        for factor in dim.factors:
+            total = total * size_of(factor)
+        return total
+    total = Extent(())
+    for part in dim.parts:
+        total = total + size_of(part)
+    return total
+
+
+def product(dims: Iterable[Dim]) -> Dim:
+    """Return the product of dims: nested products flattened, a single factor by itself."""
+    factors: list[Dim] = []
+    for dim in dims:
+        factors.extend(dim.factors if isinstance(dim, FlattenedDims) else (dim,))
+    return factors[0] if len(factors) == 1 else FlattenedDims(tuple(factors))
+
+
+def concat(dims: Iterable[Dim]) -> Dim:
+    """Return the concatenation of dims: nested ones flattened, a single part by itself."""
+    parts: list[Dim] = []
+    for dim in dims:
+        flat = isinstance(dim, Concat) and not dim.name
+        parts.extend(dim.parts if isinstance(dim, Concat) and flat else (dim,))
+    return parts[0] if len(parts) == 1 else Concat(tuple(parts))
+
+
+def leaves(dim: Dim) -> Iterator[Leaf]:
+    """Yield the leaves of a dim, in order."""
+    if isinstance(dim, Leaf):
+        yield dim
+    else:
+        for inner in dim.factors if isinstance(dim, FlattenedDims) else dim.parts:
+            yield from leaves(inner)
+
+
+def substituted(dim: Dim, replace: Callable[[Leaf], Dim]) -> Dim:
+    """Return a dim with its leaves replaced."""
+    if isinstance(dim, Leaf):
+        return replace(dim)
+    if isinstance(dim, FlattenedDims):
+        return product(substituted(factor, replace) for factor in dim.factors)
+    made = concat(substituted(part, replace) for part in dim.parts)
+    return Concat(made.parts, dim.name) if isinstance(made, Concat) and dim.name else made
+
+
+def text_of(dim: Dim) -> str:
+    """Return a dim as people read it: `heads·head_dim`, `[ffn | ffn]`, `1`."""
+    if isinstance(dim, Leaf):
+        return dim.name
+    if isinstance(dim, FlattenedDims):
+        return "·".join(map(text_of, dim.factors)) or "1"
+    return dim.name or f"[{' | '.join(map(text_of, dim.parts))}]"
+
 
 Dims = tuple[Dim, ...]
 _MANY = ("…", "[…]")

@@ -11,72 +11,39 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
-from autopar.planner.ops import Op
-from autopar.planner.rules import contractions, cuts
-from autopar.planner.rules import factoring as f
-from autopar.planner.rules import multiplying as m
+from autopar.planner.graph.ops import Op
+from autopar.planner.rules import contractions as c
+from autopar.planner.rules import products as m
 from autopar.planner.rules import shapes as s
-from autopar.planner.rules.computation import Computing
-from autopar.planner.rules.rule import Linear, OpKind, Rule, Saved, Traffic
-from autopar.planner.rules.shapes import ShapeFunction
-from autopar.planner.rules.signature import Pattern
+from autopar.planner.rules.rule import (
+    Linear,
+    OpKind,
+    Rule,
+    SavedForBackward,
+    Traffic,
+    computing,
+    lines,
+)
 
 _NO, _FIRST, _JOINTLY, _EACH = Linear.NO, Linear.FIRST, Linear.JOINTLY, Linear.EACH
 
 
-def _lines(
-    targets: str,
-    shape: Pattern | ShapeFunction | str,
-    saves: str = "",
-    *,
-    names: str = "",
-    contracts: str = "",
-    alike: str = "",
-    **facts: Any,
-) -> list[Rule]:
-    """A group of letters in `contracts` is 2·∏(letters) FLOPs; `facts` are further columns."""
-    pairs = [pair.partition("=") for pair in names.split()]
-    return [
-        Rule(
-            target=target,
-            shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
-            contracts=tuple(filter(None, contracts.split(","))),
-            saves=Saved.parse_all(saves),
-            names=MappingProxyType({letter: name for letter, _, name in pairs}),
-            alike=tuple(alike.split()),
-            **facts,
-        )
-        for target in targets.split()
-    ]
-
-
-def _computing(
-    targets: str,
-    computes: Computing,
-    saves: str = "*inputs, out",
-    **facts: Any,
-) -> list[Rule]:
-    """Ops of which nothing is known but their batch, and what they compute."""
-    return _lines(targets, s.opaque, saves, computes=computes, **facts)
-
-
-_contraction = partial(_lines, linear=_EACH, alike="*inputs")
-_factoring = partial(_computing, is_wide=True)
+_contraction = partial(lines, linear=_EACH, alike="*inputs")
+_factoring = partial(computing, is_wide=True)
 _convolution = partial(
     _contraction,
     saves="input if weight, weight if input",
     kind=OpKind.CONVOLUTION,
     computes=m.convolution,
 )
-_elementwise = partial(_lines, shape=s.elementwise)
-_views = partial(_lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE)
+_elementwise = partial(lines, shape=s.elementwise)
+_views = partial(lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE)
 # Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move.
-_moving = partial(_lines, shape=s.opaque, saves="*inputs, out")
+_moving = partial(lines, shape=s.opaque, saves="*inputs, out")
 _NORM_SAVES = "input, weight if input"
 _RUNNING = ("running_mean", "running_var")
-_SINGULAR_VALUES = f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2)
+_SINGULAR_VALUES = m.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2)
 _RECURRENT_SAVES = "input, data, hx, out, own(computed)"
 _CELL_SAVES = "input, hx, own(computed)"
 
@@ -87,7 +54,7 @@ _RULES = (
         saves="input if weight, weight if input",
     ),
     *_contraction(
-        "addmm", contractions.added_product("mat1", "mat2"), contracts="m k n",
+        "addmm", c.added_product("mat1", "mat2"), contracts="m k n",
         saves="mat1 if mat2, mat2 if mat1", added="self",
     ),
     *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
@@ -97,12 +64,12 @@ _RULES = (
         saves="self if mat2, mat2 if self", names="b=heads k=head_dim n=head_dim",
     ),
     *_contraction(
-        "baddbmm", contractions.added_product("batch1", "batch2"), contracts="b m k n",
+        "baddbmm", c.added_product("batch1", "batch2"), contracts="b m k n",
         saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
         added="self",
     ),
     *_contraction(
-        "matmul", contractions.matmul, contracts="… m k n",
+        "matmul", c.matmul, contracts="… m k n",
         saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
     ),
     *_contraction(  # of each group of rows by a matrix of its own
@@ -110,10 +77,10 @@ _RULES = (
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
         kind=OpKind.GROUPED, alike="self mat2",
     ),
-    *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
-    *_contraction("einsum", contractions.einsum, contracts="*", saves="tensors", alike=""),
-    *_lines(
-        "scaled_dot_product_attention", contractions.attention,
+    *lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
+    *_contraction("einsum", c.einsum, contracts="*", saves="tensors", alike=""),
+    *lines(
+        "scaled_dot_product_attention", c.attention,
         "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
         kind=OpKind.ATTENTION, computes=m.attention,
         names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
@@ -146,104 +113,104 @@ _RULES = (
         "conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], bias? g·o "
         "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", names="c=channels o=channels",
     ),
-    *_computing("convolution _convolution convolution_overrideable cudnn_convolution "
+    *computing("convolution _convolution convolution_overrideable cudnn_convolution "
                 "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
     # --- recurrent layers and cells: what is kept are the gates, and the states between steps
-    *_computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES,
+    *computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES,
                 kind=OpKind.RECURRENT),
-    *_computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES,
+    *computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES,
                 kind=OpKind.RECURRENT),
-    *_computing("rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data",
+    *computing("rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data",
                 m.recurrent(1, kept=1, unfused=4), _RECURRENT_SAVES,
                 kind=OpKind.RECURRENT),
-    *_computing("lstm_cell", m.cell(4, kept=6), _CELL_SAVES, kind=OpKind.RECURRENT),
-    *_computing("gru_cell", m.cell(3, kept=5), _CELL_SAVES, kind=OpKind.RECURRENT),
-    *_computing("rnn_tanh_cell rnn_relu_cell", m.cell(1, kept=1), _CELL_SAVES,
+    *computing("lstm_cell", m.cell(4, kept=6), _CELL_SAVES, kind=OpKind.RECURRENT),
+    *computing("gru_cell", m.cell(3, kept=5), _CELL_SAVES, kind=OpKind.RECURRENT),
+    *computing("rnn_tanh_cell rnn_relu_cell", m.cell(1, kept=1), _CELL_SAVES,
                 kind=OpKind.RECURRENT),
     # --- products of other forms
-    *_computing("mv", m.matrices("self", "vec"), "self if vec, vec if self", linear=_EACH),
-    *_computing("addmv", m.matrices("mat", "vec"), "mat if vec, vec if mat"),
-    *_computing("dot", m.matrices("self", "tensor"), "self if tensor, tensor if self",
+    *computing("mv", m.matrices("self", "vec"), "self if vec, vec if self", linear=_EACH),
+    *computing("addmv", m.matrices("mat", "vec"), "mat if vec, vec if mat"),
+    *computing("dot", m.matrices("self", "tensor"), "self if tensor, tensor if self",
                 linear=_EACH),
-    *_computing("vdot linalg_matmul", m.matrices("self", "other"), "self if other, other if self"),
-    *_computing("inner", m.rows_by_rows("self", "other"), "self if other, other if self"),
-    *_computing("addbmm", m.summed_products, "batch1 if batch2, batch2 if batch1"),
-    *_computing("tensordot", m.over_dims, "self if other, other if self"),
-    *_computing("chain_matmul linalg_multi_dot", m.chain, "*inputs"),
-    *_computing("matrix_power linalg_matrix_power", m.power),
-    *_computing("bilinear", m.bilinear, "input1, input2, weight"),
-    *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2"), is_wide=True),
-    *_computing("pdist", m.rows_by_rows("self", "self"), is_wide=True),
-    *_computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
-    *_computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
+    *computing("vdot linalg_matmul", m.matrices("self", "other"), "self if other, other if self"),
+    *computing("inner", m.rows_by_rows("self", "other"), "self if other, other if self"),
+    *computing("addbmm", m.summed_products, "batch1 if batch2, batch2 if batch1"),
+    *computing("tensordot", m.over_dims, "self if other, other if self"),
+    *computing("chain_matmul linalg_multi_dot", m.chain, "*inputs"),
+    *computing("matrix_power linalg_matrix_power", m.power),
+    *computing("bilinear", m.bilinear, "input1, input2, weight"),
+    *computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2"), is_wide=True),
+    *computing("pdist", m.rows_by_rows("self", "self"), is_wide=True),
+    *computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
+    *computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
                 "input if weight, weight if input", kind=OpKind.GROUPED),
-    *_computing("_scaled_grouped_mm _scaled_grouped_mm_v2", m.grouped("self", "mat2")),
-    *_computing("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    *computing("_scaled_grouped_mm _scaled_grouped_mm_v2", m.grouped("self", "mat2")),
+    *computing("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
                 "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
                 "_flash_attention_forward _efficient_attention_forward", m.attention),
     # --- linear algebra and Fourier transforms
-    *_factoring("inverse linalg_inv linalg_inv_ex", f.cubic(2, 4), "out"),
-    *_factoring("linalg_tensorinv", f.folded(2, 4), "out"),
+    *_factoring("inverse linalg_inv linalg_inv_ex", m.cubic(2, 4), "out"),
+    *_factoring("linalg_tensorinv", m.folded(2, 4), "out"),
     *_factoring("linalg_solve linalg_solve_ex _linalg_solve_ex",
-                f.solved(2 / 3, matrix=("A",), by=("B",))),
-    *_factoring("linalg_tensorsolve", f.folded(2 / 3, 4)),
-    *_factoring("linalg_solve_triangular", f.solved(0, matrix=("self",), by=("B",))),
-    *_factoring("triangular_solve", f.solved(0, matrix=("A",), by=("self",))),
-    *_factoring("linalg_lu_solve", f.solved(0, matrix=("LU",), by=("B",))),
-    *_factoring("cholesky_solve", f.solved(0, matrix=("input2",), by=("self",))),
-    *_factoring("cholesky linalg_cholesky linalg_cholesky_ex", f.cubic(1 / 3, 4), "out"),
-    *_factoring("cholesky_inverse", f.cubic(2 / 3, 4)),
-    *_factoring("linalg_ldl_factor", f.cubic(1 / 3, 4)),
-    *_factoring("linalg_lu linalg_lu_factor linalg_lu_factor_ex", f.cubic(2 / 3, 4), "out"),
-    *_factoring("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2), linear=_NO),
-    *_factoring("linalg_qr qr", f.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
+                m.solved(2 / 3, matrix=("A",), by=("B",))),
+    *_factoring("linalg_tensorsolve", m.folded(2 / 3, 4)),
+    *_factoring("linalg_solve_triangular", m.solved(0, matrix=("self",), by=("B",))),
+    *_factoring("triangular_solve", m.solved(0, matrix=("A",), by=("self",))),
+    *_factoring("linalg_lu_solve", m.solved(0, matrix=("LU",), by=("B",))),
+    *_factoring("cholesky_solve", m.solved(0, matrix=("input2",), by=("self",))),
+    *_factoring("cholesky linalg_cholesky linalg_cholesky_ex", m.cubic(1 / 3, 4), "out"),
+    *_factoring("cholesky_inverse", m.cubic(2 / 3, 4)),
+    *_factoring("linalg_ldl_factor", m.cubic(1 / 3, 4)),
+    *_factoring("linalg_lu linalg_lu_factor linalg_lu_factor_ex", m.cubic(2 / 3, 4), "out"),
+    *_factoring("det linalg_det slogdet linalg_slogdet logdet", m.cubic(2 / 3, 2), linear=_NO),
+    *_factoring("linalg_qr qr", m.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
                                            lambda m, n: 6 * m * n**2), "out"),
-    *_factoring("linalg_householder_product orgqr", f.factored(
+    *_factoring("linalg_householder_product orgqr", m.factored(
         lambda m, n: 4 * m * n**2 - 4 / 3 * n**3, lambda m, n: 12 * m * n**2)),
     *_factoring("linalg_svd svd pinverse linalg_pinv linalg_pinv.atol_rtol_tensor "
                 "linalg_pinv.atol_rtol_float",
-                f.factored(lambda m, n: 6 * m * n**2 + 20 * n**3, lambda m, n: 8 * m * n**2)),
+                m.factored(lambda m, n: 6 * m * n**2 + 20 * n**3, lambda m, n: 8 * m * n**2)),
     *_factoring("linalg_svdvals linalg_cond linalg_matrix_rank", _SINGULAR_VALUES, linear=_NO),
-    *_computing("linalg_matrix_norm.str_ord", _SINGULAR_VALUES, linear=_NO),
-    *_factoring("linalg_lstsq", f.factored(lambda m, n: 2 * m * n**2, lambda m, n: 6 * m * n**2)),
+    *computing("linalg_matrix_norm.str_ord", _SINGULAR_VALUES, linear=_NO),
+    *_factoring("linalg_lstsq", m.factored(lambda m, n: 2 * m * n**2, lambda m, n: 6 * m * n**2)),
     *_moving("linalg_matrix_norm", linear=_NO),
-    *_factoring("linalg_eigh", f.cubic(9, 6), "out"),
-    *_factoring("linalg_eigvalsh", f.cubic(4 / 3, 4)),
-    *_factoring("linalg_eig", f.cubic(25, 8), "out"),
-    *_factoring("linalg_eigvals", f.cubic(10, 8)),
+    *_factoring("linalg_eigh", m.cubic(9, 6), "out"),
+    *_factoring("linalg_eigvalsh", m.cubic(4 / 3, 4)),
+    *_factoring("linalg_eig", m.cubic(25, 8), "out"),
+    *_factoring("linalg_eigvals", m.cubic(10, 8)),
     # about eight products; the backward is that of a matrix twice as large
-    *_computing("matrix_exp linalg_matrix_exp", f.cubic(16, 128), "self"),
-    *_computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
+    *computing("matrix_exp linalg_matrix_exp", m.cubic(16, 128), "self"),
+    *computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
                 "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
-                "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", f.fourier, ""),
-    *_factoring("stft stft.center istft", f.short_time_fourier, "window"),
-    *_factoring("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
+                "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", m.fourier, ""),
+    *_factoring("stft stft.center istft", m.short_time_fourier, "window"),
+    *_factoring("ctc_loss.IntList ctc_loss.Tensor", m.connectionist),
     # --- look-ups
-    *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
-            kind=OpKind.LOOKUP, names="v=entries d=embed"),
-    *_lines("embedding_bag embedding_bag.padding_idx", contractions.bags, "indices, offsets, "
-            "per_sample_weights, weight if per_sample_weights", traffic=Traffic.BAGGED,
-            kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights",
-            names="v=vocab d=embed"),
+    *lines("embedding", c.embedding, "indices", traffic=Traffic.GATHERED,
+           kind=OpKind.LOOKUP, names="v=entries d=embed"),
+    *lines("embedding_bag embedding_bag.padding_idx", c.bags, "indices, offsets, "
+           "per_sample_weights, weight if per_sample_weights", traffic=Traffic.BAGGED,
+           kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights",
+           names="v=vocab d=embed"),
     # --- norms and softmax
-    *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
-            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed", alike="*inputs"),
-    *_lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
-            kind=OpKind.NORM, names="d=embed"),
-    *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
-            "running_var? c -> n c […]",
-            _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels",
-            updates=_RUNNING),
-    *_lines("group_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, alike="*inputs"),
-    *_lines("instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, updates=_RUNNING),
-    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
-            kind=OpKind.SOFTMAX, linear=_NO),
-    *_lines("cross_entropy_loss", contractions.cross_entropy, "self(n v …), target",
-            kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight"),
-    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
-            kind=OpKind.CLASS_LOSS, alike="self weight"),
-    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
-            s.paired, "self, target", kind=OpKind.LOSS),
+    *lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
+           _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed", alike="*inputs"),
+    *lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
+           kind=OpKind.NORM, names="d=embed"),
+    *lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
+           "running_var? c -> n c […]",
+           _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels",
+           updates=_RUNNING),
+    *lines("group_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, alike="*inputs"),
+    *lines("instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, updates=_RUNNING),
+    *lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
+           kind=OpKind.SOFTMAX, linear=_NO),
+    *lines("cross_entropy_loss", c.cross_entropy, "self(n v …), target",
+           kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight"),
+    *lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
+           kind=OpKind.CLASS_LOSS, alike="self weight"),
+    *lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
+           s.paired, "self, target", kind=OpKind.LOSS),
     *_moving("binary_cross_entropy", alike="self target"),
     *_moving("multi_margin_loss multilabel_margin_loss", is_wide=True),
     # --- elementwise
@@ -257,7 +224,7 @@ _RULES = (
     *_elementwise("clone _to_copy", kind=OpKind.COPY, linear=_JOINTLY),
     *_elementwise("contiguous", kind=OpKind.CONTIGUOUS, linear=_JOINTLY),
     *_elementwise("to.dtype to.device to.dtype_layout", kind=OpKind.CAST, linear=_JOINTLY),
-    *_lines("to.other type_as", s.of_type, kind=OpKind.CAST, linear=_FIRST),
+    *lines("to.other type_as", s.of_type, kind=OpKind.CAST, linear=_FIRST),
     *_elementwise("mul.Tensor mul_.Tensor", saves="self if other, other if self",
                   kind=OpKind.MULTIPLICATION, linear=_EACH),
     *_elementwise("mul.Scalar", kind=OpKind.MULTIPLICATION, linear=_JOINTLY),
@@ -282,7 +249,7 @@ _RULES = (
     *_elementwise("relu relu_ rsqrt sqrt reciprocal", saves="out", linear=_NO),
     *_elementwise("log1p", linear=_NO),
     *_elementwise("pow.Tensor_Tensor", saves="self, exponent, out", kind=OpKind.POWER, linear=_NO),
-    *_lines("prelu _prelu_kernel", s.opaque, "self, weight"),
+    *lines("prelu _prelu_kernel", s.opaque, "self, weight"),
     *_elementwise("clamp.Tensor clamp_min.Tensor", saves="*inputs", kind=OpKind.CLAMP, linear=_NO),
     *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp_max.Tensor", saves="*inputs",
                   linear=_NO),
@@ -319,35 +286,35 @@ _RULES = (
     *_views("view_as", s.as_other(s.reshape), linear=_FIRST),
     *_views("expand_as", s.as_other(s.expanded), kind=OpKind.EXPAND, linear=_FIRST),
     *_views("broadcast_tensors", s.broadcast, kind=OpKind.OTHER),
-    *_views("chunk tensor_split.sections", cuts.split, kind=OpKind.PARTS),
-    *_views("split.Tensor split.sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_size",)),
-    *_views("split_with_sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_sizes",)),
-    *_lines("tensor_split.indices tensor_split.tensor_indices_or_sections", s.opaque,
-            "*inputs, out", kind=OpKind.PARTS),
-    *_views("slice.Tensor", cuts.sliced, kind=OpKind.PART, cuts=("start", "end"),
+    *_views("chunk tensor_split.sections", c.split, kind=OpKind.PARTS),
+    *_views("split.Tensor split.sizes", c.split, kind=OpKind.PARTS, cuts=("split_size",)),
+    *_views("split_with_sizes", c.split, kind=OpKind.PARTS, cuts=("split_sizes",)),
+    *lines("tensor_split.indices tensor_split.tensor_indices_or_sections", s.opaque,
+           "*inputs, out", kind=OpKind.PARTS),
+    *_views("slice.Tensor", c.sliced, kind=OpKind.PART, cuts=("start", "end"),
             written_by="aten.slice_scatter.default"),
-    *_views("narrow", cuts.sliced, kind=OpKind.PART, cuts=("start", "length")),
-    *_views("select.int", cuts.selected, kind=OpKind.PART,
+    *_views("narrow", c.sliced, kind=OpKind.PART, cuts=("start", "length")),
+    *_views("select.int", c.selected, kind=OpKind.PART,
             written_by="aten.select_scatter.default"),
-    *_views("unbind.int", cuts.selected, kind=OpKind.PART),
+    *_views("unbind.int", c.selected, kind=OpKind.PART),
     # --- moving data
-    *_lines("cat", cuts.cat, linear=_JOINTLY),
-    *_lines("stack", cuts.stack, linear=_JOINTLY),
-    *_lines("repeat", s.repeated, kind=OpKind.REPEAT, linear=_JOINTLY),
-    *_lines("repeat_interleave.self_int", s.interleaved, kind=OpKind.REPEAT, linear=_JOINTLY),
-    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY, added="value"),
-    *_lines("slice_scatter select_scatter", cuts.scattered, kind=OpKind.SCATTER,
-            linear=_JOINTLY),
-    *_lines("index.Tensor", cuts.indexed, "indices", kind=OpKind.INDEX, traffic=Traffic.GATHERED,
-            linear=_FIRST),
-    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_FIRST),
-    *_lines("im2col col2im", s.opaque),
-    *_lines("index_add index_add_ scatter_add scatter_add_", s.opaque, "index",
-            kind=OpKind.ADD_AT, alike="self source src"),
-    *_lines("index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value", s.opaque,
-            "index, indices", kind=OpKind.WRITE_AT, alike="self values src"),
-    *_lines("index_copy index_copy_ index_fill.int_Scalar index_select masked_select "
-            "masked_scatter masked_scatter_", s.opaque, "index, mask"),
+    *lines("cat", c.cat, linear=_JOINTLY),
+    *lines("stack", c.stack, linear=_JOINTLY),
+    *lines("repeat", s.repeated, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *lines("repeat_interleave.self_int", s.interleaved, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *lines("pad constant_pad_nd", c.padded, linear=_JOINTLY, added="value"),
+    *lines("slice_scatter select_scatter", c.scattered, kind=OpKind.SCATTER,
+           linear=_JOINTLY),
+    *lines("index.Tensor", c.indexed, "indices", kind=OpKind.INDEX, traffic=Traffic.GATHERED,
+           linear=_FIRST),
+    *lines("gather", c.gathered, "index", traffic=Traffic.GATHERED, linear=_FIRST),
+    *lines("im2col col2im", s.opaque),
+    *lines("index_add index_add_ scatter_add scatter_add_", s.opaque, "index",
+           kind=OpKind.ADD_AT, alike="self source src"),
+    *lines("index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value", s.opaque,
+           "index, indices", kind=OpKind.WRITE_AT, alike="self values src"),
+    *lines("index_copy index_copy_ index_fill.int_Scalar index_select masked_select "
+           "masked_scatter masked_scatter_", s.opaque, "index, mask"),
     *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where unfold "
              "diag_embed rot90 pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack concat "
              "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex "
@@ -369,44 +336,37 @@ _RULES = (
              "affine_grid_generator rrelu glu cosine_similarity pairwise_distance "
              "kl_div normal_functional addcmul addcdiv lerp.Tensor "
              "lerp.Scalar kron linalg_cross"),
-    *_lines("roll flip", s.over("dims"), kind=OpKind.ALONG, linear=_JOINTLY),
+    *lines("roll flip", s.over("dims"), kind=OpKind.ALONG, linear=_JOINTLY),
     # --- reductions
-    *_lines("sum sum.dim_IntList", s.reduced(partial=True), kind=OpKind.SUM, linear=_JOINTLY),
-    *_lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY),
+    *lines("sum sum.dim_IntList", s.reduced(partial=True), kind=OpKind.SUM, linear=_JOINTLY),
+    *lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY),
     *_moving("count_nonzero count_nonzero.dim_IntList", kind=OpKind.SUM),
-    *_lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
-            s.reduced(partial=False), linear=_NO),
-    *_lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
-            "std.dim std.correction var var.dim var.correction", s.reduced(partial=False),
-            "self, out", linear=_NO),
-    *_lines("cumsum topk diff", s.over("dim"), kind=OpKind.ALONG),
-    *_lines("sort", s.over("dim"), kind=OpKind.SORT),
-    *_lines("argsort", s.over("dim"), kind=OpKind.ARGSORT),
+    *lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
+           s.reduced(partial=False), linear=_NO),
+    *lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
+           "std.dim std.correction var var.dim var.correction", s.reduced(partial=False),
+           "self, out", linear=_NO),
+    *lines("cumsum topk diff", s.over("dim"), kind=OpKind.ALONG),
+    *lines("sort", s.over("dim"), kind=OpKind.SORT),
+    *lines("argsort", s.over("dim"), kind=OpKind.ARGSORT),
     # --- pooling and resizing
-    *_lines("max_pool2d", "self n c [y] [x] -> n c [p] [q]", "self, i64(n c p q)"),
-    *_lines("avg_pool2d adaptive_avg_pool2d", "self n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
-    *_lines("adaptive_avg_pool1d avg_pool1d", "self n c [x] -> n c [p]", linear=_JOINTLY),
-    *_lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
-            "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
+    *lines("max_pool2d", "self n c [y] [x] -> n c [p] [q]", "self, i64(n c p q)"),
+    *lines("avg_pool2d adaptive_avg_pool2d", "self n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
+    *lines("adaptive_avg_pool1d avg_pool1d", "self n c [x] -> n c [p]", linear=_JOINTLY),
+    *lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
+           "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
     # --- made from nothing
-    *_lines("arange arange.start arange.start_step", s.made, kind=OpKind.RANGE),
-    *_lines("new_ones new_zeros new_full new_empty", s.made, kind=OpKind.NEW),
-    *_lines("tril triu", s.made, kind=OpKind.DIAGONAL),
-    *_lines("full", s.made, kind=OpKind.FILL),
-    *_lines("zeros ones rand randn scalar_tensor linspace eye", s.made),
+    *lines("arange arange.start arange.start_step", s.made, kind=OpKind.RANGE),
+    *lines("new_ones new_zeros new_full new_empty", s.made, kind=OpKind.NEW),
+    *lines("tril triu", s.made, kind=OpKind.DIAGONAL),
+    *lines("full", s.made, kind=OpKind.FILL),
+    *lines("zeros ones rand randn scalar_tensor linspace eye", s.made),
 )  # fmt: skip
 
 
-def _full_name(target: str) -> str:
-    """Complete an op's name; one of a library stands with all three parts."""
-    if target.count(".") == 2:
-        return target
-    return f"aten.{target}" if "." in target else f"aten.{target}.default"
+TABLE: Mapping[str, Rule] = MappingProxyType({rule.target: rule for rule in _RULES})
 
-
-TABLE: Mapping[str, Rule] = MappingProxyType({_full_name(rule.target): rule for rule in _RULES})
-
-_UNKNOWN = Rule(target="", shape=s.opaque, saves=Saved.parse_all("*inputs, out"))
+_UNKNOWN = Rule(target="", shape=s.opaque, saves=SavedForBackward.parse_all("*inputs, out"))
 
 
 def rule_of(target: str) -> Rule:

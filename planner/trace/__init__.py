@@ -11,24 +11,22 @@ import torch
 from torch import Tensor
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
-from autopar.planner.graph import Graph, batch_key
+from autopar.planner.graph.graph import Graph, batch_key
+from autopar.planner.graph.ops import Left
 from autopar.planner.model.guard import ModelMovedError
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.ops import Left
 from autopar.planner.precision import Precision
-from autopar.planner.trace.build import TRACED_BATCH, Subject, build
+from autopar.planner.trace.build import TRACED_BATCH, TracedSubject, build, wide_buffers
+from autopar.planner.trace.calls import CannotReplayError
 from autopar.planner.trace.convert import convert
-from autopar.planner.trace.expected_rows import with_expected_rows
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
-from autopar.planner.trace.held_types import wide_buffers
 from autopar.planner.trace.left_behind import LeftBehind
-from autopar.planner.trace.modes import parts_in_eval_mode
-from autopar.planner.trace.narrowing import traced_with_few
+from autopar.planner.trace.model_checks import parts_in_eval_mode
 from autopar.planner.trace.running import Traces
-from autopar.planner.trace.surroundings.unlike_types import UnlikeTypesError, check_types
+from autopar.planner.trace.scatter import with_expected_rows
 from autopar.planner.trace.symbols import RowsInNumberError
 from autopar.planner.trace.traps import counts_outside, depends_on_outside
-from autopar.planner.trace.values import CannotReplayError
+from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types, traced_with_few
 
 __all__ = ["trace", "trace_for_rows"]
 
@@ -147,7 +145,7 @@ class _Converted:
 
 
 def _converted(
-    subject: Subject,
+    subject: TracedSubject,
     *,
     is_noticed: bool,
     has_fixed_rows: bool = False,
@@ -165,7 +163,7 @@ def _converted(
     return _Converted(graph=graph, traces=exported.traces)
 
 
-def _stateless(subject: Subject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
+def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
     """Return the graph of a subject whose steps find nothing that an earlier one has made.
 
     A second run tells: it reads no tensor that the first one has left, counts no number on, and
@@ -195,7 +193,7 @@ def _computed_in(graph: Graph) -> Graph:
     return replace(graph, calls=calls)
 
 
-def _graph_in_modes(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
+def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
     """Return the graph of a subject, and which of its parts do otherwise than they would train."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
@@ -209,7 +207,7 @@ def _graph_in_modes(subject: Subject, *, is_noticed: bool, is_half: bool) -> Gra
     return replace(graph, in_eval_mode=parts) if differs else graph
 
 
-def _check_written_inputs(graph: Graph, subject: Subject) -> None:
+def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
     """Refuse a step that writes to an entry of the batch which lies in the memory of another.
 
     One device would change both: here two entries are two tensors, as rows of a dataset are.
@@ -227,7 +225,7 @@ def _check_written_inputs(graph: Graph, subject: Subject) -> None:
                 )
 
 
-def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
+def _graph(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
         graph = _stateless(subject, is_noticed=is_noticed)
     except RowsInNumberError as counted:

@@ -1,10 +1,10 @@
-"""Turns a model file into a checked subject: model without memory, one batch, step to trace."""
+"""Builds the model and its batch for a trace, without memory, in the types that scripts have."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from keyword import iskeyword
@@ -12,16 +12,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from autopar.planner.errors import InputError
 from autopar.planner.model.guard import guarded
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import with_memory, without_memory
-from autopar.planner.trace.held_types import cast_tensors, wide_buffers
-from autopar.planner.trace.model_checks import check_model, check_structure, own_dtype
-from autopar.planner.trace.modes import check_root_trains
+from autopar.planner.trace.model_checks import (
+    check_model,
+    check_root_trains,
+    check_structure,
+    own_dtype,
+)
+
+
+def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return the buffers of more than 16 bits by their first names, but for statistics of norms."""
+    norms = (module for module in model.modules() if isinstance(module, _NormBase))
+    kept = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and buffer.itemsize > 2 and id(buffer) not in kept
+    }
+
+
+def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Give floating tensors of a model a type, in place: other modules may have them too."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+        elif tensor.is_complex():  # pairs of numbers of the type
+            tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
+
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
 # specialises sizes 0 and 1.
@@ -31,7 +56,7 @@ TRACED_BATCH = 7
 Loss = Callable[[Any, Mapping[str, Any]], Any]
 
 
-class Step(nn.Module):
+class TracedStep(nn.Module):
     """What is traced: one batch to one loss. The model is its only child, named `model`."""
 
     def __init__(
@@ -70,10 +95,10 @@ class Step(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class TracedSubject:
     """A model and a batch that are ready to be traced."""
 
-    step: Step
+    step: TracedStep
     batch: Mapping[str, Any]
     batch_size: int
     path: Path
@@ -94,7 +119,7 @@ def build(
     dtype: torch.dtype | None,
     batch_size: int,
     narrowed: Collection[str] = (),
-) -> Subject:
+) -> TracedSubject:
     """Build the model on a device ("meta" takes no memory) and check it and its batch.
 
     With a dtype, everything of the model's own floating type is cast to it, unless the batch holds
@@ -113,8 +138,8 @@ def build(
     wide = wide_buffers(model)
     cast_tensors((wide[name] for name in narrowed), own)
     batch = {key: _placed(value, device, own) for key, value in raw.items()}
-    return Subject(
-        step=Step(model, model_file.loss, keys, path=model_file.path),
+    return TracedSubject(
+        step=TracedStep(model, model_file.loss, keys, path=model_file.path),
         batch=batch,
         batch_size=batch_size,
         path=model_file.path,

@@ -12,17 +12,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import Graph
-from autopar.planner.ops import LOSS_CALL, Op, Origin, Ref, Value, refs
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import LOSS_CALL, Op, Ref, TensorOrigin, Value, refs
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import record
-from autopar.planner.trace.calls import Calls
-from autopar.planner.trace.export import Exported
-from autopar.planner.trace.fold import Form, Plain
-from autopar.planner.trace.frames import defined_at
-from autopar.planner.trace.ledger import Ledger
-from autopar.planner.trace.names import ModelNames
+from autopar.planner.trace.calls import Calls, CannotReplayError, Scope, Values, pruned
+from autopar.planner.trace.export import ExportedTrace
+from autopar.planner.trace.fold import Plain, TensorForm
+from autopar.planner.trace.model_checks import defined_at
 from autopar.planner.trace.nodes import (
     bodies,
     has_tensor,
@@ -39,11 +37,9 @@ from autopar.planner.trace.nodes import (
     written_arguments,
 )
 from autopar.planner.trace.picking import mask_of, refuse_counted
-from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
-from autopar.planner.trace.symbols import Symbols, check_numbers
+from autopar.planner.trace.symbols import Ledger, ModelNames, Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
-from autopar.planner.trace.values import CannotReplayError, Scope, Values
 
 # Ops that say nothing about the computation: the tracer's checks, and names for the same tensor.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
@@ -55,13 +51,13 @@ _CUTS_GRADIENT = re.compile(r"aten\.(detach|new_\w+|(zeros|ones|full|empty|rand\
 _SAME_IF_TYPE_IS_SAME = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
 
 
-def convert(exported: Exported) -> Graph:
+def convert(exported: ExportedTrace) -> Graph:
     """Return the graph of an exported step."""
     return _Converter(exported).graph()
 
 
 class _Converter:
-    def __init__(self, exported: Exported) -> None:
+    def __init__(self, exported: ExportedTrace) -> None:
         self.program = exported.program
         self.recording = exported.recording
         self.fixed_at = exported.fixed_at
@@ -96,7 +92,9 @@ class _Converter:
                 self.ledger.shape, self.ledger.dtype, self._written_storages()
             ),
             constants=MappingProxyType(self.values.constants),
-            inputs=tuple(t.name for t in self.ledger.tensors.values() if t.origin is Origin.INPUT),
+            inputs=tuple(
+                t.name for t in self.ledger.tensors.values() if t.origin is TensorOrigin.INPUT
+            ),
             calls=MappingProxyType(self.calls.modules),
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
@@ -209,7 +207,7 @@ class _Converter:
             owner = scope.storages.setdefault(storage_of(val), out)
             storage = self.ledger.tensors[owner].storage if owner != out else out
             grad = differentiable and not _CUTS_GRADIENT.match(target)
-            self.ledger.add(out, val, storage=storage, origin=Origin.OP, requires_grad=grad)
+            self.ledger.add(out, val, storage=storage, origin=TensorOrigin.OP, requires_grad=grad)
             outputs.append(Ref(out))
         scope.values[node] = tuple(outputs) if is_many else outputs[0]
         written = self._written(node, target, dict(arguments), scope)
@@ -259,7 +257,7 @@ class _Converter:
         keys = (*written_arguments(node), *hidden)
         written = tuple(name for key in keys for name in refs(arguments.get(key)))
         for name in {self.ledger.tensors[one].storage for one in written}:
-            if self.ledger.tensors[name].origin is Origin.PARAMETER:
+            if self.ledger.tensors[name].origin is TensorOrigin.PARAMETER:
                 raise weight_written(name, self._location(node, scope))
         return written
 
@@ -318,7 +316,7 @@ class _Converter:
         for leaf in template.leaves:
             if not isinstance(leaf, Plain):
                 inner = next(returned)
-                if isinstance(leaf, Form):
+                if isinstance(leaf, TensorForm):
                     fresh.append((inner, self.values.value(inner, body)))
         scope.values[node] = tuple(value for _, value in fresh)
         for user in node.users:

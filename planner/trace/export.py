@@ -18,46 +18,53 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError, text_of
-from autopar.planner.model.containing import contained
+from autopar.planner.model.guard import contained
 from autopar.planner.model.outside import outside_of
-from autopar.planner.trace.build import Subject
-from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.build import TracedSubject
 from autopar.planner.trace.left_behind import LeftBehind
+from autopar.planner.trace.model_checks import failing_place
 from autopar.planner.trace.picking import picked
-from autopar.planner.trace.record import Recording, recorded
-from autopar.planner.trace.running import Run, Traces, traced_step
-from autopar.planner.trace.surroundings.asking import answered
-from autopar.planner.trace.surroundings.ctc import ctc_traced
-from autopar.planner.trace.surroundings.drawn import AT_RANDOM, note_drawn
-from autopar.planner.trace.surroundings.each_row import loss_of_each_row
-from autopar.planner.trace.surroundings.every_frame import every_frame_told
-from autopar.planner.trace.surroundings.fixing import fixing_noted
-from autopar.planner.trace.surroundings.full_slices import sliced
-from autopar.planner.trace.surroundings.grouped import grouped_products_traced
-from autopar.planner.trace.surroundings.inference import inference_without_gradients
-from autopar.planner.trace.surroundings.lengths import lengths_as_sizes
-from autopar.planner.trace.surroundings.numbers import tensor_of_numbers
-from autopar.planner.trace.surroundings.out_arguments import without_outs
-from autopar.planner.trace.surroundings.own_checkpoints import own_checkpoints_noted
-from autopar.planner.trace.surroundings.own_gradients import GRAD_FN, saving_noted, worked_on
-from autopar.planner.trace.surroundings.refused_calls import (
+from autopar.planner.trace.record import TraceRecording, recorded
+from autopar.planner.trace.replaced_calls import (
+    ctc_traced,
+    grouped_products_traced,
+    inference_without_gradients,
+    loss_of_each_row,
+    own_checkpoints_noted,
     own_weights_alone,
     refuse_call,
     refuse_learning_outside,
+    sliced,
+    without_outs,
 )
-from autopar.planner.trace.surroundings.unchecked import unchecked
-from autopar.planner.trace.surroundings.unlike_types import NoKernelError, UnlikeTypesError
-from autopar.planner.trace.surroundings.unnoticed import unnoticed
+from autopar.planner.trace.running import (
+    GRAD_FN,
+    TracedRun,
+    Traces,
+    every_frame_told,
+    saving_noted,
+    traced_step,
+    worked_on,
+)
+from autopar.planner.trace.scalar_questions import (
+    AT_RANDOM,
+    answered,
+    fixing_noted,
+    lengths_as_sizes,
+    note_drawn,
+    tensor_of_numbers,
+)
 from autopar.planner.trace.traps import no_foreign_randomness
+from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError, unchecked, unnoticed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportedTrace:
     """What the exporter gave, with the record of the module calls."""
 
     program: ExportedProgram
-    recording: Recording
-    subject: Subject
+    recording: TraceRecording
+    subject: TracedSubject
     fixed_at: str  # where the model took the number of rows for a constant, if it did
     recomputed_at: str  # where it has torch compute something again, if it does
     was_noticed: bool
@@ -83,13 +90,13 @@ class DevicesMeetError(TraceError):
 
 
 def export(
-    subject: Subject,
+    subject: TracedSubject,
     *,
     fold: bool,
     is_noticed: bool = False,
     has_fixed_rows: bool = False,
     found: LeftBehind | None = None,
-) -> Exported:
+) -> ExportedTrace:
     """Export the step of a subject, with the batch as a symbol unless its rows are fixed.
 
     The model may notice that it is traced, or not. The step finds what an earlier one has left.
@@ -117,7 +124,7 @@ def export(
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
-                traced_step(subject.step, tensors, constants, Run(recording, traces, found)),
+                traced_step(subject.step, tensors, constants, TracedRun(recording, traces, found)),
                 (),
                 tensors,
                 dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},
@@ -128,7 +135,7 @@ def export(
     except BaseException as error:
         raise told(error, subject) from error
     without_outs(program.graph_module)
-    return Exported(
+    return ExportedTrace(
         program=program,
         recording=recording,
         subject=subject,
@@ -147,7 +154,7 @@ class _OnMeta(TorchFunctionMode):
     noted, for it leaves no op.
     """
 
-    def __init__(self, recording: Recording, found: LeftBehind) -> None:
+    def __init__(self, recording: TraceRecording, found: LeftBehind) -> None:
         super().__init__()
         self.recording, self.found = recording, found
 
@@ -315,7 +322,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def told(error: BaseException, subject: Subject) -> TraceError:
+def told(error: BaseException, subject: TracedSubject) -> TraceError:
     """Return the error of a failed trace as one message with file, line and module."""
     root = error
     while root.__cause__ is not None:
@@ -334,7 +341,7 @@ def told(error: BaseException, subject: Subject) -> TraceError:
     return kind(text, where=where or str(subject.path), expected=expected, fix=fix)
 
 
-def _in_words(subject: Subject) -> str:
+def _in_words(subject: TracedSubject) -> str:
     """Return the sizes of each tensor of the batch, its rows as B."""
     shapes = (
         f"{key} is [{', '.join(['B', *map(str, value.shape[1:])])}]"

@@ -22,7 +22,7 @@ BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class TensorForm:
     """The form of a tensor: all that a trace can depend on."""
 
     shape: tuple[Any, ...]
@@ -30,9 +30,9 @@ class Form:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Form:
+    def of(tensor: torch.Tensor) -> TensorForm:
         """Return the form of a tensor."""
-        return Form(shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
+        return TensorForm(shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
 
     def key(self) -> Hashable:
         """Return the form as something to compare (symbolic sizes by their expression)."""
@@ -60,12 +60,12 @@ class Template:
 
     call: str
     spec: Any
-    leaves: tuple[Form | int | Plain, ...]
+    leaves: tuple[TensorForm | int | Plain, ...]
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[TensorForm, ...]:
         """The forms of the fresh tensors."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
 
     def result(self, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
         """Return a result of the template's structure with other tensors."""
@@ -80,10 +80,10 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
         return None
     positions = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
 
-    def described(leaf: Any) -> Form | int | Plain:
+    def described(leaf: Any) -> TensorForm | int | Plain:
         if not isinstance(leaf, torch.Tensor):
             return Plain(leaf)
-        return positions[id(leaf)] if id(leaf) in positions else Form.of(leaf)
+        return positions[id(leaf)] if id(leaf) in positions else TensorForm.of(leaf)
 
     return Template(call=call, spec=spec, leaves=tuple(map(described, leaves)))
 
@@ -113,7 +113,7 @@ def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable 
             return None
         if isinstance(leaf, torch.Tensor):
             first = positions.setdefault(id(leaf), len(positions))
-            parts.append((first, leaf.requires_grad, Form.of(leaf).key()))
+            parts.append((first, leaf.requires_grad, TensorForm.of(leaf).key()))
         elif isinstance(leaf, (*PLAIN, torch.SymInt)):
             parts.append((type(leaf), str(leaf)))
         else:
@@ -121,8 +121,10 @@ def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable 
     return (structure, str(spec), tuple(parts)) if positions else None
 
 
-def _leaf(leaf: Form | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
-    if isinstance(leaf, Form):
+def _leaf(
+    leaf: TensorForm | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]
+) -> Any:
+    if isinstance(leaf, TensorForm):
         return next(fresh)
     return inputs[leaf] if isinstance(leaf, int) else leaf.value
 

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.model.outside import ABSENT, Holder, Leaf, Snapshot
+from autopar.planner.model.outside import ABSENT, Holder, OutsideSnapshot, OutsideValue
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class LeftBehind:
             self.read = any(id(one) in self.replaced for one in pytree.tree_leaves(given))
 
 
-def left_by_call(before: Snapshot, after: Snapshot) -> tuple[Leaf, ...]:
+def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[OutsideValue, ...]:
     """Return what a call has left between two snapshots, but what follows from constants alone."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
     tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
@@ -48,7 +48,7 @@ def left_by_call(before: Snapshot, after: Snapshot) -> tuple[Leaf, ...]:
     return (*(one for one in changed if one.is_number), *made)
 
 
-def left_behind(before: Snapshot, after: Snapshot) -> LeftBehind:
+def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
     """Return what the step between two snapshots has left; it must still be traced."""
     left = LeftBehind()
     for key, holder in before.holders.items():

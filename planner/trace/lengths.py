@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InputError, TraceError
-from autopar.planner.graph import Graph, batch_key
+from autopar.planner.graph.graph import Graph, batch_key
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
-from autopar.planner.rules.terms import Dim, leaves
+from autopar.planner.rules.signature import Dim, leaves
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TRACED_BATCH
 
@@ -29,7 +29,7 @@ _SHORTEST = 3  # of half of which nothing is left
 
 
 def with_other_lengths(
-    file: ModelFile, graph: Graph, axes: Axes, precision: Precision
+    file: ModelFile, graph: Graph, axes: GraphAxes, precision: Precision
 ) -> Graph | None:
     """Return the graph of a model on longer or shorter rows; None where no other lengths do.
 
@@ -51,7 +51,7 @@ def with_other_lengths(
     return None
 
 
-def _other_sizes(graph: Graph, axes: Axes) -> Iterator[_Sizes]:
+def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, those first that tell most.
 
     Twice as many and one tell halves that are rounded down from those that are rounded up. Twice as

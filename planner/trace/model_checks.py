@@ -1,17 +1,73 @@
-"""Refuses models that no script could train as they are built."""
+"""Checks what a model is before it is traced: its parts and their modes; names the user's line."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import ast
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from textwrap import dedent
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.planner.errors import InputError
-from autopar.planner.model.functions import plain_function
-from autopar.planner.model.hooks import global_hooks
-from autopar.planner.trace.frames import defined_at
+from autopar.planner.model.functions import global_hooks, plain_function
+
+_OWN = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<",  # generated code
+)
+
+
+@cache
+def is_library_file(filename: str) -> bool:
+    """Whether a frame in this file is torch's, Python's or ours, and not the model's."""
+    in_packages = "site-packages" in filename or "dist-packages" in filename
+    if filename.startswith(_LIBRARIES):
+        return not in_packages or filename.startswith(_LIBRARIES[0])
+    return str(Path(filename).resolve()).startswith(_OWN)
+
+
+def failing_place(error: BaseException, model: nn.Module) -> str:
+    """Return `file:line, in module path` of the innermost frame of the model's own code."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    place, module_path = "", ""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and paths.get(id(owner)):
+            module_path = f"{paths[id(owner)]} ({type(owner).__name__})"
+        if not is_library_file(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return ", in module ".join(part for part in (place, module_path) if part)
+
+
+def calling_place() -> str:
+    """Return `file:line` of the innermost frame of the model; nothing where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def defined_at(function: Callable[..., Any] | None) -> str:
+    """Return file:line of a function's definition, "" where it has none of its own."""
+    function = function and inspect.unwrap(function)
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
 
 # What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
 # what to do. By their names, for torch imports some when they are used.
@@ -205,3 +261,66 @@ def _check_hooks(name: str, parameter: nn.Parameter, where: str) -> None:
             fix="to freeze a part of it, compute with torch.where(learns, weight, "
             "weight.detach()) in the forward; what steps or clips belongs to build_optimizer",
         )
+
+
+_LONGEST = 60  # characters of code that an error shows
+
+
+def check_root_trains(
+    model: nn.Module, build_model: Callable[..., Any], name: str, where: str
+) -> None:
+    """Refuse a model that evaluates as a whole, as from_pretrained returns it; show what to write.
+
+    Its dropout would be off, and its batch norms would keep their statistics.
+    """
+    if model.training:
+        return
+    line, returned = _last_return(inspect.unwrap(build_model))
+    raise InputError(
+        "the model is in eval mode: it has no dropout, and its batch norms learn no statistics",
+        where=f"{where}:{line}" if line else f"{name} of {where}",
+        expected="a model to train; parts that stay frozen may be in eval mode",
+        fix=f"return {returned.removesuffix('.eval()') or 'model'}.train()",
+    )
+
+
+def _last_return(function: Callable[..., Any]) -> tuple[int, str]:
+    """Return the line of a function's last `return`, and what stands there if that is short."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+        (tree,) = ast.parse(dedent("".join(lines))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return 0, ""
+    *_, last = (None, *_returns(tree))
+    if last is None or last.value is None:
+        return 0, ""
+    text = ast.unparse(last.value)
+    is_bound = isinstance(last.value, ast.Name | ast.Attribute | ast.Call)
+    shown = text if is_bound else f"({text})"
+    return first + last.lineno - 1, shown if len(shown) <= _LONGEST else ""
+
+
+def _returns(tree: ast.AST) -> Iterator[ast.Return]:
+    """Yield the returns of a function, and not those of functions inside it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Return):
+            yield node
+        elif not isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            yield from _returns(node)
+
+
+def parts_in_eval_mode(model: nn.Module) -> tuple[str, ...]:
+    """Return the outermost parts that evaluate and yet learn, by name.
+
+    A single layer that evaluates was put so on purpose: batch norms that keep their statistics.
+    """
+    return tuple(_evaluating(model, ""))
+
+
+def _evaluating(module: nn.Module, path: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        own = f"{path}.{name}".lstrip(".")
+        if child.training:
+            yield from _evaluating(child, own)
+        elif any(child.children()) and any(p.requires_grad for p in child.parameters()):
+            yield own

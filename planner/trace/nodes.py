@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.planner.ops import Constant, Value
+from autopar.planner.graph.ops import Constant, Value
 from autopar.planner.trace import record
-from autopar.planner.trace.frames import is_library_file
+from autopar.planner.trace.model_checks import is_library_file
 
 _FEW = 64
 _DETACHES = "aten.detach_.default"  # in place, but not the numbers

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.planner.errors import TraceError
-from autopar.planner.ops import Tensor as Traced
-from autopar.planner.ops import Value, refs
+from autopar.planner.graph.ops import Tensor as Traced
+from autopar.planner.graph.ops import Value, refs
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace.symbols import depends_on_numbers

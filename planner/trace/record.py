@@ -29,9 +29,9 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.model.hooks import has_backward_hooks, has_hooks
-from autopar.planner.model.outside import Leaf, Outside, Snapshot
-from autopar.planner.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
+from autopar.planner.graph.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
+from autopar.planner.model.functions import has_backward_hooks, has_hooks
+from autopar.planner.model.outside import Outside, OutsideSnapshot, OutsideValue
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
 from autopar.planner.trace.left_behind import left_by_call
@@ -64,7 +64,7 @@ class Border:
 
 
 @dataclass(slots=True, kw_only=True)
-class Recording:
+class TraceRecording:
     """The record of one trace; filled while the exporter runs, read by `convert` afterwards."""
 
     outside: Outside
@@ -81,7 +81,9 @@ class Recording:
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
-    kept: dict[str, tuple[Leaf, ...]] = field(default_factory=dict)  # what calls have left outside
+    kept: dict[str, tuple[OutsideValue, ...]] = field(
+        default_factory=dict
+    )  # what calls have left outside
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
     modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode is another one
     at_end: frozenset[Any] = frozenset()  # by what things are told that are there after the step
@@ -109,7 +111,7 @@ class Recording:
         """The modules of the model, by their paths."""
         return self.outside.modules
 
-    def seen_by(self, call: str) -> Snapshot:
+    def seen_by(self, call: str) -> OutsideSnapshot:
         """Return what a call may change outside itself, as it is now."""
         return self.outside.around(self.paths[call]).snapshot()
 
@@ -150,13 +152,13 @@ class Recording:
 
 
 @contextmanager
-def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[Recording]:
+def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[TraceRecording]:
     """Wrap the modules of a model while a trace runs."""
     modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
-    recording = Recording(outside=outside, blocks=blocks)
+    recording = TraceRecording(outside=outside, blocks=blocks)
     with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
         try:
             for path, module in modules.items():
@@ -172,7 +174,7 @@ def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[Reco
 
 
 @contextmanager
-def _marker_ops(recording: Recording) -> Iterator[None]:
+def _marker_ops(recording: TraceRecording) -> Iterator[None]:
     """Define the marker ops for the time of a trace."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define("enter(Tensor[] tensors, str call) -> ()")
@@ -208,7 +210,7 @@ def _marker_ops(recording: Recording) -> Iterator[None]:
 
 
 def _noting_call(
-    module: nn.Module, path: str, original: Callable[..., Any], recording: Recording
+    module: nn.Module, path: str, original: Callable[..., Any], recording: TraceRecording
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -246,7 +248,7 @@ def _as_fields(leaf: Any) -> Any:
 
 
 @contextmanager
-def _functions_recorded(recording: Recording) -> Iterator[None]:
+def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
     """Record the uses of autograd Functions that are not torch's own."""
     original = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C
 
@@ -272,7 +274,7 @@ def _functions_recorded(recording: Recording) -> Iterator[None]:
 
 
 @contextmanager
-def plain_functions_noted(recording: Recording) -> Iterator[None]:
+def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
     """Have each call of a plain function of the model's files noted, with the ops that it runs."""
     files = {type(module).__module__ for module in recording.modules.values()}
     with ExitStack() as patches:
@@ -297,7 +299,7 @@ def _is_importable(function: FunctionType) -> bool:
 
 
 def _noting(
-    function: Callable[..., Any], place: tuple[str, str], recording: Recording
+    function: Callable[..., Any], place: tuple[str, str], recording: TraceRecording
 ) -> Callable[..., Any]:
     @wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +315,7 @@ def _noting(
 
 
 def _run_or_replay(
-    recording: Recording, call: str, function: Callable[..., Any], args: Any, kwargs: Any
+    recording: TraceRecording, call: str, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     structure = recording.blocks.get(recording.paths[call])
     if structure is None:

@@ -1,19 +1,103 @@
-"""Runs a step for the exporter, and sees what it changes outside the model."""
+"""Runs a model while it is traced, and notes what it changes outside itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch.autograd import graph as autograd_graph
+from torch.fx.proxy import TracerBase
 
-from autopar.planner.trace.build import Step
+from autopar.planner.graph.ops import GradientUse
+from autopar.planner.trace.build import TracedStep
 from autopar.planner.trace.left_behind import LeftBehind, left_behind
-from autopar.planner.trace.model_checks import check_same_parameters
-from autopar.planner.trace.record import Recording
+from autopar.planner.trace.model_checks import calling_place, check_same_parameters
+from autopar.planner.trace.record import TraceRecording
 from autopar.planner.trace.traps import attributes_kept
+
+
+@contextmanager
+def every_frame_told() -> Iterator[None]:
+    """Keep of the stack of each op all that is called in the first forward."""
+    plain = TracerBase._filter_traceback_frames
+
+    def whole(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
+        self._record_forward_stack_traces_only = False
+        return plain(self, stack)
+
+    with patch.object(TracerBase, "_filter_traceback_frames", whole):
+        yield
+
+
+_NODE: Any = Tensor.grad_fn
+GRAD_FN = _NODE.__get__
+_USES = {
+    Tensor.register_hook: (GradientUse.CHANGED, "Tensor.register_hook"),
+    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # nodes have hooks, too
+    Tensor.retain_grad: (GradientUse.KEPT, "Tensor.retain_grad"),
+}
+_SAVING = "torch.autograd.graph.saved_tensors_hooks"
+_TAKING = "torch.autograd.grad"
+
+
+def worked_on(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    recording: TraceRecording,
+) -> tuple[Tensor, ...] | None:
+    """Note a call that changes or takes a gradient; return what it takes, None for any other."""
+    if func in _USES:
+        use, how = _USES[func]
+        recording.note_gradient(use, how, calling_place())
+    if func is not torch.autograd.grad:
+        return None
+    recording.note_gradient(GradientUse.TAKEN, _TAKING, calling_place())
+    return _taken(*args, **kwargs)
+
+
+def _taken(
+    outputs: Tensor | Iterable[Tensor],
+    inputs: Tensor | Iterable[Tensor],
+    grad_outputs: Tensor | Iterable[Tensor | None] | None = None,
+    _: bool | None = None,
+    create_graph: bool = False,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    """Return gradients as one op makes them; they learn if a graph of them is asked for."""
+    given = [list(_listed(one)) for one in (outputs, inputs, grad_outputs)]
+    gradients: list[Tensor] = torch.ops.autopar.gradient(*given)
+    return tuple(gradients if create_graph else (one.detach() for one in gradients))
+
+
+def _listed(tensors: Tensor | Iterable[Tensor | None] | None) -> Iterator[Tensor]:
+    if isinstance(tensors, Tensor):
+        yield tensors
+    else:
+        yield from (one for one in tensors or () if one is not None)
+
+
+@contextmanager
+def saving_noted(recording: TraceRecording) -> Iterator[None]:
+    """Note where a model packs what its backward needs: printed code would keep it as it is.
+
+    `save_on_cpu` keeps the same numbers elsewhere, so it may be left out.
+    """
+    plain = autograd_graph.saved_tensors_hooks.__enter__
+
+    def enter(self: Any) -> None:
+        if not isinstance(self, autograd_graph.save_on_cpu):
+            recording.note_gradient(GradientUse.CHANGED, _SAVING, calling_place())
+        plain(self)
+
+    with patch.object(autograd_graph.saved_tensors_hooks, "__enter__", enter):
+        yield
 
 
 @dataclass(slots=True)
@@ -25,14 +109,14 @@ class Traces:
 
 
 @dataclass(slots=True)
-class Run:
+class TracedRun:
     """What runs of a step are noted in, and what they find."""
 
-    recording: Recording
+    recording: TraceRecording
     traces: Traces
     found: LeftBehind | None
 
-    def loss_of(self, step: Step, batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss_of(self, step: TracedStep, batch: Mapping[str, Any]) -> torch.Tensor:
         """Run a step, and put back what it changes outside the model."""
         self.recording.restart()
         outside = self.recording.outside
@@ -58,7 +142,7 @@ class Run:
 
 
 def traced_step(
-    step: Step, tensors: dict[str, Any], constants: dict[str, Any], runs: Run
+    step: TracedStep, tensors: dict[str, Any], constants: dict[str, Any], runs: TracedRun
 ) -> torch.nn.Module:
     """Return a module whose forward names the batch's keys, as the exporter wants it."""
 

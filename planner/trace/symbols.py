@@ -1,17 +1,28 @@
-"""Turns torch's symbolic sizes into extents in the batch."""
+"""The names and sizes that a graph has while it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopar.planner.errors import TraceError
-from autopar.planner.extent import Extent
+from autopar.planner.graph.ops import (
+    MODEL_DTYPE,
+    Buffer,
+    Extent,
+    Parameter,
+    Ref,
+    Tensor,
+    TensorOrigin,
+    Value,
+)
 
 _SAMPLE = 5040  # divisible by 1…10, so that floor divisions of a sampled batch are exact
 _MAX_POWER = 3
@@ -143,3 +154,158 @@ def _interpolated(batches: list[int], values: list[int], expression: Any) -> Ext
             fix="keep the batch as a dimension of its own",
         )
     return Extent.of(*map(int, coefficients))
+
+
+class Ledger:
+    """The tensors of a graph that is being read."""
+
+    def __init__(self, symbols: Symbols, model_dtype: torch.dtype) -> None:
+        self.symbols, self.model_dtype = symbols, model_dtype
+        self.tensors: dict[str, Tensor] = {}
+        self._latest: dict[str, str] = {}  # a tensor written in place → its newest version
+        self._used_names: dict[str, int] = {}
+
+    def add(
+        self,
+        name: str,
+        val: torch.Tensor,
+        *,
+        storage: str,
+        origin: TensorOrigin,
+        requires_grad: bool,
+    ) -> None:
+        """Add a tensor as it was traced; gradients flow through complex numbers too.
+
+        Its name is its own: a buffer may be called `mean`, as an op is.
+        """
+        self._used_names.setdefault(name, 1)
+        has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
+        self.tensors[name] = Tensor(
+            name=name,
+            shape=self.shape(val),
+            dtype=self.dtype(val.dtype),
+            storage=storage,
+            origin=origin,
+            requires_grad=requires_grad and has_gradient,
+            counted_by=self.symbols.counter(val.shape, name),
+        )
+
+    def learn(self, written: Iterable[str]) -> None:
+        """Have gradients flow through what was written, and so through all that is read of it."""
+        for name in (self.tensors[one].storage for one in written):
+            if self.tensors[name].origin is TensorOrigin.OP:
+                self.tensors[name] = replace(self.tensors[name], requires_grad=True)
+
+    def supersede(self, written: Iterable[str], name: str) -> None:
+        """Have what was written in place read as a new tensor."""
+        self._latest.update(dict.fromkeys(written, name))
+
+    def latest_value(self, value: Value) -> Value:
+        """Return a value in which every tensor is its newest version."""
+        if isinstance(value, Ref):
+            return Ref(self.newest(value.tensor))
+        if isinstance(value, tuple):
+            return tuple(map(self.latest_value, value))
+        return value
+
+    def newest(self, name: str) -> str:
+        """Return the newest version of a tensor."""
+        while name in self._latest:
+            name = self._latest[name]
+        return name
+
+    def shape(self, val: torch.Tensor) -> tuple[Extent, ...]:
+        """Return the sizes of a tensor."""
+        return tuple(self.symbols.extent(size) for size in val.shape)
+
+    def dtype(self, dtype: torch.dtype) -> str:
+        """Return the name of a type, one that stands for the model's own."""
+        return MODEL_DTYPE if dtype == self.model_dtype else str(dtype).removeprefix("torch.")
+
+    def unique(self, name: str) -> str:
+        """Return a name that no op or tensor has yet, and keep it."""
+        stem = re.sub(r"(_\d+)+$", "", name)
+        if name not in self._used_names:
+            self._used_names[name] = 1
+            return name
+        while True:
+            self._used_names[stem] = self._used_names.get(stem, 0) + 1
+            candidate = f"{stem}_{self._used_names[stem]}"
+            if candidate not in self._used_names:
+                self._used_names[candidate] = 1
+                return candidate
+
+
+ShapeOf = Callable[[torch.Tensor], tuple[Extent, ...]]
+TypeOf = Callable[[torch.dtype], str]
+
+
+class ModelNames:
+    """Looks up canonical names; the exporter may report any alias of a tied weight."""
+
+    def __init__(self, model: nn.Module, narrowed: Collection[str] = ()) -> None:
+        self._model, self._narrowed = model, narrowed
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._first: dict[int, str] = {}
+        self._aliases: dict[str, list[str]] = {}
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            first = self._first.setdefault(id(tensor), name)
+            self._aliases.setdefault(first, []).append(name)
+
+    def parameter(self, name: str) -> str:
+        """Return the first name of a parameter."""
+        return self._first[id(self._parameters[name])]
+
+    def buffer(self, name: str) -> str:
+        """Return the first name of a buffer."""
+        return self._first[id(self._buffers[name])]
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether a parameter is to be trained."""
+        return self._parameters[name].requires_grad
+
+    def corresponding(self, name: str, template: str, site: str) -> str | None:
+        """Return the tensor that is to module `site` what `name` is to its equal `template`."""
+        wanted: Any = self._parameters.get(name, self._buffers.get(name))
+        owner, other = self._model.get_submodule(template), self._model.get_submodule(site)
+        for kind in ("named_parameters", "named_buffers"):
+            for relative, tensor in getattr(owner, kind)(remove_duplicate=False):
+                if tensor is wanted:
+                    path, _, leaf = relative.rpartition(".")
+                    return self._first[id(getattr(other.get_submodule(path), leaf))]
+        return None
+
+    def parameters(self, shape: ShapeOf, dtype: TypeOf) -> tuple[Parameter, ...]:
+        """Return every parameter once, with all its names."""
+        return tuple(
+            Parameter(
+                name=name,
+                aliases=tuple(self._aliases[name][1:]),
+                shape=shape(parameter),
+                dtype=dtype(parameter.dtype),
+                trainable=parameter.requires_grad,
+            )
+            for name, parameter in self._parameters.items()
+            if self._first[id(parameter)] == name
+        )
+
+    def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
+        """Return every buffer once; `written` names those that the forward changes."""
+        passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        return tuple(
+            Buffer(
+                name=name,
+                shape=shape(buffer),
+                dtype=dtype(buffer.dtype),
+                persistent=name not in passing,
+                updated=name in written,
+                narrowed=name in self._narrowed,
+            )
+            for name, buffer in self._buffers.items()
+            if self._first[id(buffer)] == name
+        )

@@ -27,7 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from autopar.planner.errors import TraceError
-from autopar.planner.trace.frames import is_library_file
+from autopar.planner.trace.model_checks import is_library_file
 
 _OLD_NORMS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 _AS_BUFFER = "state that changes in training to be a buffer of the model"

@@ -1,52 +1,144 @@
-"""Turns a dataset, or an example batch, into the microbatches of one data rank.
-
-Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch, unless
-the last rows of an epoch are dropped or are a step of their own: the rows of a step are the same
-under every plan. Within a step, microbatch m of all data ranks together is one block of it, so a
-plan with d data ranks trains on what one process would with d times the rows. Data ranks have as
-many rows each, or each its own number of them, as unlike devices do.
-"""
+"""Microbatches of a rank: from rows of a dataset, of a stream, or from an example."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from autopar.runtime.data.collated import Collate, Collated, built_collate, stacked
-from autopar.runtime.data.dataset_rows import (
-    Place,
+from autopar.runtime.data.epochs import (
+    Dealing,
+    Epochs,
+    LastRows,
+    RowCounts,
+    each_rank,
+    epochs_of,
+    part_of_rows,
+    rows_of_rank,
+    share_of,
+)
+from autopar.runtime.data.row_faults import columns_of
+from autopar.runtime.data.rows import (
+    Collate,
+    Collated,
     RawRows,
+    Row,
+    RowPlace,
+    built_collate,
     few,
     is_streamed,
+    row_of,
     rows_like,
+    stacked,
     tell,
+    told_of_row,
 )
-from autopar.runtime.data.epochs import Epochs, LastRows, epochs_of
-from autopar.runtime.data.row_faults import columns_of
-from autopar.runtime.data.shares import Dealing
-from autopar.runtime.data.streamed_rows import Alike, StreamedRows
-from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.randomness import mixed_seed, seeded
-from autopar.runtime.ranks.refusal import refusals_of_workers
+from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers, seeded
+from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
+from autopar.runtime.ranks.transport import agreed, check_same_length
 from autopar.runtime.ranks.user_code import told
-from autopar.runtime.tensor.cuts import cut
-from autopar.runtime.tensor.slices import gather_along
+from autopar.runtime.tensor.slices import cut, gather_along
+
+_END = object()
+Placed = tuple[tuple[int, int], Any]  # the time through the data and the number of a row, the row
+
+
+class StreamedRows(IterableDataset[Row]):
+    """The batches of this data rank from a stream of rows: every rank reads the whole stream.
+
+    Row n of the stream is row n of the training under every plan, in the order in which it comes.
+    What is drawn for a row follows from the seed and its place. At its end the stream begins anew.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_of: Callable[[list[Placed]], Row],
+        dealing: Dealing,
+        epochs: Epochs,
+        *,
+        seed: int,
+        skip: int = 0,
+    ) -> None:
+        self.dataset, self.batch_of, self.seed = dataset, batch_of, seed
+        self.dealing, self.epochs, self.skip = dealing, epochs, skip
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield this rank's batches without end."""
+        rows = islice(self._all_rows(), self.skip, None)
+        return map(self.batch_of, self.dealing.dealt(rows, self.epochs, self.skip))
+
+    def _all_rows(self) -> Iterator[Placed]:
+        for epoch in count():
+            number = -1
+            stream = self._opened(epoch)
+            for number in count():
+                with kept_numbers():
+                    seed_numbers(mixed_seed(self.seed, epoch, number))
+                    with told_of_row(self.dataset):
+                        row = next(stream, _END)
+                self._check_length(number, is_end=row is _END)
+                if row is _END:
+                    break
+                yield (epoch, number), row
+            if number == 0:
+                refuse_empty(self.dataset, is_first=epoch == 0)
+
+    def _check_length(self, number: int, *, is_end: bool) -> None:
+        """Leave where a stream has fewer rows than it says, or more, and steps count on it."""
+        told = self.epochs.rows
+        if told is not None and is_end != (number == told) and number:
+            refuse(
+                f"the dataset ({type(self.dataset).__name__}) says that it has {told:,} rows, and "
+                f"gives {f'{number:,}' if is_end else 'more'}",
+                fix="let __len__ return how many rows __iter__ gives",
+            )
+
+    def _opened(self, epoch: int) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):  # Hugging Face's streams are shuffled anew so
+            self.dataset.set_epoch(epoch)
+        with kept_numbers():
+            seed_numbers(mixed_seed(self.seed, epoch))
+            with told_of_row(self.dataset):
+                return iter(self.dataset)
+
+
+class StreamStack:
+    """Stacks the columns of a stream's rows, which are checked as they come."""
+
+    def __init__(self, dataset: Any, example: Mapping[str, Tensor], own: slice) -> None:
+        self.dataset, self.columns, self.own = dataset, columns_of(example), own
+
+    def __call__(self, placed: list[Placed]) -> Row:
+        """Return a batch of rows that stand beside their places."""
+        rows = [row for _, row in placed[self.own]]
+        return stacked([row_of(row, self.columns, self.dataset) for row in rows])
+
+
+def refuse_empty(dataset: Any, *, is_first: bool) -> None:
+    """Leave: a stream has no rows, or none the second time."""
+    name = f"the dataset ({type(dataset).__name__})"
+    if is_first:
+        refuse(f"{name} is empty", fix="look where build_dataset reads from")
+    refuse(
+        f"{name} has no rows the second time it is read",
+        fix="let __iter__ begin anew each time, as a generator function does",
+    )
+
 
 Batch = dict[str, Tensor]
 Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the weight of its loss
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
-Rows: TypeAlias = int | Sequence[int]  # of a microbatch: on every data rank, or on each its own
 
 
-class RankRows(Sampler[list[Place]]):
+class RankRows(Sampler[list[RowPlace]]):
     """The places of this data rank's microbatches, shuffled anew in each epoch.
 
     Of its microbatches a rank reads the part `read`. The first `skip` rows are not read.
@@ -58,17 +150,17 @@ class RankRows(Sampler[list[Place]]):
         self.length, self.dealing, self.epochs = length, dealing, epochs
         self.read, self.seed, self.skip = read, seed, skip
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[RowPlace]]:
         """Yield the places of one microbatch after another, without end."""
         for places in self.dealing.dealt(self._all_rows(), self.epochs, self.skip):
             yield places[self.read]
 
-    def _all_rows(self) -> Iterator[Place]:
+    def _all_rows(self) -> Iterator[RowPlace]:
         first, begin = divmod(self.skip, self.length)
         for epoch in count(first):
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
             order = torch.randperm(self.length, generator=generator).tolist()
-            yield from (Place(epoch, index) for index in order[begin:])
+            yield from (RowPlace(epoch, index) for index in order[begin:])
             begin = 0
 
 
@@ -88,7 +180,7 @@ def read_batches(
     options: Namespace,
     mesh: Mesh,
     *,
-    rows: tuple[int, Rows],
+    rows: tuple[int, RowCounts],
     dataset: Any = None,
     new_collate: Callable[[], Collate] | None = None,
     skip: int = 0,
@@ -225,7 +317,7 @@ def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[A
 def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
     """Read rows in the order in which they come; one process alone can do so ahead."""
     batch_of = (
-        Alike(of.dataset, of.example, of.share)
+        StreamStack(of.dataset, of.example, of.share)
         if collate is None
         else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     )
@@ -238,7 +330,7 @@ def synthetic_batches(
     example_batch: Example,
     mesh: Mesh,
     *,
-    rows: tuple[int, Rows],
+    rows: tuple[int, RowCounts],
     seed: int,
     rows_over: Axis = ALONE,
 ) -> Iterator[Batch]:
@@ -251,7 +343,7 @@ def synthetic_batches(
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
     block = sum(each)
-    share = _part(_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
+    share = part_of_rows(rows_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
     whole = example_of(example_batch, microbatches * block, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
     own = [
@@ -274,27 +366,6 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
         key: value if key in own else gather_along(value, 0, held, axis)
         for key, value in batch.items()
     }
-
-
-def each_rank(rows: Rows, data: Axis) -> Sequence[int]:
-    """Return the rows of a microbatch of each data rank."""
-    return [rows] * data.size if isinstance(rows, int) else rows
-
-
-def _of_rank(each: Sequence[int], data: Axis) -> slice:
-    """Return which rows of a block are of this data rank."""
-    before = sum(each[: data.rank])
-    return slice(before, before + each[data.rank])
-
-
-def _part(rows: slice, share: slice) -> slice:
-    """Return a share of some rows of a block."""
-    return slice(rows.start + share.start, rows.start + share.stop)
-
-
-def share_of(rows: int, axis: Axis) -> slice:
-    """Return which of so many rows this rank of an axis has."""
-    return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
 
 
 def example_of(example_batch: Example, rows: int, seed: int) -> Batch:

@@ -21,7 +21,7 @@ class Fault(NamedTuple):
     fix: str
 
 
-class Column(NamedTuple):
+class RowColumn(NamedTuple):
     """What a plan was made for, of one entry of a row."""
 
     dtype: torch.dtype
@@ -31,14 +31,14 @@ class Column(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-def columns_of(example: Mapping[str, Any]) -> dict[str, Column]:
+def columns_of(example: Mapping[str, Any]) -> dict[str, RowColumn]:
     """Return what the model is given of a row, as an example batch has it."""
     tensors = {key: value for key, value in example.items() if isinstance(value, Tensor)}
-    return {key: Column(value.dtype, tuple(value.shape[1:])) for key, value in tensors.items()}
+    return {key: RowColumn(value.dtype, tuple(value.shape[1:])) for key, value in tensors.items()}
 
 
 def fault_of_row(
-    row: Any, columns: Mapping[str, Column], dataset: Any, *, name: str = ""
+    row: Any, columns: Mapping[str, RowColumn], dataset: Any, *, name: str = ""
 ) -> Fault | None:
     """Return why a row is not what a plan was made for; None where it is."""
     name = name or f"a row of the dataset ({type(dataset).__name__})"
@@ -57,7 +57,7 @@ def fault_of_row(
             )
         found = torch.as_tensor(row[key])
         if found.ndim != len(planned.shape) or not is_same_kind(found, planned.dtype):
-            own = Column(found.dtype, tuple(found.shape))
+            own = RowColumn(found.dtype, tuple(found.shape))
             return Fault(
                 f"{key!r} is {own} in {name}, and the plan was made for {planned}",
                 f"let both be alike: change {maker}, or example_batch and plan again",
@@ -65,7 +65,7 @@ def fault_of_row(
     return None
 
 
-def fault_of_batch(batch: Any, columns: Mapping[str, Column], rows: int) -> Fault | None:
+def fault_of_batch(batch: Any, columns: Mapping[str, RowColumn], rows: int) -> Fault | None:
     """Return why what a collate makes of so many rows is not what a plan was made for."""
     fix = (
         f"let it return a dict with the keys of example_batch ({', '.join(columns)}), rows as "
@@ -86,7 +86,7 @@ def fault_of_batch(batch: Any, columns: Mapping[str, Column], rows: int) -> Faul
             shape = list(tensor.shape)
             return Fault(f"{key!r} of build_collate() is {shape} for {rows} rows", fix)
     for key, planned in columns.items():
-        own = Column(found[key].dtype, tuple(found[key].shape[1:]))
+        own = RowColumn(found[key].dtype, tuple(found[key].shape[1:]))
         if len(own.shape) != len(planned.shape) or not is_same_kind(found[key], planned.dtype):
             told = (
                 f"{key!r} of build_collate() has rows of {own}, and the plan was made for {planned}"

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
-from autopar.runtime.model.own_forward import class_with_forward
+from autopar.runtime.model.parts import class_with_forward
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import gathered, summed
 

@@ -7,9 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.data_parallel.averaging import Averaging, ComingMean
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Bucket, buckets_of_size
-from autopar.runtime.model.layer_names import is_listed
+from autopar.runtime.data_parallel.buckets import (
+    HALF_DTYPES,
+    Averaging,
+    Bucket,
+    ComingMean,
+    buckets_of_size,
+)
+from autopar.runtime.model.parts import is_listed
 
 
 class GradientBuckets:

@@ -1,25 +1,135 @@
-"""Turns a module on every rank into copies, or shards of copies, that are trained as one."""
+"""Gives a module data parallelism in place."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import TypeGuard
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from autopar.runtime.data_parallel.averaging import Averaging
 from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.data_parallel.direct_calls import run_hooks
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Averaging
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
-from autopar.runtime.data_parallel.half_precision import compute_in, narrow_frozen
-from autopar.runtime.data_parallel.marks import carried_marks
+from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.mesh import ALONE, Mesh
+from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_names
+
+
+def run_hooks(module: nn.Module) -> None:
+    """Have `module.forward(x)` do what `module(x)` does, with the containers that were given."""
+    own, given = module.forward, list[Any]()  # what a call was given, once the hooks have run
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given[:] = [(args, kwargs)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not given:
+            return module(*args, **kwargs)
+        first_args, first_kwargs = given.pop()
+        args = _with_containers(first_args, args)
+        kwargs = {key: _with_containers(first_kwargs.get(key), kwargs[key]) for key in kwargs}
+        return own(*args, **kwargs)
+
+    module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    module.forward = forward
+
+
+def _with_containers(given: Any, handed: Any) -> Any:
+    """Return what a layer is handed, in the dicts and lists that were given."""
+    if type(given) is not type(handed) or given is handed:
+        return handed
+    if isinstance(given, dict):
+        for key in given:
+            given[key] = _with_containers(given[key], handed[key])
+        return given
+    if isinstance(given, list):
+        given[:] = map(_with_containers, given, handed)
+        return given
+    if type(given) is tuple:
+        return tuple(map(_with_containers, given, handed))
+    return handed
+
+
+@contextmanager
+def carried_marks(model: nn.Module) -> Iterator[None]:
+    """Give what takes the place of parameters in the body their classes and attributes.
+
+    Those that are sharded get them at once, for the optimizer; those that are gathered for a
+    forward get them before it.
+    """
+    marked = {module: _marked(module) for module in model.modules()}
+    yield
+    for module, originals in marked.items():
+        if originals:
+            _carry(module, originals)
+            module.register_forward_pre_hook(_Carrying(originals))
+
+
+def _marked(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module._parameters.items()
+    return {name: one for name, one in parameters if one is not None and is_marked(one)}
+
+
+class _Carrying:
+    """A hook that runs before a forward."""
+
+    def __init__(self, originals: Mapping[str, Tensor]) -> None:
+        self._originals = originals
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        _carry(module, self._originals)
+
+
+def _carry(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
+    for name, original in originals.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and not getattr(parameter, _CARRIES, False):
+            setattr(made_like(parameter, original), _CARRIES, True)
+
+
+_CARRIES = "_autopar_carries"  # marks a parameter that has them
+
+
+def compute_in(
+    module: nn.Module, half: torch.dtype, *, buffers: Collection[str], takes_received: bool
+) -> None:
+    """Take floating inputs in 16 bits, and hold the named buffers so; others keep their types.
+
+    A rotary table that is rounded to bf16 is wrong by whole radians at far positions, and a moving
+    mean that is written in bf16 stands still. Parameters that learn are in fp32 for now, whatever
+    type they were built in: the optimizer takes that. A stage of a pipeline that `takes_received`
+    has in order what the stage before gave, in the types that it has there.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
+            parameter.data = parameter.data.to(torch.float32)
+    for place in places(module):
+        names = tied_names(module, place.name)
+        if not isinstance(place.tensor, nn.Parameter) and any(is_listed(n, buffers) for n in names):
+            place.tensor.data = _cast(place.tensor.data, half)
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = args if takes_received else tuple(_cast(arg, half) for arg in args)
+        return given, {name: _cast(arg, half) for name, arg in kwargs.items()}
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def narrow_frozen(module: nn.Module, half: torch.dtype) -> None:
+    """Hold in 16 bits the parameters that do not learn: no optimizer needs more of them."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = _cast(parameter.data, half)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def wrap(

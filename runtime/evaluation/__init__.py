@@ -5,7 +5,7 @@ Scripts import from here; files import from each other.
 
 from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one, with_gradients
 from autopar.runtime.evaluation.first_step import Plainly, first_step_checked
-from autopar.runtime.evaluation.outputs import Absent, Outputs, named_outputs
+from autopar.runtime.evaluation.metrics import Absent, Outputs, named_outputs
 from autopar.runtime.evaluation.rows import read_evaluation
 
 __all__ = [

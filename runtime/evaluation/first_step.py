@@ -18,14 +18,18 @@ from autopar.runtime.data.batches import Batch, Example, Weighed, gathered_rows
 from autopar.runtime.data.loss import loss_in
 from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.data_parallel.half_precision import compute_in
-from autopar.runtime.evaluation.evaluating import Counting, Losses, weighed_alike
-from autopar.runtime.evaluation.untouched import computes_as_trained
-from autopar.runtime.ranks.console import say
+from autopar.runtime.data_parallel.wrapping import compute_in
+from autopar.runtime.evaluation.evaluating import (
+    Counting,
+    Losses,
+    computes_as_trained,
+    weighed_alike,
+)
+from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import summed
-from autopar.runtime.weights.float64 import in_float64
+from autopar.runtime.weights.filling import in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 
@@ -70,7 +74,7 @@ class Plainly:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _PlainLoss:
     """A loss in plain PyTorch, and how long that took; or why there is none."""
 
     loss: float = 0.0
@@ -104,7 +108,7 @@ def first_step_checked(
     with computes_as_trained(parts, mesh, options.seed):
         (ours,) = losses([batch])
     rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)
-    found = _Found()
+    found = _PlainLoss()
     if mesh.rank == 0:
         found = _found(plainly, {**batch, **rest}, options, mesh)
         torch.cuda.empty_cache()
@@ -142,7 +146,7 @@ def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
     )
 
 
-def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _Found:
+def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
     """Compute a loss in plain PyTorch; that this fails is no fault of the script."""
     begun = time.perf_counter()
     try:
@@ -154,10 +158,10 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _F
         ):
             loss = float(plainly.loss(model, batch))
     except torch.OutOfMemoryError:
-        return _Found(failure="the whole model has no room beside what this rank holds")
+        return _PlainLoss(failure="the whole model has no room beside what this rank holds")
     except Exception as error:
-        return _Found(failure=f"plain PyTorch fails: {type(error).__name__}: {error}")
-    return _Found(loss=loss, build_seconds=built - begun, seconds=time.perf_counter() - built)
+        return _PlainLoss(failure=f"plain PyTorch fails: {type(error).__name__}: {error}")
+    return _PlainLoss(loss=loss, build_seconds=built - begun, seconds=time.perf_counter() - built)
 
 
 def _built(plainly: Plainly, options: Namespace, mesh: Mesh) -> nn.Module:

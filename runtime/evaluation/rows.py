@@ -1,41 +1,100 @@
-"""Turns the dataset that a model is evaluated on into the microbatches of this rank."""
+"""Deals the rows of an evaluation, so that each counts once."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, zip_longest
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Sampler
 
 from autopar.runtime.data.batches import (
     Batch,
     Example,
-    Rows,
-    each_rank,
     example_of,
     gathered_rows,
     placed,
-    share_of,
 )
-from autopar.runtime.data.collated import Collate, Collated, built_collate, stacked
-from autopar.runtime.data.dataset_rows import (
-    Place,
+from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
+from autopar.runtime.data.row_faults import columns_of
+from autopar.runtime.data.rows import (
+    Collate,
+    Collated,
     RawRows,
+    RowPlace,
+    built_collate,
     is_streamed,
     rows_like,
+    stacked,
     tell,
     told_of_row,
 )
-from autopar.runtime.data.row_faults import columns_of
-from autopar.runtime.evaluation.dealing import Dealer
-from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
+from autopar.runtime.ranks.transport import agreed, check_same_length
 from autopar.runtime.ranks.user_code import told
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealer:
+    """Gives each data rank its microbatches of a dataset, one of all ranks after another.
+
+    `each` are the rows of a microbatch of every data rank. A dealer that `fills` repeats rows where
+    too few are left; another leaves these out, as it must where rows meet each other.
+    """
+
+    each: Sequence[int]
+    rank: int
+    fills: bool = True
+
+    @property
+    def block(self) -> int:
+        """The rows of the microbatches that all data ranks have at once."""
+        return sum(self.each)
+
+    @property
+    def size(self) -> int:
+        """The rows of this rank's microbatch."""
+        return self.each[self.rank]
+
+    def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
+        """Yield this rank's microbatches, and how often each of its rows is there.
+
+        One that fills up the time in which other ranks have rows is there 0 times.
+        """
+        left = iter(rows)
+        while block := list(islice(left, self.block)):
+            if len(block) == self.block:
+                before = sum(self.each[: self.rank])
+                yield block[before : before + self.size], 1
+            elif self.fills:
+                yield from self._filled(block)
+
+    def _filled(self, block: Sequence[Row]) -> Iterator[tuple[list[Row], int]]:
+        """Yield this rank's microbatches of too few rows, as many as any other rank has."""
+        pieces, start = [], 0
+        for size in self.each:
+            stop = min(start + size, len(block))
+            pieces.append(list(_pieces(block[start:stop], size)))
+            start = stop
+        for ranks in zip_longest(*pieces, fillvalue=(block[:1], 0)):
+            rows, times = ranks[self.rank]
+            yield list(rows) * (self.size // len(rows)), times
+
+
+def _pieces(rows: Sequence[Row], size: int) -> Iterator[tuple[Sequence[Row], int]]:
+    """Cut rows so that each piece fills a microbatch of this size some whole number of times."""
+    while rows:
+        most = min(size, len(rows))
+        length = next(one for one in range(most, 0, -1) if size % one == 0)
+        yield rows[:length], size // length
+        rows = rows[length:]
+
 
 MAKER = "build_eval_dataset"
 MOST_STREAMED = 10**6  # rows without numbers, which are held in memory
@@ -47,7 +106,7 @@ def read_evaluation(
     options: Namespace,
     mesh: Mesh,
     *,
-    microbatch: Rows,
+    microbatch: RowCounts,
     new_collate: Callable[[], Collate] | None = None,
     rows_over: Axis = ALONE,
     own: Collection[str] = (),
@@ -155,12 +214,12 @@ class EvaluationRows:
         return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
 
 
-class _Places(Sampler[list[Place]]):
+class _Places(Sampler[list[RowPlace]]):
     """The places of what this rank reads of each of its microbatches, in the dataset's order."""
 
     def __init__(self, of: EvaluationRows) -> None:
         self.of = of
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[RowPlace]]:
         for numbers, _ in self.of.dealer.deal(range(len(self.of.rows))):
-            yield [Place(0, number) for number in numbers[self.of.read]]
+            yield [RowPlace(0, number) for number in numbers[self.of.read]]

@@ -1,12 +1,8 @@
-"""Claims a folder for one training: two that write checkpoints into it notice each other.
-
-A file in the folder says which process has it. On the same machine it is seen at once whether that
-process still runs. Elsewhere only its heartbeat tells: it counts up the number in the file. No
-clocks are compared, and nothing but files is needed, so that shared disks and stores will do.
-"""
+"""Opens the folder of checkpoints for one training alone."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -19,9 +15,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from autopar.runtime.ranks.locations import Location, put, text_of, write, written_at
-from autopar.runtime.ranks.outputs import MARK
-from autopar.runtime.ranks.records import parsed, record
+from autopar.runtime.keeping.finding import AUTO, NEVER, Checkpoint, find_checkpoint
+from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import (
+    MARK,
+    Location,
+    location,
+    put,
+    refuse_no_folder,
+    refuse_unwritable,
+    text_of,
+    write,
+    written_at,
+)
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import parsed, record
+from autopar.runtime.ranks.options import NONE
+from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
@@ -33,7 +44,7 @@ _MOST_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class FolderHolder:
     """The process that has a folder."""
 
     written_by: str = MARK["written_by"]
@@ -62,7 +73,7 @@ class Holder:
 class TakenError(Exception):
     """A folder that another process has."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: FolderHolder) -> None:
         super().__init__(str(holder))
         self.holder = holder
 
@@ -70,7 +81,7 @@ class TakenError(Exception):
 class Claim:
     """A folder that this process has, until it gives it back or ends."""
 
-    def __init__(self, folder: Location, holder: Holder) -> None:
+    def __init__(self, folder: Location, holder: FolderHolder) -> None:
         self._lost, ended = threading.Event(), threading.Event()
         arguments = (folder, holder, ended, self._lost)
         threading.Thread(target=_beat, args=arguments, daemon=True).start()
@@ -103,10 +114,10 @@ def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> 
     return Claim(folder, holder)
 
 
-def holder_of(folder: Location) -> Holder | None:
+def holder_of(folder: Location) -> FolderHolder | None:
     """Return who has a folder, as far as its file says; a copy of one that is had is free."""
     try:
-        found = record(Holder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
+        found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
         is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
     except (OSError, ValueError):
         return None
@@ -149,9 +160,9 @@ def began(process: int) -> int | None:
         return None
 
 
-def _own(folder: Location) -> Holder:
+def _own(folder: Location) -> FolderHolder:
     process = os.getpid()
-    return Holder(
+    return FolderHolder(
         word=uuid4().hex,
         host=socket.gethostname(),
         machine=_machine(),
@@ -171,7 +182,7 @@ def _machine() -> str:
     return "/".join(found)
 
 
-def _is_held(folder: Location, holder: Holder, note: Callable[[str], None]) -> bool:
+def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
     """Whether another process has a folder: this one may have it from an earlier training."""
     if holder.is_here:
         return holder.process != os.getpid() and holder.may_live
@@ -188,7 +199,7 @@ def _is_held(folder: Location, holder: Holder, note: Callable[[str], None]) -> b
     return False
 
 
-def _created(folder: Location, holder: Holder) -> bool:
+def _created(folder: Location, holder: FolderHolder) -> bool:
     """Whether the file could be made where none was: a disk lets one process alone do so."""
     if not isinstance(folder, Path):
         return False
@@ -203,7 +214,7 @@ def _created(folder: Location, holder: Holder) -> bool:
     return True
 
 
-def _put(folder: Location, holder: Holder) -> None:
+def _put(folder: Location, holder: FolderHolder) -> None:
     """Write the file, whatever is there, so that a reader never finds half of it."""
     if isinstance(folder, Path):
         aside = folder / f"{NAME}.{holder.word}"
@@ -213,11 +224,13 @@ def _put(folder: Location, holder: Holder) -> None:
         write(folder / NAME, [_text(holder)])
 
 
-def _text(holder: Holder) -> bytes:
+def _text(holder: FolderHolder) -> bytes:
     return json.dumps(asdict(holder)).encode()
 
 
-def _beat(folder: Location, holder: Holder, ended: threading.Event, lost: threading.Event) -> None:
+def _beat(
+    folder: Location, holder: FolderHolder, ended: threading.Event, lost: threading.Event
+) -> None:
     """Count up the number in the file until the claim ends, or another process has the folder."""
     while not ended.wait(BEAT_SECONDS):
         now = holder_of(folder)
@@ -229,7 +242,7 @@ def _beat(folder: Location, holder: Holder, ended: threading.Event, lost: thread
             _put(folder, holder)
 
 
-def _give_back(folder: Location, holder: Holder, ended: threading.Event) -> None:
+def _give_back(folder: Location, holder: FolderHolder, ended: threading.Event) -> None:
     if os.getpid() != holder.process:  # a fork, which ends
         return
     ended.set()
@@ -237,3 +250,68 @@ def _give_back(folder: Location, holder: Holder, ended: threading.Event) -> None
         now = holder_of(folder)
         if now is not None and now.word == holder.word:
             (folder / NAME).unlink()
+
+
+FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
+_FIX = "name another place with --checkpoint, or --checkpoint none to keep nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFolder:
+    """What a training goes on from, if anything, and the claim of the first rank."""
+
+    found: Checkpoint | None = None
+    claim: Claim | None = None
+
+
+def folder_of(options: argparse.Namespace) -> Location | None:
+    """Return where checkpoints are; who wants to resume need not name the usual folder."""
+    resume, text = options.resume, options.checkpoint
+    if text != NONE:
+        return location(text).resolve()
+    if resume in (None, NEVER):
+        return None
+    return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
+
+
+def opened(
+    folder: Location | None,
+    options: argparse.Namespace,
+    mesh: Mesh,
+    last_step: Callable[[Moment], int],
+) -> OpenedFolder:
+    """Return what a training goes on from; leave where another one writes into its folder.
+
+    `last_step` tells how many steps the training has that goes on from a moment.
+    With nothing left to train, nothing is written: a checkpoint that is named may be evaluated
+    while the training that wrote it goes on.
+    """
+    if folder is None:
+        return OpenedFolder()
+    if mesh.rank == 0:
+        refuse_no_folder(folder, option="--checkpoint", fix=_FIX)
+        refuse_unwritable(folder, fix=_FIX)
+    resume = options.resume or AUTO
+    is_named = resume not in (AUTO, NEVER)
+    own = None if is_named else _claimed(folder, mesh)
+    found = find_checkpoint(folder, resume, mesh)
+    moment = found.manifest.moment if found is not None else None
+    if moment is not None and moment.step >= last_step(moment):
+        if own is not None:
+            own.release()
+        return OpenedFolder(found=found)
+    return OpenedFolder(found=found, claim=_claimed(folder, mesh) if is_named else own)
+
+
+def _claimed(folder: Location, mesh: Mesh) -> Claim | None:
+    """Have the first rank take a folder; leave where another process has it."""
+    if mesh.rank != 0 or mesh.is_dry_run:
+        return None
+    wait = "wait until that has ended, or name another folder with --checkpoint"
+    try:
+        own = claim(folder, note=lambda text: say(f"note: {text}"))
+    except TakenError as error:
+        refuse(f"{folder} is in use: {error.holder} keeps its training there", fix=wait)
+    except OSError as error:
+        refuse(f"nothing can be written to {folder}: {error.strerror}", fix=_FIX)
+    return own

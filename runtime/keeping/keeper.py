@@ -15,36 +15,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
-from autopar.runtime.keeping.best import go_back
-from autopar.runtime.keeping.evaluations import Evaluations
+from autopar.runtime.keeping.claim import folder_of, opened
 from autopar.runtime.keeping.export import Exporting, export, exporting
-from autopar.runtime.keeping.finding import Checkpoint
-from autopar.runtime.keeping.garbage import Garbage
-from autopar.runtime.keeping.letting_go import let_go
+from autopar.runtime.keeping.finding import Checkpoint, let_go
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.numbers import broken_of, told_broken
-from autopar.runtime.keeping.opening import folder_of, opened
+from autopar.runtime.keeping.model_files import destination
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.places import destination
-from autopar.runtime.keeping.profiling import StepProfile
-from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
-from autopar.runtime.keeping.restoring import restore, restore_random_states
-from autopar.runtime.keeping.saving import Saved, Saving
-from autopar.runtime.keeping.signals import PREEMPTED, StopWish
+from autopar.runtime.keeping.progress import GO_ON, Planned, Progress, broken_of, told_broken
+from autopar.runtime.keeping.restoring import go_back, restore, restore_random_states
+from autopar.runtime.keeping.saving import CheckpointSaving, Evaluations, SavedCheckpoint
+from autopar.runtime.keeping.signals import PREEMPTED, Garbage, StepProfile, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
 from autopar.runtime.keeping.writing import Agreed, plan_digest, said, snapshot
-from autopar.runtime.optimizer.loss_scaling import LossScale
-from autopar.runtime.ranks.console import say
-from autopar.runtime.ranks.curves import Curves
+from autopar.runtime.optimizer.gradients import LossScale
+from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
-from autopar.runtime.ranks.metrics import Event, Metrics
-from autopar.runtime.ranks.model_source import note_device
+from autopar.runtime.ranks.metrics import Curves, Event, Metrics
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up, refuse
-from autopar.runtime.weights.beginning import Begun
+from autopar.runtime.ranks.user_code import note_device
 from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.loading import Begun
 
 
 class Keeper:
@@ -81,7 +74,7 @@ class Keeper:
         self._rate: Any = None
         self._wish = StopWish(mesh)
         self._agreed, self._garbage = Agreed(mesh), Garbage()
-        self._saving, self._begun_at = Saving(mesh), time.perf_counter()
+        self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         curves = Curves(options.tensorboard, mesh, begun=self.step, beside=self._folder)
         self._metrics = Metrics(options.metrics, mesh, curves, beside=self._folder)
@@ -276,7 +269,7 @@ class Keeper:
         if self._saving.is_under_way:
             self._tell_kept(self._saving.finish())
 
-    def _tell_kept(self, saved: Saved) -> None:
+    def _tell_kept(self, saved: SavedCheckpoint) -> None:
         """Tell what has become of a checkpoint; if there is none, the training goes on."""
         if saved.failure is not None:
             self._tell_failure(saved.step, saved.failure)

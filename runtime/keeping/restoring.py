@@ -1,4 +1,4 @@
-"""Turns the shards of a checkpoint into what this rank holds, whatever plan wrote them."""
+"""Gives a training what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,61 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.keeping.finding import Checkpoint
-from autopar.runtime.keeping.holdings import Stepped, named_tensors, value_of
-from autopar.runtime.keeping.manifest import rank_file
-from autopar.runtime.keeping.random_states import RANDOM, set_random_states
-from autopar.runtime.keeping.reading import Reader
-from autopar.runtime.keeping.states import STATE, WEIGHT, Target, made_scalar, targets
+from autopar.runtime.keeping.finding import Checkpoint, step_folder, verified
+from autopar.runtime.keeping.manifest import Logical, Stored, rank_file
+from autopar.runtime.keeping.owners import Slices, Stepped, named_tensors, overlaps, value_of
+from autopar.runtime.keeping.states import (
+    RANDOM,
+    STATE,
+    WEIGHT,
+    Target,
+    made_scalar,
+    set_random_states,
+    targets,
+)
 from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.tensor.chunks import whole
+from autopar.runtime.tensor.shards import Chunks, whole
 from autopar.runtime.weights.stored_tensors import open_tensors
+
+
+class Reader:
+    """Reads slices of logical tensors; each file is opened once."""
+
+    def __init__(self, checkpoint: Checkpoint, files: ExitStack) -> None:
+        self.checkpoint = checkpoint
+        self._files = files
+        self._opened: dict[str, Any] = {}
+
+    def logical(self, key: str) -> Logical | None:
+        """Return what is known of a logical tensor, if it was kept."""
+        return self.checkpoint.manifest.tensors.get(key)
+
+    def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
+        """Fill a tensor, which is those chunks of a logical one."""
+        for shard in self.checkpoint.manifest.tensors[key].shards:
+            for target, source in overlaps(held, shard.chunks):
+                found = self.box(shard, source)
+                tensor[target] = found.to(tensor.device, tensor.dtype)
+
+    def box(self, shard: Stored, place: Slices) -> Tensor:
+        """Return a box of a shard; of a tensor without dims, its number."""
+        found = self._file(shard.file).get_slice(shard.entry)
+        box: Tensor = found[place] if place else found[...]
+        return box
+
+    def _file(self, name: str) -> Any:
+        if name not in self._opened:
+            path = self.checkpoint.folder / name
+            self._opened[name] = self._files.enter_context(open_tensors(path))
+        return self._opened[name]
+
 
 _MOST_TOLD = 5
 
@@ -36,7 +77,9 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
         keys = _state_keys(checkpoint)
         for target in targets(parts, optimizer):
             for key in keys.get(target.name, ()):
-                optimizer.state[target.parameter][key] = _state(reader, target, key, optimizer)
+                optimizer.state[target.parameter][key] = _restored_state(
+                    reader, target, key, optimizer
+                )
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
@@ -95,7 +138,7 @@ def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
     return found
 
 
-def _state(reader: Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
+def _restored_state(reader: Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
     name = f"{STATE}{key}/{target.name}"
     logical = reader.logical(name)
     if logical is None:
@@ -109,3 +152,18 @@ def _state(reader: Reader, target: Target, key: str, optimizer: Optimizer) -> An
     for part in target.parts(name, value):
         reader.fill(name, part.chunks, part.tensor)
     return value.detach()
+
+
+def go_back(
+    folder: Location, best: int, parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh
+) -> None:
+    """Give this rank the weights of the best step; a checkpoint that is not whole is told."""
+    place = step_folder(folder, best)
+    found = verified(place, mesh)
+    if isinstance(found, str):
+        told = f"note: the weights of the last step are exported: {place} is not whole ({found})"
+    else:
+        restore(Checkpoint(place, found), parts, optimizer)
+        told = f"the best evaluation was that of step {best:,}: its weights are exported"
+    if mesh.rank == 0:
+        say(told)

@@ -1,21 +1,141 @@
-"""Turns tensors, one at a time, into a .safetensors file: never are all of them in memory."""
+"""Writes tensors into a .safetensors file, from copies on the host."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.keeping.host_copies import blocks_of
 from autopar.runtime.ranks.locations import Location, write
-from autopar.runtime.ranks.records import Count
+from autopar.runtime.ranks.metrics import Count
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import KINDS
+
+BLOCK_BYTES = 2**26
+_ALIGNED_BYTES = 64
+_MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+class HostRoom:
+    """Memory for a copy of what this rank writes; it is kept for the next checkpoint."""
+
+    def __init__(self) -> None:
+        self._memory = _Memory(0, is_locked=False)
+
+    @torch.no_grad()
+    def copied(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors as they are now, in the memory of the host; raise where it has no room."""
+        starts, size = [], 0
+        for one in tensors:
+            starts.append(size)
+            size += -(-one.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        is_on_device = any(one.device.type == "cuda" for one in tensors)
+        if self._memory.size < size:
+            self._memory = _Memory(0, is_locked=False)  # what there is makes room
+            _refuse_too_much(size)
+            self._memory = _Memory(size, is_locked=is_on_device)
+        copies = [
+            self._memory.flat[start : start + one.nbytes].view(one.dtype).view(one.shape)
+            for start, one in zip(starts, tensors, strict=True)
+        ]
+        for copy, one in zip(copies, tensors, strict=True):
+            copy.copy_(one, non_blocking=True)
+        if is_on_device:
+            torch.cuda.synchronize()
+        return copies
+
+
+def blocks_of(flat: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Yield the contents of flat tensors of bytes; a block is there until the next is asked for.
+
+    What lies on a device comes in blocks, of which one is copied while another is used.
+    """
+    staged = _Staged()
+    coming: Tensor | None = None
+    for part in _parts(flat):
+        ready, coming = coming, staged.started(part)
+        if ready is not None:
+            yield staged.waited(ready)
+    if coming is not None:
+        yield staged.waited(coming)
+
+
+def _parts(flat: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in flat:
+        is_on_device = tensor.device.type == "cuda"
+        yield from tensor.split(BLOCK_BYTES) if is_on_device else (tensor,)  # type: ignore[no-untyped-call]
+
+
+class _Staged:
+    """Two blocks of memory that tensors of a device go through in turn."""
+
+    def __init__(self) -> None:
+        self._blocks: list[_Memory] = []
+        self._marks: dict[int, Any] = {}
+
+    def started(self, part: Tensor) -> Tensor:
+        """Begin to copy a part; return where it will be, or itself where it is on the host."""
+        if part.device.type != "cuda":
+            return part
+        if not self._blocks:
+            self._blocks = [_Memory(BLOCK_BYTES, is_locked=True) for _ in range(2)]
+        self._blocks.reverse()
+        staged = self._blocks[0].flat[: len(part)]
+        staged.copy_(part, non_blocking=True)
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record()
+        self._marks[staged.data_ptr()] = mark
+        return staged
+
+    def waited(self, part: Tensor) -> memoryview:
+        """Return the content of a part, once it is there."""
+        if (mark := self._marks.pop(part.data_ptr(), None)) is not None:
+            mark.synchronize()
+        found: memoryview = part.numpy().data
+        return found
+
+
+class _Memory:
+    """Bytes of the host, whose pages the driver locks where it can."""
+
+    def __init__(self, size: int, *, is_locked: bool) -> None:
+        self.size, self.flat = size, torch.empty(size, dtype=torch.uint8)
+        if is_locked and size:
+            driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            driver.cudaHostRegister(self.flat.data_ptr(), size, 0)
+            finalize(self, driver.cudaHostUnregister, self.flat.data_ptr())
+
+
+def free_host_bytes() -> int | None:
+    """Return how much memory this machine, or the container of this process, has left."""
+    found = []
+    with suppress(OSError, StopIteration):
+        line = next(one for one in _MEMORY.read_text().splitlines() if "MemAvailable" in one)
+        found.append(int(line.split()[1]) * 1024)
+    with suppress(OSError, ValueError, StopIteration):  # "max" is no number
+        limit = int((_GROUP / "memory.max").read_text())
+        used = int((_GROUP / "memory.current").read_text())
+        statistics = (_GROUP / "memory.stat").read_text().splitlines()
+        cached = next(int(one.split()[1]) for one in statistics if one.startswith("inactive_file "))
+        found.append(limit - used + cached)
+    return min(found, default=None)
+
+
+def _refuse_too_much(size: int) -> None:
+    """Raise where the ranks of this machine together would have more than is left."""
+    processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
+    if free is not None and size * processes > free:
+        raise MemoryError(f"{processes} copies of {size:,} bytes, and {free:,} are free")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,33 @@
-"""Turns what ranks have to agree on into answers after the same step: a signal, a written file."""
+"""Signals, garbage and the profile of a step: what a loop does between steps."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from socket import socket, socketpair
+from statistics import median
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from autopar.runtime.keeping.places_in_code import place_of_main_thread
-from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
+from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.watch import place_of_main_thread
+from autopar.runtime.ranks.leaving import FAILED, Verdict, say, tell
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import Event, Metrics
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can go on
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -28,7 +38,7 @@ _LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after it has told them to 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class StepAnswer:
     """What all ranks know after a step; in those in which they do not ask, nothing."""
 
     stops: bool = False  # someone has asked the process of a rank to stop
@@ -72,12 +82,12 @@ class StopWish:
                 signal.signal(one, handler)
         self._before = {}
 
-    def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> Answer:
+    def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
         """Return what the ranks agree on; all of them ask after every step."""
         self._steps_ended += 1
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:
-            return Answer()
+            return StepAnswer()
         now = time.monotonic()
         seconds = max(now - self._checked_at, 1e-6) / (step - last)
         own = min(max(int(_CHECK_SECONDS / seconds), 1), _MOST_STEPS)
@@ -89,7 +99,7 @@ class StopWish:
         stops, writing, due, steps = found.tolist()
         self._checked_step, self._checked_at = step, time.monotonic()
         self._steps_between = int(-steps)
-        return Answer(stops=bool(stops), is_written=not writing, is_due=bool(due))
+        return StepAnswer(stops=bool(stops), is_written=not writing, is_due=bool(due))
 
     def _end_with_torchrun(self) -> None:
         """End this process where torchrun tells it to stop and no step ends in time to do so.
@@ -129,3 +139,133 @@ class StopWish:
 def _write_no_signals() -> None:
     with suppress(ValueError):  # this is no main thread
         signal.set_wakeup_fd(-1)
+
+
+EVERY_STEPS = 100
+
+
+class Garbage:
+    """When garbage is collected: seldom, or after each step where cycles hold tensors."""
+
+    def __init__(self) -> None:
+        self._every, self._first_step = EVERY_STEPS, 0
+        self._was_enabled = self._is_frozen = False
+
+    def begin(self, step: int) -> None:
+        """Leave it to `after` to collect."""
+        self._first_step, self._was_enabled = step + 1, gc.isenabled()
+        gc.collect()
+        self._is_frozen = gc.get_freeze_count() == 0  # else someone else has frozen what is there
+        if self._is_frozen:
+            gc.freeze()
+        gc.disable()
+
+    def after(self, step: int) -> None:
+        """Collect where it is time for that: a number of steps is the same on all ranks."""
+        if step == self._first_step + 1 and _free_tensors():  # the first leaves what no other does
+            self._every = 1  # of the model's own code: the memory of the device is worth more
+        elif step % self._every == 0 or step == self._first_step:
+            gc.collect(1)
+
+    def end(self) -> None:
+        """Leave it to Python again."""
+        if self._was_enabled:
+            gc.enable()
+        if self._is_frozen:
+            gc.unfreeze()
+        self._was_enabled = self._is_frozen = False
+
+
+def _free_tensors() -> bool:
+    """Collect what is young, and return whether any tensors were freed by that."""
+    young = [weakref.ref(one) for one in gc.get_objects(0) if isinstance(one, Tensor)]
+    gc.collect(1)
+    return any(one() is None for one in young)
+
+
+_MESSAGES = ("nccl", "gloo", "c10d")  # in the names of what moves them
+_ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """What one rank did in the step."""
+
+    rank: int
+    pipeline_rank: int
+    step_seconds: float
+    compute_seconds: float  # at least one kernel ran that moves no message
+    memory_bytes: int | None  # the most that it has reserved so far, on a GPU
+
+
+class StepProfile:
+    """Runs the step of --profile-step under torch's profiler, on all ranks."""
+
+    def __init__(self, options: argparse.Namespace, mesh: Mesh, metrics: Metrics) -> None:
+        self._step: int | None = None if mesh.is_dry_run else options.profile_step
+        self._mesh, self._metrics = mesh, metrics
+        self._profiler: Any = None
+        self._begun = 0.0
+
+    def begin(self, step: int) -> None:
+        """Watch this step if it is the one."""
+        if self._step == step:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints its start and stop
+            self._profiler = profile(activities=[_ACTIVITIES[self._mesh.device.type]])
+            self._profiler.start()
+            every_rank(None, self._mesh)  # no step begins before all of them watch
+            self._begun = time.perf_counter()
+
+    def end(self, step: int) -> None:
+        """Tell of this step if it was the one."""
+        if self._step != step or self._profiler is None:
+            return
+        is_cuda = self._mesh.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._begun
+        self._profiler.stop()
+        own = RankProfile(
+            rank=self._mesh.rank,
+            pipeline_rank=self._mesh.pipeline.rank,
+            step_seconds=seconds,
+            compute_seconds=covered_us(_computing(self._profiler.events())) / 1e6,
+            memory_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
+        )
+        ranks: list[RankProfile] = every_rank(own, self._mesh)
+        self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
+        if self._mesh.rank == 0:
+            say(f"profiled step {step:,}: {_told(ranks)}")
+
+
+def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Yield when kernels ran that move no messages; on a CPU, ops."""
+    for one in events:
+        is_op = one.device_type.name == "CUDA" or one.name.startswith("aten::")
+        if is_op and not any(word in one.name.lower() for word in _MESSAGES):
+            yield one.time_range.start, one.time_range.end
+
+
+def covered_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some spans lasts, which may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _told(ranks: Iterable[RankProfile]) -> str:
+    """Return what pipeline ranks do, each by the median of its ranks."""
+    stages = groupby(
+        sorted(ranks, key=lambda one: one.pipeline_rank), key=lambda one: one.pipeline_rank
+    )
+    told = []
+    for stage, found in stages:
+        own = list(found)
+        computing, whole = (
+            median(getattr(one, name) for one in own) * 1e3
+            for name in ("compute_seconds", "step_seconds")
+        )
+        told.append(f"pipeline rank {stage} computes {computing:,.3g} of {whole:,.3g} ms")
+    return ", ".join(told)

@@ -1,7 +1,10 @@
-"""Turns what an optimizer keeps of this rank's parameters into logical tensors, and back."""
+"""Everything that a training holds, random states among it."""
 
 from __future__ import annotations
 
+import json
+import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.keeping.holdings import (
-    Holding,
-    Stepped,
-    named_tensors,
-    parts_of,
-    weights_held,
-)
-from autopar.runtime.optimizer.pieces import Piece
+from autopar.runtime.keeping.owners import Holding, Stepped, named_tensors, parts_of, weights_held
+from autopar.runtime.optimizer.pieces import ParameterPiece
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.tensor.chunks import Chunks, whole
+from autopar.runtime.tensor.shards import Chunks, whole
+
+RANDOM = "random/"
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators, Python's and numpy's."""
+    numpy = sys.modules.get("numpy")
+    others = [random.getstate()]
+    if numpy:
+        kind, words, *rest = numpy.random.get_state()
+        others.append((kind, words.tolist(), *rest))
+    text = json.dumps(others).encode()
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return {RANDOM + name: state for name, state in found.items()}
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put the generators back to states that have been kept."""
+    torch.set_rng_state(states[RANDOM + "torch"])
+    if device.type == "cuda" and RANDOM + "cuda" in states:
+        torch.cuda.set_rng_state(states[RANDOM + "cuda"], device)
+    python, *others = json.loads(bytes(states[RANDOM + "python"].tolist()))
+    version, words, gauss = python
+    random.setstate((version, tuple(words), gauss))
+    if others and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(tuple(others[0]))
+
 
 WEIGHT, STATE = "weight/", "state/"
 _PLAIN = (bool, int, float, type(None))
@@ -42,7 +71,7 @@ class Target:
     name: str  # of the parameter in the whole model
     parameter: nn.Parameter  # that the optimizer has
     chunks: Chunks  # that this rank has of the whole parameter
-    piece: Piece | None
+    piece: ParameterPiece | None
 
     def parts(self, key: str, value: Tensor) -> Iterator[Holding]:
         """Yield a tensor that is shaped like the target as what is here of a logical one."""

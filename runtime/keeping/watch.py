@@ -1,24 +1,249 @@
-"""Ends a training that stands still, and tells in which step and where each rank of it waits."""
+"""Notices that a training stands still, and tells where each rank is."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.places_in_code import place_of_main_thread
-from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_places
-from autopar.runtime.keeping.under_way import under_way
 from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
 from autopar.runtime.ranks.mesh import Mesh
+
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def place_of_main_thread() -> str:
+    """Return where the main thread is: in the script, and the innermost line of no library."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frames = traceback.extract_stack(frame)
+    own = [one for one in frames if "site-packages" not in one.filename]
+    own = [one for one in own if not one.filename.startswith(_STANDARD)] or list(frames)
+    script = [one for one in own if Path(one.filename) == Path(sys.argv[0]).resolve()]
+    return ", ".join(dict.fromkeys(map(_line, [*script[-1:], own[-1]])))
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """The message of this number in a group; all ranks of the group number theirs alike."""
+
+    group: str
+    number: int
+    told: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What a rank has begun: by group the number of the last message, and what it waits for."""
+
+    begun: Mapping[str, int]
+    waits_for: Message | None = None  # the first that has not ended
+
+
+def under_way() -> UnderWay:
+    """Return what this rank has begun; nothing where torch has no recorder, or it is off."""
+    with suppress(Exception):  # whatever is wrong with it, other things are to be told
+        return _read(json.loads(_dumped()).get("entries", []))
+    return UnderWay(begun={})
+
+
+def _dumped() -> bytes:
+    library: Any = torch._C._distributed_c10d
+    is_nccl = dist.get_backend() == "nccl"
+    dump = library._dump_nccl_trace_json if is_nccl else library._dump_fr_trace_json
+    found: bytes = dump(includeCollectives=True)
+    return found
+
+
+def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
+    begun: dict[str, int] = {}
+    waits_for: Message | None = None
+    for one in entries:
+        kind = "p2p" if one["is_p2p"] else "collective"
+        name, described = one["process_group"]
+        group, number = f"{name} {kind}", one[f"{kind}_seq_id"]
+        begun[group] = max(begun.get(group, 0), number)
+        if waits_for is None and not (one["retired"] or one["state"] == "completed"):
+            told = f"{_op(one)} {number:,} of {_axis(described)}"
+            waits_for = Message(group=group, number=number, told=told)
+    return UnderWay(begun=begun, waits_for=waits_for)
+
+
+def _op(entry: Mapping[str, Any]) -> str:
+    """Return what torch calls an operation, without the library's name before it."""
+    return str(entry["profiling_name"]).rpartition(":")[2]
+
+
+def _axis(described: str) -> str:
+    """Return which ranks a group has, by what it was made for."""
+    if described.startswith("mesh_"):
+        return f"the {described.removeprefix('mesh_')} axis"
+    return "all ranks" if described == "default_pg" else f"group {described!r}"
+
+
+def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
+    """Return, of ranks that hold others up, what those wait for and these have not begun.
+
+    A rank that waits for a message itself lags behind for that reason, unless all ranks wait.
+    """
+    waited = [one.waits_for for one in ranks.values() if one.waits_for is not None]
+    idle = {rank: one for rank, one in ranks.items() if one.waits_for is None}
+    found: dict[int, str] = {}
+    for rank, own in (idle or ranks).items():
+        for one in waited:
+            if own.begun.get(one.group, one.number) < one.number:
+                found.setdefault(rank, one.told)
+    return found
+
+
+_POLL_SECONDS = 0.5
+_LEAST_SECONDS = 5.0  # in which all ranks tell where they are
+_RANKS_PER_SECOND = 50  # that connect to the store and tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank is, and what it has begun."""
+
+    rank: int
+    where: str
+    under_way: UnderWay
+
+    def to_line(self) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def _place_of(line: str) -> RankPlace:
+    found = json.loads(line)
+    waits_for = found["under_way"]["waits_for"]
+    return RankPlace(
+        rank=found["rank"],
+        where=found["where"],
+        under_way=UnderWay(
+            begun=found["under_way"]["begun"],
+            waits_for=None if waits_for is None else Message(**waits_for),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollCallResult:
+    """What a call has found."""
+
+    teller: int  # the first rank that answers, which tells it
+    silent: tuple[int, ...]
+    told: str
+
+
+class RollCall:
+    """One call of all ranks, seen from one of them.
+
+    `word` is one that no other call has, `nodes` names the node of each rank.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        word: str,
+        nodes: Sequence[str],
+        rank: int,
+        *,
+        patience_seconds: float | None = None,
+    ) -> None:
+        self._store, self._word, self._nodes, self._rank = store, word, nodes, rank
+        enough = _LEAST_SECONDS + len(nodes) / _RANKS_PER_SECOND
+        self._patience_seconds = enough if patience_seconds is None else patience_seconds
+        self.reads = False  # whether this rank reads for its node
+
+    def answer(self, place: RankPlace) -> RollCallResult:
+        """Tell where this rank is; return what all have told. A store that has gone raises."""
+        self._store.append(self._key("places"), place.to_line())
+        self.reads = self._store.add(self._key(f"reader of {self._nodes[self._rank]}"), 1) == 1
+        if self.reads:
+            found = self._read()
+            if self._nodes[found.teller] == self._nodes[self._rank]:
+                self._store.set(self._key("found"), json.dumps(asdict(found)))
+        self._store.wait([self._key("found")], timedelta(seconds=3 * self._patience_seconds))
+        told = json.loads(self._store.get(self._key("found")))
+        return RollCallResult(
+            teller=told["teller"], silent=tuple(told["silent"]), told=told["told"]
+        )
+
+    def note_told(self) -> None:
+        """Let the others leave: torchrun ends all ranks as soon as one has left."""
+        self._store.set(self._key("told"), "")
+
+    def wait_until_told(self) -> None:
+        """Wait until it is told what was found."""
+        self._store.wait([self._key("told")], timedelta(seconds=self._patience_seconds))
+
+    def _key(self, name: str) -> str:
+        return f"{self._word}/{name}"
+
+    def _read(self) -> RollCallResult:
+        """Return who has told what in time; who is silent is waited for once more."""
+        places = self._places()
+        if len(places) < len(self._nodes):
+            places = self._places()
+        silent = [rank for rank in range(len(self._nodes)) if rank not in places]
+        return RollCallResult(
+            teller=min(places), silent=tuple(silent), told=told_places(places.values(), silent)
+        )
+
+    def _places(self) -> Mapping[int, RankPlace]:
+        """Return where all ranks are, or those that have told it when patience is over."""
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            left = deadline - time.monotonic()
+            lines = self._store.get(self._key("places")).decode().splitlines()
+            if len(lines) == len(self._nodes) or left <= 0:
+                return {one.rank: one for one in map(_place_of, lines)}
+            time.sleep(min(_POLL_SECONDS, left))
+
+
+def told_places(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
+    """Say where ranks are: first those that say nothing, then the few that are elsewhere."""
+    every = sorted(places, key=lambda place: place.rank)
+    missing = not_begun({one.rank: one.under_way for one in every})
+    found: dict[str, list[int]] = {}
+    for one in every:
+        found.setdefault(_told(one, missing.get(one.rank)), []).append(one.rank)
+    parts = [(list(silent), "answers nothing, as one that is stopped")] if silent else []
+    few_first = sorted(found.items(), key=lambda one: len(one[1]))
+    parts += [(ranks, told) for told, ranks in few_first]
+    return "; ".join(f"{_ranks(ranks)} {told}" for ranks, told in parts)
+
+
+def _told(place: RankPlace, missing: str | None) -> str:
+    if missing is not None:
+        return f"{place.where}, and has not begun {missing}"
+    waited = place.under_way.waits_for
+    return place.where if waited is None else f"{place.where}, for {waited.told}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
 
 _STORE_SECONDS = 30.0  # in which the store of torchrun answers
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
@@ -73,13 +298,13 @@ class Watch:
 
     def _give_up(self, waited: float) -> NoReturn:
         """Tell where all ranks are, by the first that answers, and end this one."""
-        place = Place(
+        place = RankPlace(
             rank=self._mesh.rank,
             where=f"after step {self._step:,}, {place_of_main_thread()}",
             under_way=under_way(),
         )
         word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
-        found = Found(teller=self._mesh.rank, silent=(), told=told_places([place]))
+        found = RollCallResult(teller=self._mesh.rank, silent=(), told=told_places([place]))
         with suppress(RuntimeError):  # torchrun has gone, and its store: each tells its own
             call = RollCall(_store(), word, nodes, self._mesh.rank)
             found = call.answer(place)

@@ -1,4 +1,4 @@
-"""Turns the state of a training into a checkpoint, which is whole once all ranks have written."""
+"""Writes a checkpoint beside the training."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.keeping.exported import exported_of
-from autopar.runtime.keeping.holdings import Holding
+from autopar.runtime.keeping.finding import begin, remove, step_folder
+from autopar.runtime.keeping.finding import put_in_place as give_place
 from autopar.runtime.keeping.manifest import (
-    Exported,
+    CheckpointOrigin,
+    ExportedWeight,
     Logical,
     Manifest,
     Moment,
-    Origin,
     Stored,
     rank_file,
     to_text,
 )
-from autopar.runtime.keeping.owners import Here, Owned, Owners, every_rank, on_first
-from autopar.runtime.keeping.random_states import random_states
+from autopar.runtime.keeping.owners import (
+    Here,
+    Holding,
+    Owned,
+    Owners,
+    every_rank,
+    named_tensors,
+    on_first,
+)
 from autopar.runtime.keeping.safetensors_file import (
     Entry,
     Written,
@@ -34,18 +41,53 @@ from autopar.runtime.keeping.safetensors_file import (
     refuse_unknown_types,
     write_tensors,
 )
-from autopar.runtime.keeping.states import everything_held, scalars
-from autopar.runtime.keeping.step_folders import begin, remove, step_folder
-from autopar.runtime.keeping.step_folders import put_in_place as give_place
-from autopar.runtime.ranks.locations import Location, size_of
+from autopar.runtime.keeping.states import everything_held, random_states, scalars
+from autopar.runtime.ranks.locations import MARK, Location, size_of
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.outputs import MARK
+
+
+def exported_of(
+    parts: Sequence[nn.Module], built: Mapping[str, torch.dtype], mesh: Mesh
+) -> Mapping[str, ExportedWeight]:
+    """Return what a state dict of the whole model has, of all ranks, by the first names.
+
+    A weight stands in a file under its first name, as Hugging Face and safetensors have it. `built`
+    are the types that the constructor chose.
+    """
+    here = [
+        (one.names, built.get(one.names[0], one.place.tensor.dtype))
+        for one in named_tensors(parts)
+        if one.is_parameter or one.is_persistent
+    ]
+    found: dict[str, tuple[torch.dtype, set[str]]] = {}
+    for names, dtype in (one for rank in every_rank(here, mesh) for one in rank):
+        _, aliases = found.setdefault(names[0], (dtype, set()))
+        aliases.update(names[1:])
+    return {
+        name: ExportedWeight(dtype=dtype, aliases=tuple(sorted(aliases)))
+        for name, (dtype, aliases) in sorted(found.items())
+    }
+
+
+def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
+    """Return the type to export: that of the constructor, but for a training in float64.
+
+    That is trained to be compared to the last digits.
+    """
+    is_exact = held is torch.float64
+    return held if is_exact or not built.is_floating_point else built
+
+
+def tied_names(exported: Mapping[str, ExportedWeight]) -> Mapping[str, str]:
+    """Return other names of tied weights, each with the first."""
+    return {alias: name for name, one in exported.items() for alias in one.aliases}
+
 
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class CheckpointSnapshot:
     """A checkpoint that is to be written: what is known of it, and this rank's share."""
 
     fresh: Location
@@ -74,7 +116,7 @@ class Agreed:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._owners = Owners(mesh)
-        self._exported: Mapping[str, Exported] | None = None
+        self._exported: Mapping[str, ExportedWeight] | None = None
 
     def owned(self, holdings: Iterable[Holding]) -> tuple[Owned, ...]:
         """Return what each rank writes."""
@@ -82,7 +124,7 @@ class Agreed:
 
     def exported(
         self, parts: Sequence[nn.Module], built: Mapping[str, torch.dtype]
-    ) -> Mapping[str, Exported]:
+    ) -> Mapping[str, ExportedWeight]:
         """Return what an export of the whole model has."""
         if self._exported is None:
             self._exported = exported_of(parts, built, self.mesh)
@@ -99,7 +141,7 @@ def snapshot(
     agreed: Agreed,
     *,
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
-) -> Snapshot | str:
+) -> CheckpointSnapshot | str:
     """Take what is to be written of a training, into a new folder; return why there is none, if so.
 
     `built` are the types that the constructor chose, for who exports weights from the checkpoint.
@@ -119,7 +161,7 @@ def snapshot(
     refuse_unknown_types(entries)
     manifest = Manifest(
         moment=moment,
-        origin=Origin(
+        origin=CheckpointOrigin(
             torch=torch.__version__,
             model=model,
             plan=plan_digest(owned, mesh),
@@ -134,7 +176,7 @@ def snapshot(
         },
         exported=agreed.exported(parts, built),
     )
-    return Snapshot(
+    return CheckpointSnapshot(
         fresh=fresh,
         place=place,
         manifest=manifest,
@@ -144,7 +186,7 @@ def snapshot(
     )
 
 
-def put_in_place(written: Snapshot, own: Written | str, mesh: Mesh) -> str | None:
+def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) -> str | None:
     """Give a checkpoint its name, once all ranks have written; return why it has none, if so."""
     ranks = every_rank(own, mesh)
     failures = [one for one in ranks if isinstance(one, str)]

@@ -1,16 +1,16 @@
-"""Finds the tensors that modules hold without having registered them, and replaces them."""
+"""Tensors that modules hold beside parameters and buffers, and memory that they share."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.tensor.contents import put_into
+from autopar.runtime.tensor.shards import has_own_ops, put_into
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # found under their names
 OF_PLANS = ("torch.distributed.", "autopar.")  # modules whose objects a plan has hung on a model
@@ -27,7 +27,7 @@ def replace_held(model: nn.Module, change: Change) -> None:
     modules = dict(model.named_modules())
     registered = (vars(module)[name].values() for module in modules.values() for name in REGISTERED)
     seen = {id(one): one for found in registered for one in found if one is not None}
-    walk = _Walk(change, seen | {id(module): module for module in modules.values()})
+    walk = _ObjectWalk(change, seen | {id(module): module for module in modules.values()})
     for prefix, module in modules.items():
         for name in [one for one in module.__dict__ if one not in REGISTERED]:
             walk.attribute = f"{prefix}.{name}" if prefix else name
@@ -45,7 +45,7 @@ def move_held(model: nn.Module, device: torch.device) -> None:
     replace_held(model, moved)
 
 
-class _Walk:
+class _ObjectWalk:
     """One walk over objects, each of which is met once."""
 
     def __init__(self, change: Change, seen: dict[int, Any]) -> None:
@@ -106,3 +106,42 @@ class _Walk:
 
 def _is_of_plan(one: Any) -> bool:
     return f"{one.__module__}.".startswith(OF_PLANS)
+
+
+def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield names of parameters, each with what shares memory with it and is another object.
+
+    Training moves both in plain PyTorch. Here each part of a model has memory of its own.
+    """
+    parameters = {name: one for name, one in model.named_parameters() if _lies_in_memory(one)}
+    others = list(parameters.items()) + list(model.named_buffers())
+
+    def note(name: str, tensor: Tensor) -> Tensor:
+        others.append((name, tensor))
+        return tensor
+
+    replace_held(model, note)
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, one in others:
+        if _lies_in_memory(one):
+            by_storage.setdefault(one.untyped_storage()._cdata, []).append((name, one))
+    for found in by_storage.values():
+        for name, one in found:
+            if one is parameters.get(name):
+                yield from ((name, other) for other, two in found if _meet(one, two))
+
+
+def _lies_in_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not has_own_ops(tensor)
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a storage have an element in common."""
+    if one is other or not one.numel() or not other.numel():
+        return False
+    size = one.untyped_storage().nbytes()
+    if one.dtype is not other.dtype:
+        return True
+    marked = torch.zeros(size // one.element_size(), dtype=torch.bool)
+    marked.as_strided(one.shape, one.stride(), int(one.storage_offset())).fill_(True)
+    return bool(marked.as_strided(other.shape, other.stride(), int(other.storage_offset())).any())

@@ -1,18 +1,99 @@
-"""Turns a model on the meta device into the part of it that this process runs, names unchanged."""
+"""The modules of a rank: their names, their classes, and the parts that it has of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import combinations
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from autopar.runtime.model.layer_names import named
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.lengths import begin_anew, begins_anew
 from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
+from autopar.runtime.tensor.slices import begin_anew, begins_anew
+
+OUTERMOST = "_autopar_recomputes"  # marks an instance whose forward stays before its classes
+
+
+def class_with_forward(module: nn.Module) -> type[nn.Module]:
+    """Return a class whose forward is the module's, which may have been assigned to it alone.
+
+    `self.forward = self.forward_train` in an __init__ would come before any class that the module
+    takes. Here it goes into a class, and a subclass comes before it. The forward of a module that
+    runs again stays where it is: it asks for that of the class when it runs.
+    """
+    kind = type(module)
+    if OUTERMOST in module.__dict__ or "forward" not in module.__dict__:
+        return kind
+    own = module.__dict__.pop("forward")
+
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+Value = TypeVar("Value")
+
+
+def numbered(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    """Put numbers in the place of the star: ("h.*", range(2)) gives ("h.0", "h.1")."""
+    before, _, behind = pattern.partition("*")
+    return tuple(f"{before}{number}{behind}" for number in numbers)
+
+
+def starred(name: str) -> tuple[str, ...]:
+    """Put stars in the place of some of the numbers between dots, of few of them first.
+
+    "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
+    """
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isdecimal()]
+    chosen = (some for count in range(len(places)) for some in combinations(places, count + 1))
+    return tuple(
+        ".".join("*" if place in some else part for place, part in enumerate(parts))
+        for some in chosen
+    )
+
+
+def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
+    """Give every name what the table has for it, or for it with stars; leave the others out."""
+    found = (
+        (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
+    )
+    return {name: table[listed] for name, listed in found if listed is not None}
+
+
+def is_listed(name: str, listed: Collection[str]) -> bool:
+    """Tell whether a name is in a list, as it is or with stars."""
+    return name in listed or any(one in listed for one in starred(name))
+
+
+def keep_apart(module: nn.Module) -> None:
+    """Have a module (a layer) work on copies of the tensors that it is given, and return no views.
+
+    A forward that runs again wants its inputs as they were, and what fully_shard hands to a module
+    must not be written to; where others write to a view of a result, its hooks are lost. The
+    instance takes a subclass of its class: parameters, buffers and names stay as they are.
+    """
+    kind = class_with_forward(module)
+    module.__class__ = type(f"Apart{kind.__name__}", (_Apart, kind), {})
+
+
+class _Apart(nn.Module):
+    """A module whose tensors nobody else writes to, nor it to those of others."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the module's class does."""
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        return tree_map_only(Tensor, _owned, super().forward(*args, **kwargs))
+
+
+def _owned(result: Tensor) -> Tensor:
+    return result.clone() if result._is_view() else result
 
 
 @dataclass(frozen=True, slots=True)

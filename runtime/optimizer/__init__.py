@@ -3,11 +3,13 @@
 Scripts import from here; files import from each other.
 """
 
-from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.gradients import clip_by_global_norm, sum_replicated
-from autopar.runtime.optimizer.loss_scaling import LossScale
-from autopar.runtime.optimizer.schedule import build_scheduler
-from autopar.runtime.optimizer.usual import adamw, warmup_cosine
+from autopar.runtime.optimizer.building import (
+    adamw,
+    build_optimizer,
+    build_scheduler,
+    warmup_cosine,
+)
+from autopar.runtime.optimizer.gradients import LossScale, clip_by_global_norm, sum_replicated
 
 __all__ = [
     "LossScale",

@@ -1,27 +1,145 @@
-"""Turns the user's optimizer into one over this rank's pieces of the parameters."""
+"""Builds a rank's optimizer and its schedule: the model file's, or the usual ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import inspect
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.wrapping import buckets_of
-from autopar.runtime.optimizer.arguments import OptimizerFactory, made_optimizer
-from autopar.runtime.optimizer.pieces import Piece, local_pieces, note_pieces, state_of
-from autopar.runtime.optimizer.sharded import (
+from autopar.runtime.optimizer.pieces import (
     FlatShard,
+    ParameterPiece,
     forget_gradients,
     gather_parameters,
+    local_pieces,
+    note_pieces,
     shard_parameters_flat,
+    state_of,
 )
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.tensor.contents import made_like
+from autopar.runtime.ranks.randomness import kept_numbers
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.user_code import failing_at, place_of, said_of, told
+from autopar.runtime.tensor.shards import made_like
+
+OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
+
+MODEL, NAMED = "model", "named_parameters"  # names of the one argument that ask for these
+
+
+def asked_by(factory: OptimizerFactory) -> str:
+    """Return the name of the one argument of a build_optimizer."""
+    return next(iter(inspect.signature(factory).parameters), "")
+
+
+def made_optimizer(
+    factory: OptimizerFactory, parts: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
+) -> Optimizer:
+    """Call a factory with what the name of its argument asks for, of what this rank holds.
+
+    `stepped` are the parameters that learn. A stage without any is given one that holds nothing.
+    Leaves where the factory fails, or returns what no script can step.
+    """
+    name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
+    with told(name, factory):
+        optimizer = _called(factory, parts, stepped)
+    fault = fault_of_optimizer(optimizer)
+    if fault:
+        refuse(f"{name} {fault}", fix=f"look at {place_of(factory) or 'build_optimizer()'}")
+    return optimizer
+
+
+def fault_of_optimizer(optimizer: Any) -> str:
+    """Return what no script can step an optimizer for; "" where there is nothing."""
+    if not isinstance(optimizer, Optimizer):
+        return f"returns a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    twice = sum(count > 1 for count in counts.values())
+    return f"gives the optimizer {twice} parameters more than once" if twice else ""
+
+
+def _called(
+    factory: OptimizerFactory, parts: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
+) -> Optimizer:
+    asked = asked_by(factory)
+    model = parts[0] if len(parts) == 1 else _Together(parts)
+    if asked == MODEL and any(parameter.requires_grad for parameter in model.parameters()):
+        return factory(model)
+    if asked in (MODEL, NAMED):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        named = [(names.get(id(one), "nothing"), one) for one in stepped]
+        return factory(named if asked == NAMED else _HeldParameters(dict(named)))
+    return factory(stepped)
+
+
+class _Together(nn.Module):
+    """The stages of a rank as one module: each has names of the whole model."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._parts = tuple(parts)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of all stages; what none of them holds has no parameters."""
+        for part in self._parts:
+            yield from part.named_modules(*args, **kwargs)
+
+
+class _HeldParameters(nn.Module):
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in parameters.items():
+            self.register_parameter(name.rpartition(".")[2], parameter)
+
+
+def adamw(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> AdamW:
+    """Build AdamW that decays matrices, but neither norms nor biases.
+
+    A parameter has as many dims on every rank as in the model. Pieces of it take its place in its
+    group later.
+    """
+    every = list(parameters)
+    matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
+    others = {"params": [one for one in every if one.dim() < 2], "weight_decay": 0.0}
+    return AdamW([matrices, others], lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: int, final: float) -> LambdaLR:
+    """Build a schedule: linearly up to the optimizer's rates, then down along a cosine.
+
+    The last of the `steps` has `final` times the highest rate. The warm-up takes a tenth of the
+    steps at most. Each rate follows from the number of the step and of all `steps` alone: a
+    training that goes on with more steps has the rates of one that had so many from the start.
+    """
+    warmup = min(warmup, steps // 10)
+
+    def factor(taken: int) -> float:
+        if taken < warmup:
+            return (taken + 1) / (warmup + 1)
+        progress = min(1.0, (taken - warmup) / max(1, steps - 1 - warmup))
+        return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+    return LambdaLR(optimizer, factor)
+
 
 # They read a parameter as a matrix (or all parameters as one vector): a slice of it says nothing.
 NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
@@ -159,11 +277,11 @@ def _prefer_fused(optimizer: Optimizer) -> None:
 
 
 def _exchange(
-    optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[Piece]
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[ParameterPiece]
 ) -> None:
     """Put the pieces in the place of the parameters, and keep the two in step."""
     note_pieces(optimizer, pieces)
-    by_parameter: dict[int, list[Piece]] = {}
+    by_parameter: dict[int, list[ParameterPiece]] = {}
     for piece in pieces:
         made_like(piece.target, piece.parameter)
         by_parameter.setdefault(id(piece.parameter), []).append(piece)
@@ -199,3 +317,58 @@ def _exchange(
     optimizer.register_step_post_hook(give_values)
     # The gradients that a step leaves behind are the parameters', not the pieces'.
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+SchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+_NAME = "build_scheduler() of the model file"
+_REHEARSING_SECONDS = 2.0  # at most: a schedule of a million steps takes longer
+
+
+def build_scheduler(
+    factory: SchedulerFactory, optimizer: Optimizer, *, steps: int, mesh: Mesh
+) -> LRScheduler:
+    """Build a schedule; leave where that fails, now or in one of so many steps.
+
+    The first rank tries that on an optimizer that holds nothing.
+    """
+    with told(_NAME, factory):
+        scheduler = factory(optimizer)
+    if not callable(getattr(scheduler, "step", None)):
+        found = f"{_NAME} returns a {type(scheduler).__name__}, which has no step()"
+        refuse(found, fix="return a schedule of steps, as those of torch.optim.lr_scheduler")
+    if mesh.rank == 0 and not mesh.is_dry_run:
+        with kept_numbers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer is not stepped
+            _rehearse(factory, optimizer, steps)
+    return scheduler
+
+
+def _rehearse(factory: SchedulerFactory, optimizer: Optimizer, steps: int) -> None:
+    scheduler: Any = None
+    with suppress(Exception):  # a schedule may need more of an optimizer than its settings
+        scheduler = factory(_settings_of(optimizer))
+    if scheduler is None:
+        return
+    until = time.monotonic() + _REHEARSING_SECONDS
+    for step in range(1, steps + 1):
+        try:
+            scheduler.step()
+        except Exception as error:
+            place = failing_at(error) or place_of(factory)
+            refuse(
+                f"the schedule of {_NAME} fails in step {step:,} of {steps:,}: {said_of(error)}",
+                fix=f"let it last for all steps, or train fewer (--steps): look at {place}",
+            )
+        if time.monotonic() > until:
+            return
+
+
+def _settings_of(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the settings of another one, and parameters without numbers."""
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [nn.Parameter(torch.empty(0))]}
+        for group in optimizer.param_groups
+    ]
+    return Optimizer(groups, dict(optimizer.defaults))

@@ -3,12 +3,10 @@
 Scripts import from here; files import from each other.
 """
 
-from autopar.runtime.ranks.mesh import Axis, Mesh, start, stop
-from autopar.runtime.ranks.model_source import note_changes, refuse_changes
-from autopar.runtime.ranks.one_stream import join_streams
+from autopar.runtime.ranks.mesh import Axis, Mesh, join_streams, start, stop
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
-from autopar.runtime.ranks.user_code import tell_errors_once
+from autopar.runtime.ranks.user_code import note_changes, refuse_changes, tell_errors_once
 
 __all__ = [
     "Axis",

@@ -1,10 +1,12 @@
-"""Ends all ranks for the reason that the first of them has: one message on each node, one code."""
+"""How a training that cannot go on tells why, once for all ranks, and leaves."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -13,12 +15,79 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
 
-from autopar.runtime.ranks.console import say
-from autopar.runtime.shown import masked
+_HIDDEN = "***"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# The password of a URL, up to the last @ before a space or a quote: some have / and @ themselves.
+# A number alone is a port.
+_PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@'\"]*:)(?!\d{1,5}(?:[/\s'\"]|$))[^\s'\"]+@")
+_HTTP_TOKEN = re.compile(r"(\bhttps?://)[^\s:/@'\"]+@")
+_SECRET_NAME = r"[\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key)[\w.-]*"
+_SECRET_VALUE = re.compile(rf"([?&;]{_SECRET_NAME}=)[^\s&'\"]+", re.IGNORECASE)
+_SECRET = re.compile(_SECRET_NAME, re.IGNORECASE)
+
+
+def visible(text: str) -> str:
+    """Return a text with all control characters spelled out, but for tabs and ends of lines."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def in_a_line(text: str) -> str:
+    """Return a name of others as a part of one line: ends of lines and tabs are spelled out."""
+    return visible(text.replace("\n", "\\n").replace("\t", "\\t"))
+
+
+def masked(text: str) -> str:
+    """Return a text with *** in the place of passwords and tokens in its URLs."""
+    if "://" not in text:
+        return text
+    hidden = _PASSWORD.sub(rf"\1{_HIDDEN}@", text)
+    hidden = _HTTP_TOKEN.sub(rf"\1{_HIDDEN}@", hidden)
+    return _SECRET_VALUE.sub(rf"\1{_HIDDEN}", hidden)
+
+
+def masked_variable(name: str, value: str) -> str:
+    """Return the value of an environment variable as a file may show it."""
+    return _HIDDEN if _SECRET.fullmatch(name) else masked(value)
+
+
+def plain(text: str) -> str:
+    """Return a text as a terminal may show it."""
+    return masked(visible(text))
+
+
+_ERASE = "\x1b[K"  # what is right of the cursor
+_BAR = 30  # characters
+
+
+def say(text: object, to: TextIO | None = None) -> None:
+    """Print a line to stderr, or to another stream; a bar that stands there is erased.
+
+    Names of others in it give the terminal no orders, and passwords in URLs are left out.
+    """
+    stream = sys.stderr if to is None else to
+    # At once: print writes the end of the line apart, and ranks share the console.
+    stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
+    stream.flush()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether lines of a stream can be written over."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def draw_bar(done: int, whole: int, seconds_left: float) -> None:
+    """Show on stdout how much is done; the cursor rests at the start, for the next line."""
+    filled = _BAR * done // whole
+    text = f"step {done:>6}   {'━' * filled}{'─' * (_BAR - filled)} {done / whole:4.0%}"
+    text += f"   {timedelta(seconds=round(seconds_left))} left"
+    width = shutil.get_terminal_size().columns - 1  # a line that is wrapped cannot be written over
+    sys.stdout.write(f"{_ERASE}{text[:width]}\r")
+    sys.stdout.flush()
+
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match

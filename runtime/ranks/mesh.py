@@ -1,19 +1,17 @@
-"""Turns the degrees of a plan and torchrun's environment into the mesh of this process.
+"""The axes of ranks and their groups, joined once at the start."""
 
-An axis belongs to the mesh, a dim to a tensor. The tensor axis is the fastest, so that its ranks
-are neighbours on the quickest links; then data, whose ranks that share one sharded copy are
-neighbours; the pipeline axis is the slowest:
+from __future__ import annotations
 
-    rank = (pipeline · data_size + data) · tensor_size + tensor
-    data = replica · shard_size + shard
-"""
-
+import ctypes
 import gc
 import os
+import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +19,59 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from autopar.runtime.ranks.leaving import leave_with_others
-from autopar.runtime.ranks.network import joining_nodes
-from autopar.runtime.ranks.option_values import number_in
-from autopar.runtime.ranks.parent import stop_with_parent
+from autopar.runtime.ranks.leaving import RUN_TOKEN, leave_with_others
+from autopar.runtime.ranks.network import joining_nodes, store_of
+from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.ranks.rendezvous import store_of
-from autopar.runtime.ranks.stopwatch import Stopwatch
+
+Item = TypeVar("Item")
+
+
+class Stopwatch:
+    """Seconds spent so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Yield items; the time until each of them is there is added."""
+        while True:
+            begun = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.perf_counter() - begun
+            yield item
+
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+_prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
+
+
+def stop_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it ends; elsewhere than on Linux, no.
+
+    Without it the ranks of a torchrun that was killed would train on, and nobody would know.
+    """
+    if _prctl is not None:
+        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+_STDOUT, _STDERR = 1, 2
+
+
+def join_streams() -> None:
+    """Do so in a rank that `autopar run` has started; all other processes keep both streams.
+
+    torchrun follows a file for each stream, and shows what is new in each of them now and then.
+    """
+    if RUN_TOKEN in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(_STDOUT, _STDERR)
+
 
 DRY_RUN = "AUTOPAR_DRYRUN"
 # How long a message may take, in steps, and at least: the watch over steps, which knows more of

@@ -1,18 +1,20 @@
-"""Moves tensors between the ranks of an axis, without gradients.
+"""Messages between ranks, groups of neighbours, and what all ranks agree on."""
 
-What a layer waits for travels by torch's functional collectives, which `torch.compile` sees
-through. Sums and parts of a bucket travel in its own memory while other work is done.
-"""
+from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.mesh import Axis, Mesh
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import refuse
 
 _functional: Any = torch.ops._c10d_functional
 # torch 2.13 renamed both; the old names warn there.
@@ -107,3 +109,122 @@ def _waited(coming: Any) -> Tensor:
 def _name(axis: Axis) -> str:
     assert axis.group is not None, "an axis of one rank moves nothing"
     return axis.group.group_name
+
+
+_DESCRIBED = "mesh_pipeline"  # as torch describes the group of the axis, in what it records
+
+
+class Pairs(Enum):
+    """Which pipeline ranks have a group of two."""
+
+    NONE = "none: all messages travel in the group of the axis"
+    LINE = "each rank and the next"
+    RING = "the last rank and the first, too"
+
+
+def neighbour_groups(mesh: Mesh, kind: Pairs) -> Mapping[int, dist.ProcessGroup]:
+    """Return the groups of this rank and each of its neighbours, by the neighbour's pipeline rank.
+
+    The group of an axis of two ranks is one of two already. All ranks of the world make these
+    groups together, in one order.
+    """
+    axis = mesh.pipeline
+    if axis.size <= 2 or kind is Pairs.NONE:
+        return {}
+    found = {}
+    for pairs in _pairs_apart(axis.size, is_ring=kind is Pairs.RING):
+        group = _group_of_this_rank(_on_each_column(pairs, mesh), mesh.message_timeout)
+        if group is not None:
+            (pair,) = (one for one in pairs if axis.rank in one)
+            found[sum(pair) - axis.rank] = group
+    return found
+
+
+def _pairs_apart(size: int, *, is_ring: bool) -> list[list[tuple[int, int]]]:
+    """Return all pairs of neighbours, in lists of pairs that have no rank in common."""
+    pairs = [(rank, rank + 1) for rank in range(size - 1)]
+    apart = [pairs[::2], pairs[1::2]]
+    if is_ring and size % 2:
+        apart.append([(0, size - 1)])
+    elif is_ring:
+        apart[1].append((0, size - 1))
+    return apart
+
+
+def _on_each_column(pairs: Sequence[tuple[int, int]], mesh: Mesh) -> list[list[int]]:
+    """Return the ranks of the pairs in the world, for all places on the other axes."""
+    columns = mesh.world_size // mesh.pipeline.size
+    return [
+        [pipeline * columns + column for pipeline in pair]
+        for pair in pairs
+        for column in range(columns)
+    ]
+
+
+def _group_of_this_rank(
+    groups: Sequence[list[int]], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Make groups that have no rank in common; return the one of this rank, if there is one.
+
+    nccl makes all of them in one go, out of the communicator of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=_DESCRIBED)
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(ranks, timeout=timeout, group_desc=_DESCRIBED)
+        if dist.get_rank() in ranks:
+            own = made
+    return own
+
+
+def agreed(
+    batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, after the ranks that share rows have told that the first one is the same.
+
+    Pipeline ranks read a row's inputs here and its targets there, tensor ranks share its work: a
+    dataset that drew other numbers on each of them would train them on rows that do not exist.
+    """
+    first = next(batches)
+    for axis in sharers:
+        _check(first, axis, device)
+    yield first
+    yield from batches
+
+
+def check_same_length(rows: int, maker: str, mesh: Mesh) -> None:
+    """Leave where ranks have datasets of unlike lengths: they share out the rows of one."""
+    if mesh.world.size == 1:
+        return
+    own = torch.tensor([rows], device=mesh.device)
+    every: list[int] = gathered(own, mesh.world).flatten().tolist()
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            refuse(
+                f"{maker}() returns {every[0]:,} rows on rank 0 and {other:,} on rank {rank}",
+                fix="let it return the same rows on all ranks: each takes its own share of them",
+            )
+
+
+def _check(batch: Mapping[str, Tensor], axis: Axis, device: torch.device) -> None:
+    if axis.size == 1:
+        return
+    own = torch.tensor([_digest(value) for value in batch.values()], device=device)
+    is_same = (gathered(own, axis) == own).all(0).tolist()
+    others = [repr(key) for key, same in zip(batch, is_same, strict=True) if not same]
+    if others:
+        refuse(
+            f"ranks that train on the same rows have read others: {', '.join(others)} of their "
+            "first batch differ",
+            fix="let the dataset draw from torch's, Python's or numpy's own generator, which are "
+            "seeded for every row, or from one that it seeds by the number of the row",
+        )
+
+
+def _digest(value: Tensor) -> int:
+    """Return a number that tells rows, and their order, apart."""
+    plain = torch.view_as_real(value) if value.is_complex() else value
+    return mixed_seed(*torch.hash_tensor(plain.reshape(len(plain), -1), dim=1).tolist())

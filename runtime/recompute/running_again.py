@@ -1,14 +1,19 @@
-"""Turns a module that keeps its activations into one that computes them again in the backward."""
+"""Layers that run again: on what they were given, drawing what they drew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import pickle
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, reduce, wraps
+from enum import Enum
+from functools import lru_cache, partial, reduce, wraps
+from io import BytesIO
+from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _StopRecomputationError,
@@ -16,11 +21,147 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autopar.runtime.model.own_forward import OUTERMOST, class_with_forward
-from autopar.runtime.recompute.drawing_again import DrawnNumbers
-from autopar.runtime.recompute.given_objects import run_alike
+from autopar.runtime.model.parts import OUTERMOST, class_with_forward
+from autopar.runtime.ranks.randomness import States, generator_states, set_generator_states
 from autopar.runtime.recompute.written_buffers import WrittenBuffers
-from autopar.runtime.tensor.lengths import remembered
+from autopar.runtime.tensor.slices import remembered
+
+
+class DrawnNumbers:
+    """The states of the generators before a forward, and after each of its kept ops that draw."""
+
+    def __init__(self) -> None:
+        self._before = generator_states()
+        self._after_ops: list[States] = []
+        self._to_come: Iterator[States] = iter(())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Surround the second forward; afterwards the generators are as they were before it."""
+        now = generator_states()
+        set_generator_states(self._before)
+        self._to_come = iter(self._after_ops)
+        try:
+            yield
+        finally:
+            set_generator_states(now)
+
+    def follow(
+        self, first: TorchDispatchMode, again: TorchDispatchMode, is_kept: Callable[[Any], bool]
+    ) -> None:
+        """Note the states after kept ops of the first forward, and set them in the second."""
+
+        def note(op: Any) -> None:
+            if is_kept(op):
+                self._after_ops.append(generator_states())
+
+        def skip(op: Any) -> None:
+            if is_kept(op):
+                set_generator_states(next(self._to_come))
+
+        for mode, after_draw in ((first, note), (again, skip)):
+            mode.__class__ = _followed(type(mode))  # type: ignore[arg-type]  # mypy: no Hashable
+            mode.__dict__["after_draw"] = after_draw
+
+
+@lru_cache
+def _followed(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    """Return the class of modes that call `after_draw` with each op that may draw numbers."""
+
+    class Followed(kind):  # type: ignore[valid-type, misc]
+        after_draw: Callable[[Any], None]
+
+        def __torch_dispatch__(
+            self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                self.after_draw(func)
+            return made
+
+    return Followed
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Forward = Callable[..., Any]
+
+_SHARED = (Tensor, nn.Module, FunctionType)
+_PLAIN = (
+    *_SHARED, type(None), bool, int, float, complex, str, bytes, type, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def run_alike(
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
+    """Return a forward that runs on the arguments, then on what these were, and the latter.
+
+    It is handed the latter each time: that is what is kept until the backward.
+    """
+    copied = _copies((args, kwargs))
+    if copied is None:
+        return forward, args, kwargs
+    given = [(args, kwargs)]
+
+    def run(*_: Any, **__: Any) -> Any:
+        own_args, own_kwargs = given.pop() if given else copied()
+        return forward(*own_args, **own_kwargs)
+
+    return run, *copied()
+
+
+def _copies(given: Arguments) -> Callable[[], Arguments] | None:
+    """Return what makes arguments as these are now; None where they cannot be written to."""
+    args, kwargs = given
+    if all(map(_is_plain, (*args, *kwargs.values()))):
+        return None
+    shared, written = list[Any](), BytesIO()
+    try:
+        _ObjectWriter(written, shared).dump(given)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return None  # of a local class, say: the layer has to do without copies
+
+    def copied() -> Arguments:
+        found: Arguments = _ObjectReader(BytesIO(written.getbuffer()), shared).load()
+        return found
+
+    return copied
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether nothing can be written to a value, or it is a tensor or a module."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+class _ObjectWriter(pickle.Pickler):
+    """Writes the structure of objects, and lists what they share with their copies."""
+
+    def __init__(self, file: BytesIO, shared: list[Any]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.shared = shared
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number of what is not copied."""
+        if not isinstance(obj, _SHARED):
+            return None
+        self.shared.append(obj)
+        return len(self.shared) - 1
+
+
+class _ObjectReader(pickle.Unpickler):
+    """Reads what a writer wrote."""
+
+    def __init__(self, file: BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self.shared = shared
+
+    def persistent_load(self, pid: int) -> Any:
+        """Return what was not copied."""
+        return self.shared[pid]
+
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
 IsKept: TypeAlias = Callable[[Any], bool]

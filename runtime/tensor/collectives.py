@@ -33,11 +33,14 @@ from torch import Tensor
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import summed
-from autopar.runtime.tensor.cuts import Cut, Parts, cut
-from autopar.runtime.tensor.lengths import cut_of_share, note_length
 from autopar.runtime.tensor.slices import (
+    Cut,
+    Parts,
+    cut,
+    cut_of_share,
     exchange_along,
     gather_along,
+    note_length,
     pad_along,
     slice_along,
     sum_scatter_along,

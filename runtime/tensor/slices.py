@@ -1,11 +1,135 @@
-"""Cuts, gathers, pads and exchanges a tensor along a dim, without gradients."""
+"""Cuts of tensors over ranks: their places, lengths and slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import exchanged, exchanged_pieces, gathered, sum_scattered
-from autopar.runtime.tensor.cuts import Cut, Ranges
+
+Parts = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What every rank holds of one dim."""
+
+    ranges: tuple[Ranges, ...]  # per rank, [start, stop) of the whole dim
+    sizes: tuple[int, ...]  # per rank, how many elements that is
+    is_even: bool  # one range per rank, all of one size
+
+    @property
+    def whole(self) -> int:
+        """The size of the dim before it was cut."""
+        return sum(self.sizes)
+
+
+@lru_cache(maxsize=1024)
+def cut(parts: Parts, size: int) -> Cut:
+    """Cut a dim over the ranks of an axis."""
+    ranges = tuple(part_ranges(parts, rank, size) for rank in range(size))
+    sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
+    is_even = len(parts) == 1 and parts[0][0] % size == 0
+    return Cut(ranges, sizes, is_even)
+
+
+def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
+    """Find the non-empty ranges of the whole dim that one rank holds, in order."""
+    ranges, start = [], 0
+    for count, unit in parts:
+        first, last = _blocks_before(count, rank, size), _blocks_before(count, rank + 1, size)
+        if last > first:
+            ranges.append((start + first * unit, start + last * unit))
+        start += count * unit
+    return tuple(ranges)
+
+
+def _blocks_before(count: int, rank: int, size: int) -> int:
+    """Count the blocks of the ranks before this one."""
+    return rank * (count // size) + min(rank, count % size)
+
+
+RECEIVED = "received_lengths"  # where a stage's module finds those of what it receives
+
+_KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # of the forward that runs
+
+
+def begin_anew(model: nn.Module) -> None:
+    """Have each forward of a model know the lengths of its own microbatch alone."""
+    model.register_forward_pre_hook(_forget)
+
+
+def begins_anew(model: nn.Module) -> bool:
+    """Whether the forwards of a model do so."""
+    return _forget in model._forward_pre_hooks.values()
+
+
+def _forget(module: nn.Module, _: object) -> None:
+    _KNOWN.set(dict.fromkeys(module.__dict__.get(RECEIVED, ())))
+
+
+def note_length(whole: int) -> None:
+    """Note how long a dim is that is cut."""
+    known = _KNOWN.get(None)
+    if known is not None:
+        known[whole] = None
+
+
+def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
+    """Return the cut of a dim of which this rank holds so many elements."""
+    known = _KNOWN.get(None) or {}
+    own = [whole for whole in known if _cut(whole, axis.size).sizes[axis.rank] == local]
+    if not own:
+        return _cut(local * axis.size, axis.size)
+    clashes = any(_clash(own[0], other, axis.size) for other in known if other != own[0])
+    if not clashes or detect_fake_mode() is not None:
+        return _cut(own[0], axis.size)
+    shares = gathered(torch.tensor([local], device=device), axis)
+    return _cut(int(shares.sum()), axis.size)
+
+
+def remembered() -> Callable[[], Any]:
+    """Return what has the lengths that are known now known again, while a layer runs again."""
+    known = _KNOWN.get(None)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        if known is None:
+            yield
+            return
+        token = _KNOWN.set(known)
+        try:
+            yield
+        finally:
+            _KNOWN.reset(token)
+
+    return again
+
+
+def receives(module: nn.Module, wholes: Iterable[int]) -> None:
+    """Tell a stage's module how long the dims are whose shares it receives."""
+    module.__dict__[RECEIVED] = tuple(wholes)
+
+
+@lru_cache(maxsize=4096)
+def _clash(one: int, other: int, size: int) -> bool:
+    """Whether some rank holds as much of one length as of another."""
+    pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)
+    return any(first == second for first, second in pairs)
+
+
+def _cut(whole: int, size: int) -> Cut:
+    return cut(((whole, 1),), size)
 
 
 def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, embedding, embedding_bag
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import gathered
-from autopar.runtime.tensor.cuts import Parts, cut
+from autopar.runtime.tensor.slices import Parts, cut
 
 
 def vocab_parallel_embedding(

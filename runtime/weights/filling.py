@@ -1,19 +1,28 @@
 """Turns the numbers of a whole tensor into the part of it that this process holds."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.chunks import recorded_chunks, with_rows
-from autopar.runtime.tensor.cuts import Ranges
-from autopar.runtime.tensor.shards import Place, Split, local_chunks, put, split_of
+from autopar.runtime.tensor.shards import (
+    Split,
+    TensorPlace,
+    local_chunks,
+    put,
+    recorded_chunks,
+    split_of,
+    with_rows,
+)
+from autopar.runtime.tensor.slices import Ranges
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A whole tensor, in memory or in a file, of which slices can be read."""
 
     def __getitem__(self, index: Any, /) -> Tensor:
@@ -26,8 +35,8 @@ class ShapeError(ValueError):
 
 
 def fill(
-    group: list[Place],
-    source: Source | None,
+    group: list[TensorPlace],
+    source: TensorSource | None,
     splits: Mapping[str, Split],
     axis: Axis,
     *,
@@ -62,7 +71,7 @@ def fill(
     put(group, fresh, chunks)
 
 
-def read(source: Source, ranges: tuple[Ranges, ...], index: tuple[slice, ...] = ()) -> Tensor:
+def read(source: TensorSource, ranges: tuple[Ranges, ...], index: tuple[slice, ...] = ()) -> Tensor:
     """Read the ranges of every dim, laid end to end."""
     if len(index) == len(ranges):
         return source[index] if index else source[...]
@@ -72,3 +81,21 @@ def read(source: Source, ranges: tuple[Ranges, ...], index: tuple[slice, ...] = 
         for start, stop in ranges[dim] or ((0, 0),)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+_WIDE = {torch.complex64: torch.complex128}
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    """Give parameters and buffers float64, and complex ones complex128, in place; return the model.
+
+    model.to(torch.float64) would leave out the imaginary parts of complex numbers.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(_wide(tensor))
+    return model
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return _WIDE.get(tensor.dtype, tensor.dtype if tensor.is_complex() else torch.float64)

@@ -19,23 +19,29 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from autopar.runtime.model.held_tensors import move_held
 from autopar.runtime.ranks.mesh import ALONE, Axis
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.tensor.contents import has_plain_memory
 from autopar.runtime.tensor.shards import (
-    Place,
     Split,
+    TensorPlace,
     check_names,
     group_aliases,
     hang,
+    has_plain_memory,
     places,
 )
-from autopar.runtime.weights.filling import Source, fill
-from autopar.runtime.weights.float64 import in_float64
+from autopar.runtime.weights.filling import TensorSource, fill, in_float64
 from autopar.runtime.weights.plain_model import plain_model
-from autopar.runtime.weights.recording.digests import digest_of, digest_of_value
-from autopar.runtime.weights.recording.left_over import make_real, new_objects_apart
-from autopar.runtime.weights.recording.recorded_model import move_to_meta, recorded_model
-from autopar.runtime.weights.recording.recorded_ops import UnrecordableError
-from autopar.runtime.weights.recording.recording import META, Recording
+from autopar.runtime.weights.recording.recorded_model import (
+    make_real,
+    move_to_meta,
+    new_objects_apart,
+    recorded_model,
+)
+from autopar.runtime.weights.recording.recorded_ops import (
+    UnrecordableError,
+    digest_of,
+    digest_of_value,
+)
+from autopar.runtime.weights.recording.recording import META, ConstructorRecording
 from autopar.runtime.weights.saving.saved_form import SavedForm, saved_form, unseen
 
 NEVER_FILLED = "takes memory for it (torch.empty) and never fills that"
@@ -47,7 +53,7 @@ class Recipe:
     """How to make every parameter and buffer of a model, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    source: Callable[[str], Source]
+    source: Callable[[str], TensorSource]
     dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
     bare: Mapping[str, str] = field(default_factory=dict)  # what has no numbers, and why
     digests: Callable[[], Mapping[str, int]] = dict  # by which processes compare what they made
@@ -89,7 +95,7 @@ class Recipe:
         made: Tensor = self.source(name)[...]
         return made
 
-    def _source(self, place: Place) -> tuple[tuple[int, ...], Source | None]:
+    def _source(self, place: TensorPlace) -> tuple[tuple[int, ...], TensorSource | None]:
         if place.name not in self.shapes:
             raise KeyError(f"the recorded model has no {place.name}: its names may not change")
         if detect_fake_mode() is not None:  # a dry run, which needs shapes only
@@ -137,7 +143,7 @@ def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Rec
 
 
 def _recipe(
-    recording: Recording, model: nn.Module, factory: Callable[[], nn.Module], seed: int
+    recording: ConstructorRecording, model: nn.Module, factory: Callable[[], nn.Module], seed: int
 ) -> Recipe:
     history = recording.history
     found = _cut(model)
@@ -151,7 +157,7 @@ def _recipe(
     def in_full() -> Mapping[str, Tensor]:
         return dict(_tensors(plain_model(factory, seed=seed)))
 
-    def source(name: str) -> Source:
+    def source(name: str) -> TensorSource:
         value = values[name]
         try:
             return history.copied(value) or history.replay([value])[0]
@@ -209,7 +215,7 @@ def _built_for_real(
     )
 
 
-def _cut(model: nn.Module) -> list[Place]:
+def _cut(model: nn.Module) -> list[TensorPlace]:
     """Return the places of what ranks hold parts of; sparse tensors, and their like, stay whole."""
     return [place for place in places(model) if has_plain_memory(place.tensor)]
 

@@ -1,21 +1,69 @@
 """Gives the parts of a model their weights: from files, or as the constructor makes them."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, cached_property
 from types import MappingProxyType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from autopar.runtime.model.layer_names import named
-from autopar.runtime.model.parts import names_of
-from autopar.runtime.ranks.console import say
-from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.model.parts import named, names_of
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.options import StartingWeights
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import gathered
 from autopar.runtime.tensor.shards import Split
-from autopar.runtime.weights.agreement import check_same
 from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.safetensors_weights import load_safetensors, note_left, note_unused
+from autopar.runtime.weights.safetensors_weights import (
+    load_safetensors,
+    note_left,
+    note_unused,
+    stored_model,
+)
 from autopar.runtime.weights.saving.saved_form import SavedForm, UnsavableError
+from autopar.runtime.weights.saving.stored_model import StoredModel
+
+
+def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
+    """Refuse weights that begin otherwise in some process, by the name of one."""
+    if detect_fake_mode() is not None:  # a dry run is one process
+        return
+    for axis in (mesh.data, mesh.tensor, mesh.pipeline):
+        if axis.size > 1:
+            _check_along(axis, digests, mesh.device)
+
+
+def _check_along(axis: Axis, digests: Mapping[str, int], device: torch.device) -> None:
+    names = sorted(digests)
+    together = mixed_seed(*(digests[name] for name in names), len(names))
+    if not _differ([together], axis, device):
+        return
+    if _differ([len(names)], axis, device):
+        _refuse("their numbers differ")
+    differing = _differ([digests[name] for name in names], axis, device)
+    _refuse(", ".join(names[place] for place in differing[:3]) + " differ")
+
+
+def _differ(numbers: list[int], axis: Axis, device: torch.device) -> list[int]:
+    """Return the places of numbers in which the ranks of an axis differ."""
+    own = torch.tensor(numbers, device=device)
+    is_same = (gathered(own, axis) == own).all(0).tolist()
+    return [place for place, same in enumerate(is_same) if not same]
+
+
+def _refuse(found: str) -> None:
+    refuse(
+        f"build_model makes other weights in each process: {found}",
+        fix="seed what it draws from (numpy.random.default_rng(0)), and let no order depend on the "
+        "process: sorted(…) around a set; all processes must read the same files",
+    )
+
 
 NOTHING_SPLIT: Mapping[str, Split] = MappingProxyType({})
 
@@ -60,3 +108,33 @@ def load_weights(
             )
         recipe.materialise(part, own, mesh.tensor, mesh.device)
     note_left(left, mesh)
+
+
+class Begun:
+    """Where weights came from: from files, if any were given, or from the constructor."""
+
+    def __init__(self, recipe: Recipe, weights: StartingWeights | None) -> None:
+        self.recipe, self._weights = recipe, weights
+        self._files = ExitStack()
+
+    def values(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Yield what a tensor with these names may have begun with: its numbers tell which it was.
+
+        The files may be others by now, or none: a training may have gone on from a checkpoint.
+        """
+        stored = None if self._stored is None else self._stored.source(names)
+        if stored is not None:
+            yield stored[...]
+        yield from (self.recipe.make(one) for one in names if one in self.recipe.shapes)
+
+    @cached_property
+    def _stored(self) -> StoredModel | None:
+        if self._weights is None or not self._weights.files.exists():
+            return None
+        return stored_model(self._weights.files, self._files, self._form)
+
+    def _form(self) -> SavedForm | None:
+        try:
+            return self.recipe.saved_form()
+        except UnsavableError:  # the weights had the names of the model
+            return None

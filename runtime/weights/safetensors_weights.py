@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.leaving import in_a_line, say
 from autopar.runtime.ranks.locations import Location, check_regular, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.shown import in_a_line
-from autopar.runtime.tensor.shards import Place, Split, group_aliases, places, tied_names
+from autopar.runtime.tensor.shards import Split, TensorPlace, group_aliases, places, tied_names
 from autopar.runtime.weights.filling import ShapeError, fill
 from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel
@@ -52,7 +51,8 @@ def load_safetensors(
     with ExitStack() as files:
         stored = stored_model(folder, files, ask)
         found = [
-            _Found.of(model, group, stored, may_lack) for group in group_aliases(places(model))
+            _FoundTensor.of(model, group, stored, may_lack)
+            for group in group_aliases(places(model))
         ]
         _check_all_there([one for one in found if one.is_missing], stored, folder)
         for one in found:
@@ -75,18 +75,22 @@ def load_safetensors(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _FoundTensor:
     """A tensor of the model, and what the files have of it."""
 
-    group: list[Place]
+    group: list[TensorPlace]
     source: Any  # None: nothing
     is_spared: bool  # the files may lack it
     is_missing: bool  # the files should have it
 
     @classmethod
     def of(
-        cls, model: nn.Module, group: list[Place], stored: StoredModel, may_lack: Sequence[str]
-    ) -> _Found:
+        cls,
+        model: nn.Module,
+        group: list[TensorPlace],
+        stored: StoredModel,
+        may_lack: Sequence[str],
+    ) -> _FoundTensor:
         """Look for a tensor under each of its names, also those that other stages have for it."""
         first = group[0]
         names = [name for place in group for name in tied_names(model, place.name)]
@@ -203,7 +207,9 @@ def _in_folder(folder: Location) -> list[Location]:
     return [folder / name for name in named]
 
 
-def _check_all_there(missing: Sequence[_Found], stored: StoredModel, folder: Location) -> None:
+def _check_all_there(
+    missing: Sequence[_FoundTensor], stored: StoredModel, folder: Location
+) -> None:
     if not missing:
         return
     names = [one.name for one in missing]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autopar.runtime.ranks.locations import Location, StorePath, check_regular, size_of
-from autopar.runtime.ranks.records import parsed
+from autopar.runtime.ranks.metrics import parsed
 
 KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopar import cli
+from autopar.cli import FUNCTIONS
 from autopar.commands import plan
-from autopar.lazy_commands import FUNCTIONS
 from autopar.planner.errors import ExitCode
 from autopar.runtime.keeping import signals
 from autopar.runtime.ranks import leaving

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.console import PlainConsole
-from autopar.runtime.shown import visible
+from autopar.runtime.ranks.leaving import visible
 
 HOSTILE = "a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"
 SHOWN = r"a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"

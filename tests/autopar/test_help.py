@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.lazy_commands import FUNCTIONS, LazyCommands
+from autopar.cli import FUNCTIONS, LazyCommands
 from tests.autopar.commands import run
 
 # Those that are quick, each after the one that makes what it reads.

@@ -193,7 +193,7 @@ def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     def ended(*_: object, **__: object) -> Plan:
         raise error
 
-    monkeypatch.setattr("autopar.planner.plan.fleet.trials.search", ended)
+    monkeypatch.setattr("autopar.planner.plan.fleet.search", ended)
     ran = commit(planning("", telling, code=code))
     assert (ran.code, ran.out) == (code, "")
     assert telling in ran.err

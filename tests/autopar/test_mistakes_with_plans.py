@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.files.document import write_plan
 from autopar.planning import make_plan
 from tests.autopar.mistakes import MODEL, Commit, Mistake, Tell, mistake

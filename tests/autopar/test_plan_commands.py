@@ -44,8 +44,8 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         report("searching")
         return replace(small_plan(), model=model)
 
-    monkeypatch.setattr("autopar.planner.plan.fleet.trials.search", search)
-    monkeypatch.setattr("autopar.planner.plan.fleet.fewer.fewer_as_fast", lambda *_, **__: None)
+    monkeypatch.setattr("autopar.planner.plan.fleet.search", search)
+    monkeypatch.setattr("autopar.planner.plan.fleet.fewer_as_fast", lambda *_, **__: None)
     return asked
 
 
@@ -142,7 +142,7 @@ def test_a_search_without_a_plan_leaves_with_its_code(
     def search(*_: object, **__: object) -> Plan:
         raise error("nothing was found")
 
-    monkeypatch.setattr("autopar.planner.plan.fleet.trials.search", search)
+    monkeypatch.setattr("autopar.planner.plan.fleet.search", search)
     ran = autopar("plan", MNIST, "--gpus", "2")
     assert (ran.code, "nothing was found" in ran.err) == (code, True)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.verifying import is_quick, verify_command
+from autopar.planning import is_quick, verify_command
 from tests.autopar.commands import Autopar, Ran
 from tests.codegen.plans import pinned_plan
 from tests.field.cells import KINDS, SUBJECTS

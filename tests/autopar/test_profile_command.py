@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.profile.file import read_measurements
+from autopar.planner.profile.measured import read_measurements
 from tests.autopar.commands import Autopar, Ran
 from tests.planner.subjects import ZOO
 

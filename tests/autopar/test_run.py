@@ -21,9 +21,7 @@ from autopar.codegen.emit import write_script
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.launching import ENVIRONMENT, Ended
-from autopar.runs.meeting import check_meeting_place
-from autopar.runs.run_end import ended_as
+from autopar.runs.launching import ENVIRONMENT, Ended, check_meeting_place, ended_as
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
@@ -44,8 +42,8 @@ from autopar.runs.run_record import (
 )
 from autopar.runtime.keeping.claim import NAME as IN_USE
 from autopar.runtime.keeping.claim import _own, began, claim
+from autopar.runtime.keeping.finding import checkpoints_in
 from autopar.runtime.keeping.manifest import NAME
-from autopar.runtime.keeping.step_folders import checkpoints_in
 from autopar.runtime.ranks.locations import Location, write
 from tests.autopar.commands import Autopar
 from tests.bucket import bucket

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.console import telling_what_takes_long
 from autopar.planner.errors import InputError
-from autopar.planner.model.importing import import_file
-from autopar.still import telling_what_takes_long
+from autopar.planner.model.model_file import import_file
 
 
 def test_an_import_that_takes_long_is_told_with_its_line(

@@ -7,10 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
-from autopar.codegen.proof.held import assembled
-from autopar.codegen.proof.plain import task_of
-from autopar.codegen.proof.reference import Trained
+from autopar.codegen.proof.comparison import RankTrained, TrainingComparison, assembled, compared
+from autopar.codegen.proof.plain import TrainedAlone, task_of
 from autopar.codegen.proof.script_rank import run_script
 from autopar.codegen.proof.verification import axes_of
 from autopar.planner.plan.plan import Plan
@@ -20,7 +18,7 @@ from tests.runtime.processes import run_on_ranks
 
 def compare(
     plan: Plan, *, steps: int = 5, data: str = "dataset", dtype: str = "float64"
-) -> Comparison:
+) -> TrainingComparison:
     """Train by the script of a plan, and in one process; return how far they are apart."""
     task = task_of(plan, plan.model.spec, steps=steps, uses_dataset=data == "dataset", dtype=dtype)
     (expected,) = run_on_ranks(train_normed_apart, 1, task, parts_normed(plan))
@@ -40,14 +38,14 @@ def ranks_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> list[Ra
         )
 
 
-def trained_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> Trained:
+def trained_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> TrainedAlone:
     """Return the training that the ranks of a plan's script do together."""
     return together(ranks_by_script(plan, steps=steps, data=data, dtype=dtype))
 
 
-def together(ranks: Sequence[RankTrained]) -> Trained:
+def together(ranks: Sequence[RankTrained]) -> TrainedAlone:
     """Return the training that the ranks did together."""
-    return Trained(
+    return TrainedAlone(
         losses=ranks[0].losses,
         norms=ranks[0].norms,
         gradients=assembled(rank.gradients for rank in ranks),

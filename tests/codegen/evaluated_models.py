@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 from autopar.planner.model.model_file import ModelFile
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.manifest import read_manifest
-from autopar.runtime.keeping.reading import Reader
+from autopar.runtime.keeping.restoring import Reader
 from autopar.runtime.keeping.states import WEIGHT
-from autopar.runtime.tensor.chunks import whole
+from autopar.runtime.tensor.shards import whole
 from tests.planner.subjects import ZOO
 
 COUNT = 15  # rows to evaluate on: the last of them fill no batch of the plans in tests

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.keeping import keeper, signals, step_folders, writing
+from autopar.runtime.keeping import finding as step_folders
+from autopar.runtime.keeping import keeper, signals, writing
 from autopar.runtime.ranks.locations import Location, write
 from tests import bucket
 

@@ -9,19 +9,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
-from autopar.codegen.proof.held import Difference
-from autopar.codegen.proof.plain import Task, task_of
-from autopar.codegen.proof.reference import Trained
+from autopar.codegen.proof.comparison import Difference, RankTrained, TrainingComparison, compared
+from autopar.codegen.proof.plain import Task, TrainedAlone, task_of
 from autopar.codegen.proof.verification import axes_of as axes_of_ranks
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin, SplitRule
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from tests.codegen.matrix_cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind, axes_of
@@ -98,7 +95,7 @@ def split_axes(name: str, plan: Plan) -> frozenset[str]:
     return frozenset(axes.names[axis] for axis in chosen if axis)
 
 
-def compare_cell(name: str, kind: str, *, dtype: str = "float64") -> Comparison:
+def compare_cell(name: str, kind: str, *, dtype: str = "float64") -> TrainingComparison:
     """Train a cell by its script, and in one process, and return how far they are apart."""
     plan = plan_of(name, kind)
     task = task_of(plan, plan.model.spec, steps=STEPS, dtype=dtype)
@@ -106,7 +103,7 @@ def compare_cell(name: str, kind: str, *, dtype: str = "float64") -> Comparison:
     return compared(_by_script(name, plan, dtype), alone, axes_of_ranks(plan))
 
 
-def worst_of(comparison: Comparison, dtype: str) -> Difference:
+def worst_of(comparison: TrainingComparison, dtype: str) -> Difference:
     """Return the greatest difference to scale; in float32 Adam blows up what is truly zero."""
     if comparison.faults:
         return Difference(largest=float("inf"), name=comparison.faults[0])
@@ -137,7 +134,7 @@ def _by_script(name: str, plan: Plan, dtype: str) -> list[RankTrained]:
 
 
 @cache
-def _alone(name: str, task: Task, parts_normed: int) -> Trained:
+def _alone(name: str, task: Task, parts_normed: int) -> TrainedAlone:
     padding = SUBJECTS[name].padding
     (trained,) = run_on_ranks(train_padded_alone, 1, task, padding, parts_normed)
     return trained

@@ -13,12 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, compared
-from autopar.codegen.proof.device_draws import device_draw_faults
-from autopar.codegen.proof.half_comparison import compared_in_half
-from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.comparison import TrainingComparison, compared, compared_in_half
+from autopar.codegen.proof.plain import TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
-from autopar.codegen.proof.reference import Trained, train_alone
+from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.script_rank import run_as_it_is, run_script
 from autopar.codegen.proof.verification import axes_of
 from autopar.planner.costs.prediction import Recompute, Zero
@@ -249,7 +247,7 @@ def verdict(kind: str, edit: Edit) -> str:
             return _failure(str(error))
 
 
-def _verdict(kind: str, path: Path, comparison: Comparison) -> str:
+def _verdict(kind: str, path: Path, comparison: TrainingComparison) -> str:
     """Return what is told of a comparison, then of one in 16 bits, then of draws on a device."""
     plan = plan_of(kind)
     if comparison.is_within(TOLERANCE) and plan.arrangement.precision.is_half:
@@ -282,7 +280,7 @@ def _edited(text: str, edit: Edit) -> str:
     return text.replace(edit.old, edit.new)
 
 
-def told(comparison: Comparison) -> str:
+def told(comparison: TrainingComparison) -> str:
     """Return the verdict of a comparison, with the first thing that differs."""
     if comparison.faults:
         return f"begins, draws or clips otherwise: {comparison.faults[0]}"
@@ -314,7 +312,7 @@ def _in_half(kind: str) -> tuple[PlainHalf, PlainHalf]:
 
 
 @cache
-def _alone(kind: str) -> Trained:
+def _alone(kind: str) -> TrainedAlone:
     plan = plan_of(kind)
     (found,) = run_on_ranks(train_alone, 1, task_of(plan, plan.model.spec, steps=STEPS))
     return found

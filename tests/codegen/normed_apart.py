@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from autopar.codegen.proof.plain import Task
-from autopar.codegen.proof.reference import Trained, train_alone
+from autopar.codegen.proof.plain import Task, TrainedAlone, train_alone
 from autopar.codegen.script.settings_lines import has_batch_norm
 from autopar.planner.plan.plan import Plan
 
@@ -24,7 +23,7 @@ def parts_normed(plan: Plan) -> int:
     return plan.arrangement.microbatches if has_batch_norm(plan.graph) else 1
 
 
-def train_normed_apart(task: Task, parts: int) -> Trained:
+def train_normed_apart(task: Task, parts: int) -> TrainedAlone:
     """Train in one process by the statistics of so many parts of a batch."""
     with normed_apart(parts):
         return train_alone(task)

@@ -12,13 +12,12 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.codegen.proof import plain_rows
+from autopar.codegen.proof import plain as plain_rows
 from autopar.codegen.proof.comparison import RankTrained
-from autopar.codegen.proof.plain import Task
-from autopar.codegen.proof.reference import Trained
+from autopar.codegen.proof.plain import Task, TrainedAlone
 from autopar.codegen.proof.script_rank import run_script
 from autopar.runtime.data import batches
-from autopar.runtime.data.dataset_rows import Place
+from autopar.runtime.data.rows import RowPlace
 from tests.codegen.normed_apart import train_normed_apart
 
 IGNORED = -100  # what F.cross_entropy leaves out
@@ -41,7 +40,7 @@ class PaddedTargets(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, place: Place) -> dict[str, Tensor]:
+    def __getitem__(self, place: RowPlace) -> dict[str, Tensor]:
         return with_padding(self.dataset[place], place.row, self.padding)
 
 
@@ -83,7 +82,7 @@ def run_padded_script(path: str, arguments: Sequence[str], padding: Padding) -> 
         return run_script(path, arguments)
 
 
-def train_padded_alone(task: Task, padding: Padding, parts_normed: int) -> Trained:
+def train_padded_alone(task: Task, padding: Padding, parts_normed: int) -> TrainedAlone:
     """Train the model in one process."""
     with padded(padding):
         return train_normed_apart(task, parts_normed)

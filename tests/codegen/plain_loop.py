@@ -19,11 +19,10 @@ from torch.utils.data import default_collate
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.exactness import Exactly
-from autopar.codegen.proof.plain import trained_tensors
-from autopar.codegen.proof.reference import Trained, all_steps, clipped_share
+from autopar.codegen.proof.plain import TrainedAlone, all_steps, clipped_share, trained_tensors
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import CLIP_NORM, USUAL
+from autopar.planner.plan.telling.words import CLIP_NORM, USUAL
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.plain_model import plain_model
 from tests.codegen.equality import together
@@ -51,7 +50,7 @@ class ByScript:
 
     text: str
     printed: tuple[float, ...]
-    exact: Trained
+    exact: TrainedAlone
 
 
 def usual_optimizer(model: nn.Module, steps: int) -> tuple[AdamW, LambdaLR]:

@@ -6,14 +6,13 @@ from functools import cache
 from typing import Any
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Constraints, SplitRule
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from tests.planner.subjects import zoo_file, zoo_graph

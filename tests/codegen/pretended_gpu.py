@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.codegen.proof.dryrun import watching
 from autopar.codegen.proof.dryrun.rank import report_of
-from autopar.codegen.proof.dryrun.watching import Recording
-from autopar.codegen.proof.pretended_device import NAME, Made, pretend
+from autopar.codegen.proof.dryrun.watching import DryRunRecording
+from autopar.codegen.proof.pretended_device import NAME, MadeOnDevice, pretend
 from autopar.runtime import pipeline  # noqa: F401  loaded once for all processes
 from autopar.runtime.ranks import mesh
 from tests.strict.refusals import refuse
 
 
-class _Refusing(Recording):  # type: ignore[no-untyped-call]
+class _Refusing(DryRunRecording):  # type: ignore[no-untyped-call]
     """Refuses messages that nccl refuses."""
 
     def __torch_dispatch__(
@@ -56,7 +56,7 @@ def main(jobs: Sequence[str]) -> None:
 
 def _dry_run(path: str, rank: str) -> None:
     os.environ[mesh.DRY_RUN] = rank
-    with Made():
+    with MadeOnDevice():
         print(report_of(Path(path)).to_json())
 
 

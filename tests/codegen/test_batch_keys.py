@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.graph import batch_key
+from autopar.planner.graph.graph import batch_key
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.codegen.equality import compare

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.proof.dryrun.running import dry_run
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planning import make_plan
 from tests.cells import cells
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import emit, write_script
-from autopar.codegen.script.checksum import is_unchanged
+from autopar.codegen.script.render import is_unchanged
 from autopar.codegen.subject import ChangedModelError, model_spec
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.held import Block, Held, assembled
+from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from autopar.runtime.keeping import model_files
 from autopar.runtime.optimizer.pieces import local_tensor
-from autopar.runtime.tensor.chunks import chunks_by_name
+from autopar.runtime.tensor.shards import chunks_by_name
 from autopar.runtime.weights.initial_weights import build
 from autopar.runtime.weights.plain_model import plain_model
 from tests.cells import cells
@@ -61,13 +61,13 @@ def train_script(path: str, arguments: list[str], shard_bytes: int | None = None
     return [block for part in parts for block in _held(part)]
 
 
-def _held(part: nn.Module) -> Iterator[Block]:
+def _held(part: nn.Module) -> Iterator[HeldBlock]:
     chunks = chunks_by_name(part)
     for name, tensor in (
         *part.named_parameters(remove_duplicate=False),
         *part.named_buffers(remove_duplicate=False),
     ):
-        yield Block(name, chunks[name], local_tensor(tensor.detach()).double().clone())
+        yield HeldBlock(name, chunks[name], local_tensor(tensor.detach()).double().clone())
 
 
 def trained(

@@ -13,7 +13,7 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.trace import trace
-from autopar.runtime.keeping.step_folders import checkpoints_in, unfinished_in
+from autopar.runtime.keeping.finding import checkpoints_in, unfinished_in
 from autopar.runtime.ranks.locations import Location
 from tests.autopar.test_run import wait_until_gone
 from tests.bucket import bucket

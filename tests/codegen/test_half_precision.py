@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import RankTrained
-from autopar.codegen.proof.half_comparison import RankInHalf, compared_in_half
-from autopar.codegen.proof.held import assembled
-from autopar.codegen.proof.plain import Task, task_of
+from autopar.codegen.proof.comparison import RankInHalf, RankTrained, assembled, compared_in_half
+from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
-from autopar.codegen.proof.reference import Trained, train_alone
 from autopar.codegen.proof.script_rank import run_as_it_is, run_script
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
@@ -61,7 +58,7 @@ def test_scripts_in_bf16_begin_alike_and_stay_as_near_to_fp32_as_plain_pytorch(
 
 
 @cache
-def alone(task: Task) -> Trained:
+def alone(task: Task) -> TrainedAlone:
     (trained,) = run_on_ranks(train_alone, 1, task)
     return trained
 

@@ -13,7 +13,7 @@ import pytest
 
 from autopar.codegen import emit as emitting
 from autopar.codegen.emit import emit
-from autopar.codegen.script.check import UnsafeScriptError
+from autopar.codegen.script.render import UnsafeScriptError
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import AutoparError
 from autopar.planner.model.model_file import load_model_file

@@ -7,14 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import ModelFile, load_model_file
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.telling.meaning import meaning_notes
+from autopar.planner.plan.telling.words import meaning_notes
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.plain_cells import CELLS, EQUAL, EXPECTED, KINDS, WAYS
@@ -25,7 +24,7 @@ FP32, FLOAT64 = 1e-5, 1e-10
 
 
 @cache
-def _traced(kind: str) -> tuple[ModelFile, Graph, Axes, Layers]:
+def _traced(kind: str) -> tuple[ModelFile, Graph, GraphAxes, Layers]:
     file = load_model_file(str(KINDS[kind].path), KINDS[kind].arguments)
     graph = trace(file)
     axes = infer_axes(graph)

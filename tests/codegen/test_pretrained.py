@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.codegen.emit import write_script
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace import trace
 from autopar.runtime.ranks.randomness import mixed_seed

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.emit import write_script
+from autopar.codegen.emit import write_script, write_standalone
 from autopar.codegen.proof.dryrun.running import dry_run
-from autopar.codegen.proof.failure import ScriptFailedError, failure_of, first_traceback
-from autopar.codegen.proof.given_script import read_script_of
-from autopar.codegen.proof.verification import verify
-from autopar.codegen.standalone import write_standalone
+from autopar.codegen.proof.exactness import ScriptFailedError, failure_of, first_traceback
+from autopar.codegen.proof.verification import read_script_of, verify
 from autopar.planner.plan.plan import Plan
 from tests.cells import cells
 from tests.codegen.kinds import plan_of

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import RankTrained
-from autopar.codegen.proof.held import assembled
+from autopar.codegen.proof.comparison import RankTrained, assembled
 from autopar.codegen.proof.script_rank import run_script
 from autopar.runtime.weights import stored_tensors
 from autopar.runtime.weights.initial_weights import build

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.planner.layouts import Kind
+from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
@@ -53,7 +53,7 @@ def planned(path: Path, arguments: tuple[str, ...], axis: str, *, data: int) -> 
 def dims_split(plan: Plan) -> set[int]:
     """Return along which of their dims tables are split."""
     tables = (own.layout for own in plan.parameters if own.name.startswith("table"))
-    return {layout.dim for layout in tables if layout.kind is Kind.SPLIT}
+    return {layout.dim for layout in tables if layout.kind is LayoutKind.SPLIT}
 
 
 @pytest.mark.parametrize(("form", "axis", "data"), cells(CELLS, STAND))

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.plain import task_of
-from autopar.codegen.proof.reference import all_steps, train_alone
+from autopar.codegen.proof.plain import all_steps, task_of, train_alone
 from autopar.planner.plan.files.document import write_plan
-from autopar.runtime.keeping.finding import verify_checkpoint
-from autopar.runtime.keeping.step_folders import checkpoints_in
+from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
 from tests.cells import cells
 from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.plans import pinned_plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.plan.telling.chosen import CLIP_NORM
+from autopar.planner.plan.telling.words import CLIP_NORM
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.plain_model import plain_model
 

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.codegen.forward.ops.arguments import Place
-from autopar.codegen.forward.ops.operations import gives_many, printed
-from autopar.codegen.forward.text.expressions import Level, rendered, text
+from autopar.codegen.forward.ops.arguments import PrintedPlace
+from autopar.codegen.forward.ops.special_ops import gives_many, printed
+from autopar.codegen.forward.text.expressions import Binding, rendered, text
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import AutoparError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, OpLayout
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import find_layers
-from autopar.planner.layouts import WHOLE, OpLayout
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.strategies import strategies
-from autopar.planner.rules.random_ops import is_random
+from autopar.planner.rules.rule import is_random
 from autopar.planner.trace import trace
 from tests.planner.programs.layouts.layout_interpreter import Interpreter, called
 
@@ -168,12 +168,12 @@ def _values(graph: Graph, model: nn.Module) -> dict[str, Tensor] | None:
     given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found: dict[str, Tensor] = {}
     for name, tensor in graph.tensors.items():
-        if tensor.origin is Origin.INPUT:
+        if tensor.origin is TensorOrigin.INPUT:
             found[name] = torch.ones(ROWS, 1)
-        elif tensor.origin is Origin.CONSTANT:
+        elif tensor.origin is TensorOrigin.CONSTANT:
             shape = [size.at(ROWS) for size in tensor.shape]
             found[name] = torch.tensor(graph.constants[name].values).reshape(shape)
-        elif tensor.origin is not Origin.OP:
+        elif tensor.origin is not TensorOrigin.OP:
             found[name] = given[name].detach().clone()
     if any(map(is_random, graph.ops)):
         return None
@@ -197,7 +197,7 @@ def _misprinted(op: Op, values: Mapping[str, Tensor]) -> str:
     expected_given = [one.clone() for one in given]
     expected = _results(called(op, expected_given, ROWS))
     names = tuple(text(f"given[{i}]") for i in range(len(given)))
-    place = Place(
+    place = PrintedPlace(
         inputs=names, training=text("True"), dtype=text("torch.float32"), device=None, sizes={}
     )
     line = ""
@@ -213,7 +213,7 @@ def _misprinted(op: Op, values: Mapping[str, Tensor]) -> str:
     return "" if is_same else line
 
 
-def _unnamed(value: object) -> tuple[str, Level]:
+def _unnamed(value: object) -> tuple[str, Binding]:
     raise ValueError(f"{value} has no name")
 
 
@@ -233,7 +233,7 @@ def _missplit(graph: Graph, values: Mapping[str, Tensor]) -> Iterator[Finding]:
     exact = {
         name: value.double() if value.is_floating_point() else value
         for name, value in values.items()
-        if graph.tensors[name].origin is not Origin.OP
+        if graph.tensors[name].origin is not TensorOrigin.OP
     }
     split = _Splitting(graph, exact)
     loss, gradients = split.computed("", None, 1)

@@ -12,31 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.codegen.proof.plain import task_of
-from autopar.codegen.proof.reference import Trained, train_alone
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.codegen.proof.plain import TrainedAlone, task_of, train_alone
+from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.ops.flops import forward_flops
-from autopar.planner.costs.ops.shapes import LocalShapes
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.costs.ops.case import LocalShapes, forward_flops
 from autopar.planner.errors import AutoparError
-from autopar.planner.findings.meeting_rows import meeting_rows
-from autopar.planner.findings.optimizer_probe import optimizer_traits
-from autopar.planner.findings.statistics import norm_of_rows
+from autopar.planner.findings.optimizer import optimizer_traits
+from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.declared.constraints import constraints_of as given_constraints
-from autopar.planner.plan.declared.file import parse_constraints
-from autopar.planner.plan.declared.optimizer_limits import with_optimizer
-from autopar.planner.plan.declared.options import gathered_constraints
-from autopar.planner.plan.declared.whole_batch import rows_at_once
+from autopar.planner.plan.declared.file import gathered_constraints, parse_constraints
+from autopar.planner.plan.declared.limits import rows_at_once, with_optimizer
 from autopar.planner.plan.files.document import parse_plan, plan_text
-from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import BatchFacts, check_degrees
+from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.telling.meaning import statistics_apart
+from autopar.planner.plan.search.space import BatchFacts, check_degrees
+from autopar.planner.plan.telling.words import statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows
@@ -141,7 +135,7 @@ def _half_apart(plan: Plan) -> tuple[float, str]:
     return worst, name
 
 
-def _alone(plan: Plan, dtype: str) -> Trained:
+def _alone(plan: Plan, dtype: str) -> TrainedAlone:
     task = task_of(plan, plan.model.spec, steps=STEPS, dtype=dtype)
     (found,) = run_on_ranks(train_alone, 1, task)
     return found
@@ -233,7 +227,7 @@ def arrangement_words(plan: Plan) -> str:
     return f"pp {own.pipeline} · dp {own.data} · tp {own.tensor}"
 
 
-def divided_share(plan: Plan, axes: Axes, layers: Layers) -> float | None:
+def divided_share(plan: Plan, axes: GraphAxes, layers: Layers) -> float | None:
     """Return the share of matrix FLOPs that is split on the tensor axis."""
     if plan.arrangement.tensor == 1:
         return None

@@ -3,11 +3,11 @@
 from functools import cache
 from pathlib import Path
 
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
-from autopar.planner.trace.build import Subject, build
+from autopar.planner.trace.build import TracedSubject, build
 from tests.planner.huggingface.families import FAMILIES
 
 ZOO = Path(__file__).parents[2] / "models_zoo"
@@ -46,6 +46,6 @@ def family_graph(name: str) -> Graph:
     return trace(file)
 
 
-def meta_subject(name: str, *arguments: str, batch_size: int) -> Subject:
+def meta_subject(name: str, *arguments: str, batch_size: int) -> TracedSubject:
     """Build a zoo model on the meta device, ready to run."""
     return build(zoo_file(name, *arguments), device="meta", dtype=None, batch_size=batch_size)

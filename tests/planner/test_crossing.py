@@ -1,6 +1,6 @@
 """Tests of what crosses a cut between layers."""
 
-from autopar.planner.crossing import residence
+from autopar.planner.layers import residence
 from tests.planner.costs.ops.op_factories import known
 
 

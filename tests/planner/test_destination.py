@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
+from autopar.planner.files import write_whole
 
 
 def test_what_is_written_is_there_with_its_folder(tmp_path: Path) -> None:

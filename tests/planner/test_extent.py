@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.extent import BATCH, ONE, Extent, constant, numel
+from autopar.planner.graph.ops import BATCH, ONE, Extent, constant, numel
 
 coefficients = st.lists(st.integers(-9, 9), max_size=4)
 extents = coefficients.map(lambda numbers: Extent.of(*numbers))

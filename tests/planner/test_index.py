@@ -7,9 +7,8 @@ from random import Random
 
 import pytest
 
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
-from autopar.planner.ops import MODEL_DTYPE, Call, Op, Origin, Ref, Tensor
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import MODEL_DTYPE, Extent, ModuleCall, Op, Ref, Tensor, TensorOrigin
 
 # name ← what it reads; "name = view" lies in the storage of what it reads first, "!" writes there
 WRITTEN = (
@@ -39,12 +38,13 @@ def graph_of(lines: tuple[tuple[str, str], ...]) -> Graph:
     tensors = {
         name: Tensor(
             name=name, shape=(Extent.of(4),), dtype=MODEL_DTYPE, storage=storage,
-            origin=Origin.INPUT if name in ("x", "y") else Origin.OP, requires_grad=True,
+            origin=TensorOrigin.INPUT if name in ("x", "y") else TensorOrigin.OP,
+            requires_grad=True,
         )
         for name, storage in storages.items()
     }  # fmt: skip
     calls = {
-        key: Call(
+        key: ModuleCall(
             key=key, path=key, class_name="Block", is_function=False, parent=parent,
             arguments=(), keywords=(), result=None,
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.planner.layouts import (
+from autopar.planner.graph.layouts import (
     CONVERSIONS,
     PARTIAL,
     REPLICATED,
     WHOLE,
-    Kind,
+    LayoutKind,
     Local,
     conversion,
     split,
@@ -15,7 +15,7 @@ from autopar.planner.layouts import (
 
 
 def test_every_pair_of_different_kinds_has_a_conversion() -> None:
-    pairs = {(a, b) for a in Kind for b in Kind if a is not b}
+    pairs = {(a, b) for a in LayoutKind for b in LayoutKind if a is not b}
     assert pairs <= CONVERSIONS.keys()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.proof.dryrun.rank import report_of
-from autopar.planner.costs.schedules.actions import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
 from autopar.runtime.pipeline.schedules import (

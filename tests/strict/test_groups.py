@@ -14,7 +14,7 @@ from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.runtime.pipeline.schedules import KINDS
 from autopar.runtime.ranks.mesh import start
-from autopar.runtime.ranks.pairs import Pairs, neighbour_groups
+from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 from tests.planner.costs.step_factories import ARRANGEMENT, SILENT
 from tests.strict.alone import logs_alone
 from tests.strict.log import Log

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.draw_audit import Axes
+from autopar.codegen.proof.draws import AxisSizes
 from autopar.codegen.proof.plain import Task, task_of
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
@@ -98,7 +98,7 @@ class Written:
 
     script: str
     task: Task
-    axes: Axes
+    axes: AxisSizes
 
     @property
     def ranks(self) -> int:
@@ -114,7 +114,7 @@ def written(case: Case, folder: str) -> Written:
     return Written(
         script=str(write_script(plan, Path(folder))),
         task=task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=False),
-        axes=Axes(
+        axes=AxisSizes(
             pipeline=own.pipeline, data=own.data, tensor=own.tensor, microbatches=own.microbatches
         ),
     )

@@ -10,8 +10,7 @@ from functools import partial
 from uuid import uuid4
 
 from autopar.codegen.proof.comparison import RankTrained, compared
-from autopar.codegen.proof.plain import Task
-from autopar.codegen.proof.reference import Trained, train_alone
+from autopar.codegen.proof.plain import Task, TrainedAlone, train_alone
 from autopar.codegen.proof.script_rank import run_script
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.ranks.cases import CASES, STEPS, TINY_CASES, Written
@@ -59,7 +58,7 @@ def _compared(
     return {**cells, "seconds": time.monotonic() - began}
 
 
-def _exact_cells(ranks: list[RankTrained], expected: Trained, one: Written) -> dict[str, Cell]:
+def _exact_cells(ranks: list[RankTrained], expected: TrainedAlone, one: Written) -> dict[str, Cell]:
     exact = compared(ranks, expected, one.axes)
     return {
         "found": "equal" if exact.is_within(_EQUAL) else "; ".join(("DIFFERS", *exact.faults)),
@@ -71,7 +70,7 @@ def _exact_cells(ranks: list[RankTrained], expected: Trained, one: Written) -> d
     }
 
 
-def _planned_cells(rank: RankTrained, expected: Trained) -> dict[str, Cell]:
+def _planned_cells(rank: RankTrained, expected: TrainedAlone) -> dict[str, Cell]:
     losses = zip(rank.losses, expected.losses, strict=True)
     return {"as planned: losses apart, relative": max(abs(a - b) / abs(b) for a, b in losses)}
 
@@ -82,7 +81,7 @@ def trained_late(path: str, arguments: list[str], device: str, store: str) -> Ra
         return run_script(path, arguments)
 
 
-def trained_alone(task: Task, device: str) -> Trained:
+def trained_alone(task: Task, device: str) -> TrainedAlone:
     """Train in one process, on the device."""
     with joined_alone(device):
         return train_alone(replace(task, device=device))

@@ -12,18 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree
-from autopar.codegen.forward.reading.results import is_plain
-from autopar.codegen.forward.reading.split import Split
-from autopar.codegen.forward.text.expressions import Held
-from autopar.planner.crossing import computed_once
+from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, is_plain
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.text.expressions import LocalTensor
 from autopar.planner.errors import InputError
-from autopar.planner.layouts import WHOLE, Kind, Layout
-from autopar.planner.ops import Op, Origin, refs
-from autopar.planner.rules.random_ops import is_random
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
+from autopar.planner.graph.ops import Op, TensorOrigin, refs
+from autopar.planner.layers import computed_once
+from autopar.planner.rules.rule import is_random
 
 
-def stage_of_ops(split: Split, counts: Sequence[int]) -> dict[str, int]:
+def stage_of_ops(split: SplitGraph, counts: Sequence[int]) -> dict[str, int]:
     """Return for each op the stage that runs it, from how many layers each stage has."""
     layers = split.layers.layers
     if sum(counts) != len(layers) or 0 in counts:
@@ -47,12 +46,12 @@ def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StagePiece:
     """What one stage computes, in order, and the tensors at its two cuts."""
 
     ops: tuple[Op, ...]
-    takes: tuple[Held, ...]
-    gives: tuple[Held, ...]
+    takes: tuple[LocalTensor, ...]
+    gives: tuple[LocalTensor, ...]
 
 
 class Cutter:
@@ -95,7 +94,7 @@ class Cutter:
         tensors = self.graph.tensors
         for op in self.graph.ops:
             storages = self.graph.index.written_by(op)
-            if any(tensors[name].origin is Origin.INPUT for name in storages) and (
+            if any(tensors[name].origin is TensorOrigin.INPUT for name in storages) and (
                 sum(op.name in stage for stage in self.needed) > 1
             ):
                 raise InputError(
@@ -164,10 +163,10 @@ class Cutter:
     def _runs_once(self, op: Op) -> bool:
         return any(name in self.once for name in op.outputs)
 
-    def _cuts(self) -> list[tuple[Held, ...]]:
+    def _cuts(self) -> list[tuple[LocalTensor, ...]]:
         """Return the values that cross behind each stage but the last, in the order of the ops."""
         results = set(self._results())
-        cuts: list[list[Held]] = [[] for _ in range(self.last)]
+        cuts: list[list[LocalTensor]] = [[] for _ in range(self.last)]
         for op in filter(self._runs_once, self.graph.ops):
             for name in op.outputs:
                 readers = self.graph.index.readers[name]
@@ -175,13 +174,13 @@ class Cutter:
                 stop = self.last if name in results else max(runs, default=-1)
                 for stage in range(self.places[op.name], stop):
                     later = [r for r in readers if self.last_runs.get(r.name, -1) > stage]
-                    cuts[stage].append(Held(name, self._crossing_layout(name, later)))
+                    cuts[stage].append(LocalTensor(name, self._crossing_layout(name, later)))
         return [tuple(cut) for cut in cuts]
 
     def _crossing_layout(self, tensor: str, later: Sequence[Op]) -> Layout:
         """Return the layout in which a tensor crosses: partial sums are summed before."""
         made = self.split.made(tensor)
-        if made.kind is not Kind.PARTIAL:
+        if made.kind is not LayoutKind.PARTIAL:
             return made
         needs = {
             self.split.need(op, i)
@@ -191,9 +190,9 @@ class Cutter:
         }
         return needs.pop() if len(needs) == 1 else WHOLE
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> StagePiece:
         """Return one stage."""
-        return Part(
+        return StagePiece(
             ops=tuple(op for op in self.graph.ops if op.name in self.needed[number]),
             takes=self.cuts[number - 1] if number else (),
             gives=self.cuts[number] if number < self.last else (),

@@ -1,14 +1,67 @@
-"""Holds which calls have code of their own, and in which of them each conversion stands."""
+"""What is opened of a model: what the plan changes there, and what of its outputs nobody uses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from autopar.codegen.forward.reading.calls import CallTree
-from autopar.codegen.forward.reading.split import Split
-from autopar.planner.layouts import Layout
-from autopar.planner.ops import Op
+from autopar.codegen.forward.reading.calls import LOSS, CallTree, common
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
+from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, Value, refs
+from autopar.planner.rules.rule import OpKind, is_random
+from autopar.planner.rules.signature import Dim, Leaf
+from autopar.planner.rules.table import kind_of, rule_of
+
+
+def finds_state(opening: Opening) -> list[str]:
+    """Return the calls to open, as nobody may leave behind any longer what they look for."""
+    tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
+    calls = tree.graph.calls
+    found: dict[str, None] = {}
+    for call, chain in tree.chains.items():
+        if _is_printed(tree.hidden(call), opening) or _finds_left(call, opening):
+            found[call] = None
+        if len(chain) < 3:
+            continue
+        module, untold = modules.get(calls[call].path), tree.untold(call)
+        keeps_state = module is not None and module.keeps_state
+        if ((keeps_state or untold) and chain[-2] in open_calls) or _is_printed(untold, opening):
+            found[call] = None
+    for same in _repeated(tree):
+        module, shared = modules.get(calls[same[0]].path), common([tree.chains[c] for c in same])
+        if module is not None and module.remembers and shared[-1] in open_calls:
+            found |= dict.fromkeys(c for call in same for c in tree.chains[call][len(shared) :])
+    return [call for call in found if call not in open_calls and not _is_function(call, tree)]
+
+
+def _is_function(call: str, tree: CallTree) -> bool:
+    return call != LOSS and tree.graph.calls[call].is_function
+
+
+def _finds_left(call: str, opening: Opening) -> bool:
+    """Whether the code of a call may look for what a call inside it has left, or takes it away."""
+    calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
+    if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
+        return not printed.isdisjoint(tree.chains[call][:-1])
+    leaving = (one for one in printed if one != LOSS and calls[one].left is not Left.NOTHING)
+    return any(call in tree.chains[one][:-1] for one in leaving)
+
+
+def _is_printed(names: frozenset[str], opening: Opening) -> bool:
+    """Whether printed code makes one of these tensors."""
+    made_by = opening.tree.graph.index.made_by
+    return not all(opening.is_hidden(made_by[name]) for name in names if name in made_by)
+
+
+def _repeated(tree: CallTree) -> list[Sequence[str]]:
+    """Return the calls of each module that is called several times."""
+    found = defaultdict[str, list[str]](list)
+    for call, record in tree.graph.calls.items():
+        found[record.path].append(call)
+    return [same for same in found.values() if len(same) > 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +72,7 @@ class Opening:
     that; `leaves` tells for a tensor that it is converted before it leaves a call, and to what.
     """
 
-    split: Split
+    split: SplitGraph
     tree: CallTree
     opened: frozenset[str]
     inlined: frozenset[str]
@@ -72,3 +125,168 @@ class Opening:
         if left is not None and left[0] not in self.tree.chains[call]:
             return left[1]
         return self.split.made(tensor)
+
+
+def given_nothing(opening: Opening) -> Iterator[str]:
+    """Yield the calls whose own code would find None where the model's has a tensor.
+
+    It may ask that for its sizes, which the graph does not show.
+    """
+    calls, tensors = opening.tree.graph.calls, opening.tree.graph.tensors
+    left_out = {
+        name
+        for call in opening.printed
+        if call in calls
+        for name in refs(calls[call].result)
+        if name not in tensors
+    }
+    for key, call in calls.items():
+        keywords = tuple(value for _, value in call.keywords)
+        given = set(refs((call.arguments, keywords)))
+        is_closed = key not in opening.printed and not call.is_function
+        if is_closed and not left_out.isdisjoint(given):
+            yield key
+
+
+_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.BAG: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
+
+
+def argument(op: Op, name: str) -> Value:
+    """Return an argument of an op, None where it has none of this name."""
+    return next((value for key, value in op.arguments if key == name), None)
+
+
+def is_split(layout: Layout) -> bool:
+    """Whether a layout is a split one."""
+    return layout.kind is LayoutKind.SPLIT
+
+
+def is_split_random(op: Op, split: SplitGraph) -> bool:
+    """Whether an op draws numbers that must differ from rank to rank."""
+    return is_random(op) and any(is_split(split.made(tensor)) for tensor in op.outputs)
+
+
+def is_changed(op: Op, split: SplitGraph) -> bool:
+    """Whether the op's own code is another under the split, its conversions aside."""
+    layout = split.ops.get(op.name)
+    if layout is None:
+        return False
+    return (
+        _has_local_size(op, split)
+        or is_vocabulary_split(op, split)
+        or has_local_groups(op, split)
+        or _converts_own_tensor(op, split)
+    )
+
+
+def is_vocabulary_split(op: Op, split: SplitGraph) -> bool:
+    """Whether an embedding, a bag of them, or a loss is split along the vocabulary."""
+    dim = _VOCABULARY_DIMS.get(kind_of(op))
+    return dim is not None and is_split(split.need(op, 0)) and split.need(op, 0).dim == dim
+
+
+def has_local_groups(op: Op, split: SplitGraph) -> bool:
+    """Whether the groups of a convolution or norm are split, so that a rank has fewer."""
+    channels = split.need(op, 0) if op.inputs else None
+    if channels is None or not is_split(channels) or channels.dim != 1:
+        return False
+    if argument(op, "num_groups") is not None:
+        return True
+    # Channels may be split inside of every group instead: then a rank has as many groups.
+    groups = split.axes.ops[op.name].signature.letters.get("g")
+    is_of_groups = isinstance(groups, Leaf) and split.ops[op.name].letter == groups.name
+    return kind_of(op) is OpKind.CONVOLUTION and is_of_groups
+
+
+def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
+    """Whether an op is told a rank's share of a size that depends on the batch.
+
+    Code that reads it from a tensor of which the rank has the same share needs no change.
+    """
+    return _told_size(op, split) is not None and is_of_rows(split.made(op.outputs[0]), split)
+
+
+def splits_rows(split: SplitGraph) -> bool:
+    """Whether tensor ranks have shares of the rows somewhere: code is then for so many rows."""
+    layouts = split.ops.values()
+    return any(is_of_rows(one, split) for op in layouts for one in (*op.needs, *op.gives))
+
+
+def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
+    """Whether a layout is split along the rows of a batch, whose number is no constant."""
+    return is_split(layout) and layout.axis in split.row_axes
+
+
+def _told_size(op: Op, split: SplitGraph) -> Value:
+    """Return the size along the split dim that an op is told, None where it is told none."""
+    if kind_of(op) is OpKind.REPEAT:
+        return _told_repeats(op, split)
+    if not (told := rule_of(op.target).sizes):
+        return None
+    sizes, layout = argument(op, told), split.made(op.outputs[0])
+    if not is_split(layout) or not isinstance(sizes, tuple) or sizes[layout.dim] == -1:
+        return None
+    return sizes[layout.dim]
+
+
+def _told_repeats(op: Op, split: SplitGraph) -> Value:
+    made, given = split.made(op.outputs[0]), argument(op, "repeats")
+    if not is_split(made) or is_split(split.need(op, 0)):
+        return None
+    return given[made.dim] if isinstance(given, tuple) else given
+
+
+def _has_local_size(op: Op, split: SplitGraph) -> bool:
+    rule = rule_of(op.target)
+    if rule.sizes or rule.kind is OpKind.REPEAT:
+        return _told_size(op, split) is not None and not is_told_own_rows(op, split)
+    if rule.cuts:
+        layout, dim = split.need(op, 0), argument(op, "dim")
+        rank = len(split.graph.tensors[op.inputs[0]].shape)
+        return is_split(layout) and isinstance(dim, int) and dim % rank == layout.dim
+    return False
+
+
+def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
+    """Yield the dims whose sizes an op is told, and of which a rank has all."""
+    rule = rule_of(op.target)
+    if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
+        return
+    sizes = argument(op, rule.sizes)
+    layout = split.made(op.outputs[0])
+    for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
+        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or made anew
+        if is_told and not (is_split(layout) and layout.dim == number):
+            yield dim
+
+
+def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
+    """Whether a parameter, buffer or constant is converted, which only this code can do."""
+    return any(
+        split.made(name) != split.need(op, i)
+        for i, name in enumerate(op.inputs)
+        if split.graph.tensors[name].origin not in (TensorOrigin.OP, TensorOrigin.INPUT)
+    )
+
+
+def with_own_rows(split: SplitGraph) -> SplitGraph:
+    """Return a split whose ranks are given their shares of inputs where that is all they use."""
+    if split.batch < split.degree:  # some would have none
+        return split
+    own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}
+    return replace(split, own_rows=tuple(own), gives=MappingProxyType({**split.gives, **own}))
+
+
+def _share(name: str, split: SplitGraph) -> Layout | None:
+    """Return the layout in which all want an input, if that is a share of its rows."""
+    shape = split.graph.tensors[name].shape
+    if not shape or shape[0] != BATCH:
+        return None
+    wanted = {
+        split.need(op, position)
+        for op in split.graph.ops
+        for position, tensor in enumerate(op.inputs)
+        if tensor == name
+    }
+    layout = wanted.pop() if len(wanted) == 1 else WHOLE
+    return layout if layout.dim == 0 and is_of_rows(layout, split) else None

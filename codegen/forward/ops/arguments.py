@@ -1,8 +1,8 @@
-"""The arguments of an op as expressions, and the plain ways to print an op with them."""
+"""Prints the arguments of one op, and conversions between layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,32 +11,135 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.codegen.forward.ops import table
+from autopar.codegen.forward.ops.sizes import SizesAtHand
+from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.text.expressions import (
     Expression,
-    Form,
+    LocalTensor,
     Slot,
+    SourceForm,
     attribute,
     call,
     joined,
+    literal,
     method,
     text,
 )
-from autopar.codegen.forward.text.literals import literal
-from autopar.planner.extent import Extent
-from autopar.planner.ops import MODEL_EXTREMES, DType, Op, Ref, Value
+from autopar.planner.errors import InputError
+from autopar.planner.graph.layouts import CONVERSIONS, Layout, LayoutKind
+from autopar.planner.graph.ops import MODEL_EXTREMES, DType, Extent, Op, Ref, Value
+
+
+def convert(
+    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: SizesAtHand
+) -> SourceForm:
+    """Return a value converted from its layout to the wanted one."""
+    produced, needed = held.layout, wanted.layout
+    conversion = CONVERSIONS.get((produced.kind, needed.kind))
+    if conversion is None:
+        raise InputError(
+            f"{held.tensor} is made in layout {produced} and needed in {needed}",
+            expected="a pair of layouts with a conversion between them",
+            fix="plan again: this plan is not sound",
+        )
+    if produced.kind is LayoutKind.SPLIT and needed.kind is LayoutKind.SPLIT:
+        return _exchange(value, wanted, held, sizes, conversion.function)
+    layout = produced if produced.kind is LayoutKind.SPLIT else needed
+    if layout.kind is not LayoutKind.SPLIT:
+        return call(conversion.function, value, sizes.axis)
+    dim = text(str(layout.dim))
+    cut = sizes.split.axes.dims[held.tensor][layout.dim], layout.axis
+    if sizes.may_omit_parts(*cut, is_whole=needed.kind is LayoutKind.SPLIT):
+        return call(conversion.function, value, dim, sizes.axis)
+    keywords = (("parts", sizes.listed(*cut)),)
+    return call(conversion.function, value, dim, sizes.axis, keywords=keywords)
+
+
+def convert_own(own: Expression, tensor: str, need: Layout, sizes: SizesAtHand) -> Expression:
+    """Return a parameter or buffer in the layout in which it is needed."""
+    made = sizes.split.made(tensor)
+    if made == need:
+        return own
+    known = sizes.split.graph.tensors[tensor]
+    if not known.requires_grad and {made.kind, need.kind} == {
+        LayoutKind.WHOLE,
+        LayoutKind.REPLICATED,
+    }:
+        return own
+    return convert(own, LocalTensor(tensor, need), LocalTensor(tensor, made), sizes)
+
+
+def _exchange(
+    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: SizesAtHand, name: str
+) -> SourceForm:
+    gathered, cut = held.layout, wanted.layout
+    keywords: list[tuple[str, Expression]] = []
+    for key, layout in (("gather_parts", gathered), ("split_parts", cut)):
+        parts = sizes.split.axes.dims[held.tensor][layout.dim], layout.axis
+        if not sizes.may_omit_parts(*parts, is_whole=key == "split_parts"):
+            keywords.append((key, sizes.listed(*parts)))
+    dims = text(str(gathered.dim)), text(str(cut.dim))
+    return call(name, value, *dims, sizes.axis, keywords=tuple(keywords))
+
+
+def _used_along(users: Sequence[Op], split: SplitGraph) -> str:
+    """Return what the first split op is split along that reads a value, or what is made of it."""
+    waiting, seen = list(users), set[str]()
+    while waiting:
+        op = waiting.pop(0)
+        if name := split.split_axis_name(op):
+            return name
+        layout = split.ops.get(op.name)
+        gives = layout.gives if layout is not None and op.name not in seen else ()
+        seen.add(op.name)
+        if any(one.kind is LayoutKind.REPLICATED for one in gives):
+            waiting += [user for made in op.outputs for user in split.graph.index.readers[made]]
+    return ""
+
+
+def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: SplitGraph) -> str:
+    """Return why a value is converted, in the names of the model's axes."""
+    maker = split.graph.index.made_by.get(held.tensor)
+    made_along = split.split_axis_name(maker) if maker is not None else ""
+    used_along = _used_along(users, split)
+    source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)
+    sums = f"partial sums over {made_along}" if made_along else "partial sums"
+    use = f"split along {used_along} from here on" if used_along else "whole from here on"
+    match held.layout.kind, wanted.layout.kind:
+        case LayoutKind.PARTIAL, LayoutKind.SPLIT:
+            return f"{sums}, added up into shards of {target}"
+        case LayoutKind.PARTIAL, _:
+            return f"{sums}, added up"
+        case LayoutKind.SPLIT, LayoutKind.SPLIT if source == target:
+            dims = held.layout.dim, wanted.layout.dim
+            return f"from shards of {source} along dim {dims[0]} to those along dim {dims[1]}"
+        case LayoutKind.SPLIT, LayoutKind.SPLIT:
+            return f"from shards of {source} to shards of {target}"
+        case LayoutKind.SPLIT, LayoutKind.PARTIAL:
+            return f"each rank adds its own shard of {source}"
+        case LayoutKind.SPLIT, _:
+            return f"shards of {source} gathered: {use}"
+        case _, LayoutKind.SPLIT:
+            return f"each rank takes its shard of {target}"
+        case LayoutKind.WHOLE, LayoutKind.REPLICATED:
+            return f"{use}: gradients are partial sums"
+        case _, LayoutKind.PARTIAL:
+            return "counted once among the partial sums"
+        case _:
+            return "one rank's gradient is enough: the others have the same"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PrintedPlace:
     """What stands around a printed op: its inputs in order, and how code there says some things."""
 
     inputs: tuple[Expression, ...]
-    training: Form
+    training: SourceForm
     dtype: Expression | None  # of a tensor in the model's own floating type
     device: Expression | None
     sizes: Mapping[str, Expression]  # arguments that hold sizes, printed already
-    rate: Form | None = None  # the module's own name for the dropout rate
-    scale: Form | None = None  # and for what it multiplies the scores of attention by
+    rate: SourceForm | None = None  # the module's own name for the dropout rate
+    scale: SourceForm | None = None  # and for what it multiplies the scores of attention by
 
 
 def whole_number(value: Value) -> int:
@@ -48,7 +151,7 @@ def whole_number(value: Value) -> int:
 class Arguments:
     """The arguments of an op, by ATen's names, as expressions."""
 
-    def __init__(self, op: Op, place: Place) -> None:
+    def __init__(self, op: Op, place: PrintedPlace) -> None:
         self.op, self.place = op, place
         self.raw = dict(op.arguments)
         schema = schema_of(op.target)
@@ -121,10 +224,10 @@ class Arguments:
             return literal(value[0]) if isinstance(value[0], int) else joined(())
         return joined(tuple(self._print("", item, inputs) for item in value))
 
-    def _extreme(self, which: str) -> Form:
+    def _extreme(self, which: str) -> SourceForm:
         """Return the end of the model's own type: the trace runs in another."""
         dtype = self.dtype(DType("model"))
-        return Form(("torch.finfo(", Slot(dtype), f").{which}"))
+        return SourceForm(("torch.finfo(", Slot(dtype), f").{which}"))
 
     def dtype(self, value: DType) -> Expression:
         """Return an element type."""
@@ -145,13 +248,13 @@ def schema_of(target: str) -> Any:
     return getattr(packet, overload)._schema
 
 
-def function_call(arguments: Arguments, function: table.Function) -> Form:
+def function_call(arguments: Arguments, function: table.Function) -> SourceForm:
     """Print an op as a line of the table says."""
     positional: list[Expression] = []
     for name in function.positional:
         if name.startswith("*"):
             inner = arguments[name[1:]]
-            assert isinstance(inner, Form)
+            assert isinstance(inner, SourceForm)
             positional += [p.expression for p in inner.parts if isinstance(p, Slot)]
         else:
             positional.append(arguments[name])
@@ -182,13 +285,13 @@ def _function_of(name: str) -> str:
     return f"F.{name}" if hasattr(functional, name) else ""
 
 
-def as_op(arguments: Arguments) -> Form:
+def as_op(arguments: Arguments) -> SourceForm:
     """Print an op as torch has it under its full name."""
     given = tuple((key, arguments[key]) for key in arguments.raw)
     return call(f"torch.ops.{arguments.op.target}", keywords=given)
 
 
-def by_schema(arguments: Arguments, name: str) -> Form:
+def by_schema(arguments: Arguments, name: str) -> SourceForm:
     """Print an op as a method of its first argument, or else as a function of torch."""
     names = [key for key in arguments.raw if key not in ("self", "input")]
     owner = next((key for key in ("self", "input") if key in arguments.raw), None)
@@ -205,7 +308,7 @@ def by_schema(arguments: Arguments, name: str) -> Form:
             keywords.append((key, arguments[key]))
         else:
             positional.append(arguments[key])
-    if name in table.SPREAD and positional and isinstance(positional[0], Form):
+    if name in table.SPREAD and positional and isinstance(positional[0], SourceForm):
         spread = [part.expression for part in positional[0].parts if isinstance(part, Slot)]
         positional = [*(spread or positional[:1]), *positional[1:]]
     if owner is not None and hasattr(Tensor, name) and isinstance(arguments.raw[owner], Ref):

@@ -1,28 +1,134 @@
-"""Turns sizes into expressions: read from the shape of a value, named by the module, or numbers."""
+"""Prints sizes as the author would: of tensors at hand, or made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations_with_replacement
 
-from autopar.codegen.forward.ops.derived_sizes import derived, product
-from autopar.codegen.forward.reading.parts import parts_of
-from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.reading.split import SplitGraph, parts_of_dim
 from autopar.codegen.forward.text.expressions import (
+    Binding,
     Expression,
     Fact,
-    Form,
-    Held,
-    Level,
+    LocalTensor,
+    SourceForm,
     binary,
     call,
     joined,
+    literal,
 )
-from autopar.codegen.forward.text.literals import literal
-from autopar.planner.extent import BATCH, ONE, Extent
-from autopar.planner.layouts import WHOLE, Layout
-from autopar.planner.rules.terms import Dim, Product, size_of
+from autopar.planner.graph.layouts import WHOLE, Layout
+from autopar.planner.graph.ops import BATCH, ONE, Extent
+from autopar.planner.rules.signature import Dim, FlattenedDims, size_of
+
+Pair = tuple[int, int]  # a number in the first trace, and in the second
+Lengths = Mapping[Pair, Expression]
+
+
+def derived(number: Pair, lengths: Lengths) -> Expression | None:
+    """Return a number as it follows from lengths, None where no form in the table gives it."""
+    tried = (form(number, lengths) for form in _FORMS)
+    return next((found for found in tried if found is not None), None)
+
+
+def _length(number: Pair, lengths: Lengths) -> Expression | None:
+    return lengths.get(number)
+
+
+def _multiple_or_part(number: Pair, lengths: Lengths) -> Expression | None:
+    """times · length, or ⌊length ÷ parts⌋."""
+    for (here, other), shown in lengths.items():
+        times = number[0] // here
+        if times and (times * here, times * other) == number:
+            return _times(shown, times)
+        parts = here // number[0] if number[0] else 0
+        if parts and (here // parts, other // parts) == number:
+            return _divided_size(shown, parts)
+    return None
+
+
+def _product(number: Pair, lengths: Lengths) -> Expression | None:
+    """length · length · times."""
+    for (one, shown), (two, more) in combinations_with_replacement(lengths.items(), 2):
+        times = number[0] // (one[0] * two[0])
+        if times and (times * one[0] * two[0], times * one[1] * two[1]) == number:
+            return _times(product([shown, more]), times)
+    return None
+
+
+def _rounded_up(number: Pair, lengths: Lengths) -> Expression | None:
+    """⌈length ÷ parts⌉, as a convolution of stride 2 that pads."""
+    for (here, other), shown in lengths.items():
+        for parts in _parts(other - here, number[1] - number[0]):
+            up = parts - 1
+            if ((here + up) // parts, (other + up) // parts) == number:
+                return _divided_size(_plus(shown, up), parts)
+    return None
+
+
+def _multiple_and_more(number: Pair, lengths: Lengths) -> Expression | None:
+    """times · length + added, by less than the length."""
+    for (here, other), shown in lengths.items():
+        times, rest = divmod(number[1] - number[0], other - here)
+        added = number[0] - times * here
+        if not rest and times > 0 and abs(added) < here:
+            return _plus(_times(shown, times), added)
+    return None
+
+
+def _part_of_more(number: Pair, lengths: Lengths) -> Expression | None:
+    """⌊(length + added) ÷ parts⌋."""
+    for length, shown in lengths.items():
+        for parts in _parts(length[1] - length[0], number[1] - number[0]):
+            added = _added([*zip(length, number, strict=True)], parts)
+            if added is not None:
+                return _divided_size(_plus(shown, added), parts)
+    return None
+
+
+_FORMS = (_length, _multiple_or_part, _product, _rounded_up, _multiple_and_more, _part_of_more)
+
+
+def _parts(lengths: int, parts: int) -> Iterator[int]:
+    """Yield what a length may be divided by, if it grows by so much while a part does."""
+    if lengths > parts > 0:
+        yield from sorted({max(2, lengths // parts), max(2, -(-lengths // parts))})
+
+
+def _added(pairs: Sequence[Pair], parts: int) -> int | None:
+    """Return what is added to lengths before they are divided: ⌊(length + added) ÷ parts⌋ = part.
+
+    Convolutions and pools shorten rows like that. None where no number does for all pairs, or where
+    several do and none of them rounds down or up.
+    """
+    least = max(part * parts - length for length, part in pairs)
+    most = min(part * parts - length for length, part in pairs) + parts - 1
+    usual = [added for added in (0, parts - 1) if least <= added <= most]
+    return least if least == most else next(iter(usual), None)
+
+
+def _times(shown: Expression, times: int) -> Expression:
+    return shown if times == 1 else product([shown, literal(times)])
+
+
+def _plus(term: Expression, added: int) -> Expression:
+    if not added:
+        return term
+    return binary(term, "+" if added > 0 else "-", literal(abs(added)), Binding.SUM)
+
+
+def _divided_size(shown: Expression, parts: int) -> Expression:
+    return binary(shown, "//", literal(parts), Binding.PRODUCT)
+
+
+def product(factors: Sequence[Expression]) -> Expression:
+    """Return the product of some numbers."""
+    total = factors[0]
+    for factor in factors[1:]:
+        total = binary(total, "*", factor, Binding.PRODUCT)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +153,12 @@ class Wanted:
         return not self.extent.is_constant or self.other != self.extent
 
 
-def size_along(split: Split, dim: Dim, axis: str) -> Wanted:
+def size_along(split: SplitGraph, dim: Dim, axis: str) -> Wanted:
     """Return a size that is no dim of a tensor."""
     return Wanted(dim, axis, size_of(split.lengths.dim(dim)))
 
 
-def wanted(split: Split, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
+def wanted(split: SplitGraph, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor in a layout."""
     others = split.lengths.shape(tensor)
     return tuple(
@@ -61,34 +167,36 @@ def wanted(split: Split, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
     )
 
 
-class Sizes:
+class SizesAtHand:
     """Finds sizes in the shapes of the values that a body has at hand."""
 
-    def __init__(self, split: Split, axis: Form) -> None:
+    def __init__(self, split: SplitGraph, axis: SourceForm) -> None:
         self.split = split
         self.axis = axis  # the tensor axis of the mesh, as this body calls it
-        self.seen: list[Held] = []
-        self.sources: list[Held] = []  # of these, the ones whose shapes are read by preference
+        self.seen: list[LocalTensor] = []
+        self.sources: list[
+            LocalTensor
+        ] = []  # of these, the ones whose shapes are read by preference
         self.known: set[Dim] = set()  # the dims of arguments
 
-    def add(self, held: Held) -> None:
+    def add(self, held: LocalTensor) -> None:
         """Have a value at hand from here on."""
         if held not in self.seen and held.tensor in self.split.axes.dims:
             self.seen.append(held)
 
-    def add_argument(self, held: Held) -> None:
+    def add_argument(self, held: LocalTensor) -> None:
         """Have an argument at hand: its shape is read by preference."""
         self.add(held)
         self.sources.append(held)
         self.known |= set(self.split.axes.dims.get(held.tensor, ()))
 
-    def add_converted(self, held: Held) -> None:
+    def add_converted(self, held: LocalTensor) -> None:
         """Have a converted value at hand: it may have whole what the arguments have in parts."""
         self.add(held)
         self.sources.append(held)
 
     def of_all(
-        self, sizes: Sequence[Wanted | None], *, near: Held | None = None
+        self, sizes: Sequence[Wanted | None], *, near: LocalTensor | None = None
     ) -> list[Expression | None]:
         """Return each size as it can be read from shapes; one value serves as many as it can.
 
@@ -118,12 +226,12 @@ class Sizes:
             return self._from_lengths(size.extent.at(0), size.other.at(0))
         return found
 
-    def _rank(self, held: Held, sizes: Sequence[Wanted]) -> tuple[int, bool]:
+    def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
         """Return what is least for the value that tells most sizes, and that of the batch."""
         told = self._read(held, sizes)
         return -len(told), all(size.extent.is_constant for size in told)
 
-    def _read(self, held: Held, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
+    def _read(self, held: LocalTensor, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
         found: dict[Wanted, Fact] = {}
         for position, size in enumerate(wanted(self.split, held.tensor, held.layout)):
             if size in sizes and size not in found:
@@ -132,7 +240,7 @@ class Sizes:
 
     def _product(self, size: Wanted) -> Expression | None:
         """Return a size as the product of what it consists of, where that can be read."""
-        if size.axis or not isinstance(size.dim, Product) or not size.varies:
+        if size.axis or not isinstance(size.dim, FlattenedDims) or not size.varies:
             return None
         inner = [size_along(self.split, factor, "") for factor in size.dim.factors]
         factors = [
@@ -164,11 +272,11 @@ class Sizes:
                 has_factor = pair != (1, 1) or not power
                 factors = [self.whole(*map(Extent.of, pair))] * has_factor + [batch] * power
                 term = product(factors)
-                total = term if total is None else binary(total, "+", term, Level.SUM)
+                total = term if total is None else binary(total, "+", term, Binding.SUM)
         assert total is not None
         return total
 
-    def _readable(self) -> Iterator[tuple[Held, int, tuple[Extent, Extent]]]:
+    def _readable(self) -> Iterator[tuple[LocalTensor, int, tuple[Extent, Extent]]]:
         """Yield the whole dims of the values at hand, each with its size and its other size."""
         for held in (*self.sources, *self.seen):
             for place, size in enumerate(wanted(self.split, held.tensor, held.layout)):
@@ -186,10 +294,10 @@ class Sizes:
 
     def local(self, size: Wanted) -> Expression:
         """Return the rank's share of a size from the degree of the axis."""
-        parts = parts_of(size.dim, size.axis)
+        parts = parts_of_dim(size.dim, size.axis)
         if not size.varies and parts.are_even(self.split.degree, self.split.batch):
-            ways = Form((*self.axis.parts, ".size"))
-            return binary(literal(size.extent.at(0)), "//", ways, Level.PRODUCT)
+            ways = SourceForm((*self.axis.parts, ".size"))
+            return binary(literal(size.extent.at(0)), "//", ways, Binding.PRODUCT)
         return call("local_size", self.listed(size.dim, size.axis), self.axis)
 
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
@@ -197,7 +305,7 @@ class Sizes:
 
         Their units are counted in so many elements.
         """
-        parts, others = parts_of(dim, axis), parts_of(self.split.lengths.dim(dim), axis)
+        parts, others = parts_of_dim(dim, axis), parts_of_dim(self.split.lengths.dim(dim), axis)
         pairs = tuple(zip(parts.listed, others.listed, strict=True))
         alike = len(set(pairs)) == 1
         shown = pairs[:1] if alike else pairs
@@ -211,7 +319,7 @@ class Sizes:
         )
         if times == other_times == ONE:
             return printed
-        return binary(printed, "*", self.whole(times, other_times), Level.PRODUCT)
+        return binary(printed, "*", self.whole(times, other_times), Binding.PRODUCT)
 
     def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
         """Whether the runtime finds by itself how a dim is cut.
@@ -219,7 +327,7 @@ class Sizes:
         It does so for one of elements where it has the whole, or where every rank has as many;
         among lengths that vary it takes a share for one of those.
         """
-        parts = parts_of(dim, axis)
+        parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:
             is_length = is_whole or self.split.lengths.dim(dim) != dim
             return is_length and parts.times == ONE and [u for _, u in parts.listed] == [ONE]
@@ -238,7 +346,7 @@ class Sizes:
         return alike[0] if sole else None
 
 
-def whole_sizes(split: Split, tensor: str) -> tuple[Wanted, ...]:
+def whole_sizes(split: SplitGraph, tensor: str) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor that is not split."""
     return wanted(split, tensor, WHOLE)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.codegen.forward.text.expressions import Level
+from autopar.codegen.forward.text.expressions import Binding
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,32 +196,32 @@ DISTANCES = (
     "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist",
 )  # fmt: skip
 
-BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
+BINARY: Mapping[str, tuple[str, Binding]] = MappingProxyType(
     {
-        "add": ("+", Level.SUM),
-        "sub": ("-", Level.SUM),
-        "mul": ("*", Level.PRODUCT),
-        "div": ("/", Level.PRODUCT),
-        "true_divide": ("/", Level.PRODUCT),
-        "floor_divide": ("//", Level.PRODUCT),
-        "remainder": ("%", Level.PRODUCT),
-        "matmul": ("@", Level.PRODUCT),
-        "eq": ("==", Level.COMPARISON),
-        "ne": ("!=", Level.COMPARISON),
-        "lt": ("<", Level.COMPARISON),
-        "le": ("<=", Level.COMPARISON),
-        "gt": (">", Level.COMPARISON),
-        "ge": (">=", Level.COMPARISON),
-        "__and__": ("&", Level.AND),
-        "bitwise_and": ("&", Level.AND),
-        "__or__": ("|", Level.OR),
-        "bitwise_or": ("|", Level.OR),
-        "__xor__": ("^", Level.XOR),
-        "bitwise_xor": ("^", Level.XOR),
-        "__lshift__": ("<<", Level.SHIFT),
-        "bitwise_left_shift": ("<<", Level.SHIFT),
-        "__rshift__": (">>", Level.SHIFT),
-        "bitwise_right_shift": (">>", Level.SHIFT),
+        "add": ("+", Binding.SUM),
+        "sub": ("-", Binding.SUM),
+        "mul": ("*", Binding.PRODUCT),
+        "div": ("/", Binding.PRODUCT),
+        "true_divide": ("/", Binding.PRODUCT),
+        "floor_divide": ("//", Binding.PRODUCT),
+        "remainder": ("%", Binding.PRODUCT),
+        "matmul": ("@", Binding.PRODUCT),
+        "eq": ("==", Binding.COMPARISON),
+        "ne": ("!=", Binding.COMPARISON),
+        "lt": ("<", Binding.COMPARISON),
+        "le": ("<=", Binding.COMPARISON),
+        "gt": (">", Binding.COMPARISON),
+        "ge": (">=", Binding.COMPARISON),
+        "__and__": ("&", Binding.AND),
+        "bitwise_and": ("&", Binding.AND),
+        "__or__": ("|", Binding.OR),
+        "bitwise_or": ("|", Binding.OR),
+        "__xor__": ("^", Binding.XOR),
+        "bitwise_xor": ("^", Binding.XOR),
+        "__lshift__": ("<<", Binding.SHIFT),
+        "bitwise_left_shift": ("<<", Binding.SHIFT),
+        "__rshift__": (">>", Binding.SHIFT),
+        "bitwise_right_shift": (">>", Binding.SHIFT),
     }
 )
 # Methods whose own name is an operator that writes: `mask &= other`.

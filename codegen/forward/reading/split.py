@@ -1,26 +1,150 @@
-"""Reads from a plan how tensors lie on the tensor axis, where they are made and where used."""
+"""A graph with its layouts, as printing reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
-from autopar.codegen.forward.reading.lengths import Lengths
 from autopar.codegen.forward.reading.modules import Modules
-from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
+from autopar.planner.graph.ops import ONE, Extent, FunctionCall, ModuleCall, Op, Ref, Value
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
-from autopar.planner.ops import Op
-from autopar.planner.plan.parts import parts_of
+from autopar.planner.plan.again import parts_of
 from autopar.planner.plan.plan import Plan
-from autopar.planner.programs.layouts.slots import find_slots, own_layouts
+from autopar.planner.programs.layouts.rules import find_slots, own_layouts
+from autopar.planner.rules.signature import Concat, Dim, Leaf, leaves, size_of, substituted
+
+Part = tuple[Extent, Extent]  # count, unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class Parts:
+    """How a dim is cut: the parts in `listed`, all of them so many `times`."""
+
+    listed: tuple[Part, ...]
+    times: Extent
+
+    def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
+        """Whether the runtime finds the cut by itself: even, or by elements of a known size."""
+        if self.times != ONE or len(self.listed) != 1:
+            return False
+        return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
+
+    def are_even(self, degree: int, batch: int) -> bool:
+        """Whether every rank gets as much of each part."""
+        return all(count.at(batch) % degree == 0 for count, _ in self.listed)
+
+
+def parts_of_dim(dim: Dim, axis: str) -> Parts:
+    """Return the parts of a dim that is split along an axis."""
+    if isinstance(dim, Leaf):
+        assert dim.name == axis, f"{axis} does not occur in every part of the dim"
+        return Parts(listed=((dim.size, ONE),), times=ONE)
+    if isinstance(dim, Concat):
+        every = [parts_of_dim(part, axis) for part in dim.parts]
+        listed = tuple(part for inner in every for part in inner.listed * inner.times.at(0))
+        return Parts(listed=listed, times=ONE)
+    place = next(
+        i for i, factor in enumerate(dim.factors) if any(x.name == axis for x in leaves(factor))
+    )
+    own, times, inside = parts_of_dim(dim.factors[place], axis), ONE, ONE
+    for factor in dim.factors[:place]:
+        times = times * size_of(factor)
+    for factor in dim.factors[place + 1 :]:
+        inside = inside * size_of(factor)
+    listed = tuple((count, unit * inside) for count, unit in own.listed)
+    return Parts(listed=listed, times=own.times * times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What a graph's sizes are where its inputs have other lengths."""
+
+    shapes: Mapping[str, tuple[Extent, ...]]
+    arguments: Mapping[str, Mapping[str, Value]]  # of each op
+    calls: Mapping[str, ModuleCall]
+    functions: Sequence[FunctionCall]
+    axes: Mapping[str, Extent]  # the sizes of axes
+
+
+class Lengths:
+    """A graph's sizes at other lengths, all the same where unknown; traced when first asked for."""
+
+    def __init__(self, graph: Graph, axes: GraphAxes, other: Callable[[], Graph | None]) -> None:
+        self._graph, self._axes, self._other = graph, axes, other
+
+    @cached_property
+    def _sizes(self) -> _Sizes:
+        other = self._other()
+        return _UNKNOWN if other is None else _sizes_of(self._graph, self._axes, other)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the model takes other lengths."""
+        return bool(self._sizes.axes)
+
+    def shape(self, tensor: str) -> tuple[Extent, ...]:
+        """Return the other shape of a tensor."""
+        return self._sizes.shapes.get(tensor, self._graph.tensors[tensor].shape)
+
+    def argument(self, op: Op, name: str) -> Value:
+        """Return what an argument of an op is at other lengths."""
+        arguments = self._sizes.arguments
+        return arguments[op.name][name] if op.name in arguments else op.argument(name)
+
+    def call(self, unit: str) -> ModuleCall | None:
+        """Return how a module is called at other lengths."""
+        return self._sizes.calls.get(unit)
+
+    def function(self, call: FunctionCall) -> FunctionCall:
+        """Return how a plain function is called at other lengths."""
+        pairs = zip(self._graph.functions, self._sizes.functions, strict=False)
+        other = next((two for one, two in pairs if one is call), call)
+        return other if _form(other) == _form(call) else call
+
+    def dim(self, dim: Dim) -> Dim:
+        """Return a dim with its other size."""
+        axes = self._sizes.axes
+        return substituted(dim, lambda leaf: Leaf(leaf.name, axes.get(leaf.name, leaf.size)))
+
+
+_UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
+
+
+def _form(call: FunctionCall) -> Value:
+    """Return what is the same of a call at all lengths: the function, and where it has tensors."""
+    names, values = tuple(zip(*call.keywords, strict=True)) or ((), ())
+    return call.module, call.name, names, _nest(call.arguments), _nest(values)
+
+
+def _nest(value: Value) -> Value:
+    return tuple(map(_nest, value)) if isinstance(value, tuple) else isinstance(value, Ref)
+
+
+def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
+    shapes = {t.name: t.shape for t in other.tensors.values()}
+    sizes = {
+        dim.name: size
+        for name in graph.tensors
+        for dim, size in zip(axes.dims[name], shapes[name], strict=True)
+        if isinstance(dim, Leaf)
+    }
+    return _Sizes(
+        shapes=MappingProxyType(shapes),
+        arguments=MappingProxyType({op.name: dict(op.arguments) for op in other.ops}),
+        calls=other.calls,
+        functions=other.functions,
+        axes=MappingProxyType(sizes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitGraph:
     """A graph with the layouts of its tensors on a tensor axis of `degree` ranks.
 
     `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
@@ -31,7 +155,7 @@ class Split:
     """
 
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
     modules: Modules
     degree: int
@@ -75,7 +199,7 @@ class Split:
 
 def split_of(
     plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
-) -> Split:
+) -> SplitGraph:
     """Return the layouts of a plan, for each op and tensor of its graph, once they fit it.
 
     `other` gives the graph where the inputs have other lengths.
@@ -96,13 +220,13 @@ def split_graph(
     graph: Graph,
     modules: Modules,
     *,
-    parts: tuple[Axes, Layers] | None = None,
+    parts: tuple[GraphAxes, Layers] | None = None,
     degree: int = 1,
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
     outside: Sequence[ParameterLayout] = (),
     other: Callable[[], Graph | None] = lambda: None,
-) -> Split:
+) -> SplitGraph:
     """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
     axes, layers = parts if parts is not None else _found(graph)
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
@@ -111,7 +235,7 @@ def split_graph(
     is_made = graph.index.made_by.keys()
     if degree > 1:
         gives |= {name: layout for name, layout in given.items() if name not in is_made}
-    return Split(
+    return SplitGraph(
         graph=graph,
         axes=axes,
         layers=layers,
@@ -127,13 +251,13 @@ def split_graph(
     )
 
 
-def _found(graph: Graph) -> tuple[Axes, Layers]:
+def _found(graph: Graph) -> tuple[GraphAxes, Layers]:
     axes = infer_axes(graph)
     return axes, find_layers(graph, axes)
 
 
 def _op_layouts(
-    graph: Graph, axes: Axes, layers: Layers, layouts: Sequence[Sequence[OpLayout]]
+    graph: Graph, axes: GraphAxes, layers: Layers, layouts: Sequence[Sequence[OpLayout]]
 ) -> dict[str, OpLayout]:
     fits = len(layouts) == len(layers.classes) and all(
         len(given) == len(layers.layers[kind.layers[0]].ops)
@@ -169,6 +293,6 @@ def _places(layers: Layers) -> Iterator[tuple[str, int]]:
 
 def _plain(layout: Layout, tensor: str, graph: Graph) -> Layout:
     """Return I for R where no gradient flows: there the two are the same."""
-    if layout.kind is Kind.REPLICATED and not graph.tensors[tensor].requires_grad:
+    if layout.kind is LayoutKind.REPLICATED and not graph.tensors[tensor].requires_grad:
         return WHOLE
     return layout

@@ -1,16 +1,86 @@
-"""The expressions of printed code as small trees, and their text in the style of ruff format."""
+"""Expressions of Python as text."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from keyword import iskeyword, issoftkeyword
 
-from autopar.planner.layouts import Layout
-from autopar.planner.ops import Listed, Value
+from autopar.planner.graph.layouts import Layout
+from autopar.planner.graph.ops import Listed, Value
 
 
-class Level(IntEnum):
+def is_identifier(text: str) -> bool:
+    """Whether a text is a plain ASCII name that Python does not use itself."""
+    return text.isascii() and text.isidentifier() and not iskeyword(text)
+
+
+def identifier(text: str) -> str:
+    """Return a name made of the letters, digits and underscores of any text."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower() or "x"
+    if name[0].isdigit():
+        name = f"x{name}"
+    return f"{name}_" if iskeyword(name) or issoftkeyword(name) else name
+
+
+def attribute_name(name: str) -> str:
+    """Return how an attribute is reached, behind the object: `.name`."""
+    if not is_identifier(name):
+        raise ValueError(f"{name!r} is no attribute")
+    return f".{name}"
+
+
+def string(text: str) -> str:
+    """Return a text as an ASCII literal in double quotes where it has none itself."""
+    literal = ascii(text)
+    return f'"{literal[1:-1]}"' if literal[0] == "'" and '"' not in literal else literal
+
+
+def comment(text: str) -> str:
+    """Return a text that stays a comment: one line of ASCII without control characters."""
+    return re.sub(r"[^\x20-\x7e]+", " ", text).strip()
+
+
+Plain = str | bool | int | float | complex | None
+
+
+def literal(value: Plain) -> SourceForm:
+    """Return a plain value as source."""
+    if isinstance(value, str):
+        return text(string(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        sign = "-" if value < 0 else ""
+        return text(f'float("{sign}{"nan" if math.isnan(value) else "inf"}")')
+    if isinstance(value, complex):
+        is_finite = math.isfinite(value.real) and math.isfinite(value.imag)
+        return text(repr(value) if is_finite else f'complex("{value!r}")')
+    negative = isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
+    return text(repr(value), Binding.SIGN if negative else Binding.CALL)
+
+
+def literals(values: tuple[Plain, ...]) -> SourceForm:
+    """Return plain values as a tuple."""
+    items: tuple[Expression, ...] = tuple(map(literal, values))
+    return joined(items)
+
+
+def nested(value: object) -> SourceForm:
+    """Return nested tuples of plain values as nested lists, for torch.tensor."""
+    if isinstance(value, tuple):
+        inner = ", ".join(_text(nested(item)) for item in value)
+        return text(f"[{inner}]")
+    assert value is None or isinstance(value, (str, bool, int, float, complex))
+    return literal(value)
+
+
+def _text(form: SourceForm) -> str:
+    return "".join(part for part in form.parts if isinstance(part, str))
+
+
+class Binding(IntEnum):
     """How tightly an expression binds, loosest first."""
 
     TUPLE = 0
@@ -28,7 +98,7 @@ class Level(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """A tensor of the graph in one of its layouts: a value that code can have at hand."""
 
     tensor: str
@@ -39,19 +109,19 @@ class Held:
 class Fact:
     """What code reads off a value without using its numbers: `shape[0]`, `dtype`, `device`."""
 
-    held: Held
+    held: LocalTensor
     what: str
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SourceForm:
     """Source text with expressions in it."""
 
     parts: tuple[str | Slot, ...]
-    level: Level = Level.CALL
+    level: Binding = Binding.CALL
 
 
-Expression = Held | Fact | Form
+Expression = LocalTensor | Fact | SourceForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +129,31 @@ class Slot:
     """A place in a form, and how tightly what stands there must bind to need no brackets."""
 
     expression: Expression
-    level: Level = Level.CHOICE
+    level: Binding = Binding.CHOICE
 
 
-Names = Callable[[Held | Fact], tuple[str, Level]]
+Names = Callable[[LocalTensor | Fact], tuple[str, Binding]]
 
 
-def text(source: str, level: Level = Level.CALL) -> Form:
+def text(source: str, level: Binding = Binding.CALL) -> SourceForm:
     """Return source text that has no expressions in it."""
-    return Form((source,), level)
+    return SourceForm((source,), level)
 
 
 def call(
-    function: str | Form,
+    function: str | SourceForm,
     *arguments: Expression,
     keywords: tuple[tuple[str, Expression], ...] = (),
-) -> Form:
+) -> SourceForm:
     """Return the call of a function."""
-    parts: list[str | Slot] = list(function.parts if isinstance(function, Form) else (function,))
+    parts: list[str | Slot] = list(
+        function.parts if isinstance(function, SourceForm) else (function,)
+    )
     parts.append("(")
     for number, (name, argument) in enumerate([*(("", a) for a in arguments), *keywords]):
         separator = ", " if number else ""
         parts += [f"{separator}{name}=" if name else separator, Slot(argument)]
-    return Form((*parts, ")"), Level.CALL)
+    return SourceForm((*parts, ")"), Binding.CALL)
 
 
 def method(
@@ -89,66 +161,66 @@ def method(
     name: str,
     *arguments: Expression,
     keywords: tuple[tuple[str, Expression], ...] = (),
-) -> Form:
+) -> SourceForm:
     """Return the call of a method."""
-    function = Form((Slot(owner, Level.CALL), f".{name}"))
+    function = SourceForm((Slot(owner, Binding.CALL), f".{name}"))
     return call(function, *arguments, keywords=keywords)
 
 
-def attribute(owner: Expression, name: str) -> Form:
+def attribute(owner: Expression, name: str) -> SourceForm:
     """Return an attribute of an expression."""
-    return Form((Slot(owner, Level.CALL), f".{name}"))
+    return SourceForm((Slot(owner, Binding.CALL), f".{name}"))
 
 
-def indexed(owner: Expression, index: Form) -> Form:
+def indexed(owner: Expression, index: SourceForm) -> SourceForm:
     """Return an expression with an index in square brackets."""
-    return Form((Slot(owner, Level.CALL), "[", Slot(index, Level.TUPLE), "]"))
+    return SourceForm((Slot(owner, Binding.CALL), "[", Slot(index, Binding.TUPLE), "]"))
 
 
-def joined(items: tuple[Expression, ...]) -> Form:
+def joined(items: tuple[Expression, ...]) -> SourceForm:
     """Return a tuple in round brackets."""
     parts: list[str | Slot] = ["("]
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form((*parts, ",)" if len(items) == 1 else ")"))
+    return SourceForm((*parts, ",)" if len(items) == 1 else ")"))
 
 
-def listed(items: tuple[Expression, ...]) -> Form:
+def listed(items: tuple[Expression, ...]) -> SourceForm:
     """Return a list."""
     parts: list[str | Slot] = ["["]
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form((*parts, "]"))
+    return SourceForm((*parts, "]"))
 
 
-def mapped(items: Iterable[tuple[Expression, Expression]]) -> Form:
+def mapped(items: Iterable[tuple[Expression, Expression]]) -> SourceForm:
     """Return a dict."""
     parts: list[str | Slot] = ["{"]
     for number, (key, item) in enumerate(items):
         parts += [", " if number else "", Slot(key), ": ", Slot(item)]
-    return Form((*parts, "}"))
+    return SourceForm((*parts, "}"))
 
 
-def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> Form:
+def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> SourceForm:
     """Return values as the model has them, in a list or in a tuple."""
     return listed(items) if isinstance(value, Listed) else joined(items)
 
 
-def binary(left: Expression, operator: str, right: Expression, level: Level) -> Form:
+def binary(left: Expression, operator: str, right: Expression, level: Binding) -> SourceForm:
     """Return an operation of two operands that associates to the left."""
-    tighter = Level(min(level + 1, Level.CALL))
-    left_level = tighter if level is Level.COMPARISON else level
-    return Form((Slot(left, left_level), f" {operator} ", Slot(right, tighter)), level)
+    tighter = Binding(min(level + 1, Binding.CALL))
+    left_level = tighter if level is Binding.COMPARISON else level
+    return SourceForm((Slot(left, left_level), f" {operator} ", Slot(right, tighter)), level)
 
 
-def power(base: Expression, exponent: Expression) -> Form:
+def power(base: Expression, exponent: Expression) -> SourceForm:
     """Return a power; the formatter writes simple operands without spaces (see `rendered`)."""
-    return Form((Slot(base, Level.CALL), "**", Slot(exponent, Level.SIGN)), Level.POWER)
+    return SourceForm((Slot(base, Binding.CALL), "**", Slot(exponent, Binding.SIGN)), Binding.POWER)
 
 
-def pieces(expression: Expression) -> Iterator[Held | Fact]:
+def pieces(expression: Expression) -> Iterator[LocalTensor | Fact]:
     """Yield the values and facts in an expression, in the order of evaluation."""
-    if not isinstance(expression, Form):
+    if not isinstance(expression, SourceForm):
         yield expression
         return
     for part in expression.parts:
@@ -156,9 +228,11 @@ def pieces(expression: Expression) -> Iterator[Held | Fact]:
             yield from pieces(part.expression)
 
 
-def replaced(expression: Expression, known: Callable[[Held], Expression | None]) -> Expression:
+def replaced(
+    expression: Expression, known: Callable[[LocalTensor], Expression | None]
+) -> Expression:
     """Return an expression with values replaced by the expressions known for them."""
-    if isinstance(expression, Held):
+    if isinstance(expression, LocalTensor):
         return known(expression) or expression
     if isinstance(expression, Fact):
         return expression
@@ -166,12 +240,12 @@ def replaced(expression: Expression, known: Callable[[Held], Expression | None])
         Slot(replaced(part.expression, known), part.level) if isinstance(part, Slot) else part
         for part in expression.parts
     )
-    return Form(parts, expression.level)
+    return SourceForm(parts, expression.level)
 
 
-def rendered(expression: Expression, names: Names) -> tuple[str, Level]:
+def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:
     """Return the text of an expression and how tightly it binds."""
-    if not isinstance(expression, Form):
+    if not isinstance(expression, SourceForm):
         return names(expression)
     rendered_parts: list[str] = []
     for part in expression.parts:
@@ -180,10 +254,10 @@ def rendered(expression: Expression, names: Names) -> tuple[str, Level]:
             continue
         inner, level = rendered(part.expression, names)
         rendered_parts.append(inner if level >= part.level else f"({inner})")
-    if expression.level is Level.POWER and len(rendered_parts) == 3:
+    if expression.level is Binding.POWER and len(rendered_parts) == 3:
         base, _, exponent = rendered_parts
         tight = _is_simple(base) and _is_simple(exponent)
-        return (f"{base}**{exponent}" if tight else f"{base} ** {exponent}"), Level.POWER
+        return (f"{base}**{exponent}" if tight else f"{base} ** {exponent}"), Binding.POWER
     return "".join(rendered_parts), expression.level
 
 

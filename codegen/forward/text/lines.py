@@ -1,13 +1,64 @@
-"""The steps of a printed body, before it is decided which values get a name."""
+"""Lines of Python as text: imports, wrapping, what repeats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from autopar.codegen.forward.text.expressions import Expression, Form, Held, Slot
+from autopar.codegen.forward.text.expressions import Expression, LocalTensor, Slot, SourceForm
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import CONVERSIONS
 
-Pattern = Held | None | tuple["Pattern", ...]
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "Tensor": "torch",
+        "nn": "torch",
+        "Any": "typing",
+        "Mapping": "collections.abc",
+        "Axis": "autopar.runtime.ranks",
+        "split_randomness": "autopar.runtime.ranks",
+        "Absent": "autopar.runtime.evaluation",
+        "Outputs": "autopar.runtime.evaluation",
+        "named_outputs": "autopar.runtime.evaluation",
+        "local_size": "autopar.runtime.tensor",
+        "scale_loss": "autopar.runtime.data",
+        "vocab_parallel_cross_entropy": "autopar.runtime.tensor",
+        "vocab_parallel_embedding": "autopar.runtime.tensor",
+        "vocab_parallel_embedding_bag": "autopar.runtime.tensor",
+    }
+    | {c.function: "autopar.runtime.tensor" for c in CONVERSIONS.values()}
+)
+_WHOLE: Mapping[str, str] = MappingProxyType(
+    {"torch": "import torch", "F": "import torch.nn.functional as F"}
+)
+
+IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # what no variable may be called
+
+
+def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the import lines of some sources, one per module, sorted."""
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(used & _MODULES.keys()):
+        names[_MODULES[name]].append(name)
+    lines = [from_line(module, found) for module, found in names.items()]
+    return tuple(sorted([*lines, *(_WHOLE[name] for name in used & _WHOLE.keys())]))
+
+
+def from_line(module: str, names: Sequence[str]) -> str:
+    """Return the statement that imports names from a module, on one line where that has room."""
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+
+
+Pattern = LocalTensor | None | tuple["Pattern", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +88,184 @@ class Line:
 class Body:
     """The lines of a printed call, its tensor arguments by name, and what it returns."""
 
-    arguments: Mapping[Held, str]
+    arguments: Mapping[LocalTensor, str]
     containers: frozenset[str]  # the names of arguments that hold several tensors
     lines: tuple[Line, ...]
     result: Expression | None
 
 
-def held_in(pattern: Pattern) -> Iterator[Held]:
+def held_in(pattern: Pattern) -> Iterator[LocalTensor]:
     """Yield the values in a pattern."""
-    if isinstance(pattern, Held):
+    if isinstance(pattern, LocalTensor):
         yield pattern
     elif isinstance(pattern, tuple):
         for item in pattern:
             yield from held_in(item)
 
 
-def tuple_of(items: Sequence[Expression]) -> Form:
+def tuple_of(items: Sequence[Expression]) -> SourceForm:
     """Return values with commas between them and no brackets, as a return statement has them."""
     parts: list[str | Slot] = []
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form(tuple(parts))
+    return SourceForm(tuple(parts))
+
+
+class Repeats:
+    """The values without a gradient that a body has computed, by how it computes them.
+
+    Hugging Face's masks count the positions once for the queries and once for the keys, and so
+    for each kind of layer. What anything writes to is left as it is.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.made: dict[Expression, LocalTensor] = {}
+
+    def earlier(self, expression: Expression, made: LocalTensor) -> LocalTensor | None:
+        """Return the value that is this one already, and remember this one if there is none."""
+        learns = self.graph.tensors[made.tensor].requires_grad
+        if learns or self.graph.index.is_written_later(made.tensor):
+            return None
+        found = self.made.setdefault(expression, made)
+        return found if found != made and found.layout == made.layout else None
+
+
+WIDTH = 100
+_OPEN, _CLOSE = "([{", ")]}"
+_TRAILER = re.compile(r"(\.\w+)*$")  # the name of a method after a bracket
+_STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
+
+
+def _bare(line: str) -> str:
+    """Return a line of the same length without what its strings say."""
+    return _STRING.sub(lambda found: "_" * len(found[0]), line)
+
+
+def _partition(line: str, mark: str) -> tuple[str, str, str]:
+    """Part a line where a mark is code."""
+    at = _bare(line).find(mark)
+    return (line[:at], mark, line[at + len(mark) :]) if at >= 0 else (line, "", "")
+
+
+def wrapped(line: str, *, indent: int) -> list[str]:
+    """Return a statement as lines that fit, each with its indentation."""
+    margin = " " * indent
+    if indent + len(line) <= WIDTH:
+        return [margin + line]
+    start = _last_bracket(line)
+    if start is None:
+        return _choice(line, indent) if " if " in _bare(line) else _bracketed(line, indent)
+    start = _before_trailers(line, start, indent)
+    end = _closing(line, start)
+    head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
+    return [margin + head, *_body(body, indent + 4), margin + tail]
+
+
+def wrapped_del(names: list[str], *, indent: int) -> list[str]:
+    """Return a statement that deletes some names, over several lines where it is long."""
+    margin, line = " " * indent, f"del {', '.join(names)}"
+    if indent + len(line) <= WIDTH:
+        return [margin + line]
+    return [f"{margin}del (", *(f"{margin}    {name}," for name in names), f"{margin})"]
+
+
+def wrapped_definition(name: str, arguments: list[str], returns: str, *, indent: int) -> list[str]:
+    """Return the first line of a function, over several lines where it is long."""
+    margin = " " * indent
+    tail = f") -> {returns}:"
+    whole = ", ".join(arguments)
+    if indent + len(f"def {name}({whole}{tail}") <= WIDTH:
+        return [f"{margin}def {name}({whole}{tail}"]
+    if indent + 4 + len(whole) <= WIDTH:
+        return [f"{margin}def {name}(", f"{margin}    {whole}", margin + tail]
+    items = [f"{margin}    {argument}," for argument in arguments]
+    return [f"{margin}def {name}(", *items, margin + tail]
+
+
+def _body(body: str, indent: int) -> list[str]:
+    if indent + len(body) <= WIDTH:
+        return [" " * indent + body]
+    lines: list[str] = []
+    for item in _items(body):
+        inner = wrapped(item, indent=indent)
+        inner[-1] += ","
+        lines += inner
+    return lines
+
+
+def _bracketed(line: str, indent: int) -> list[str]:
+    """Put brackets around the right side of an assignment; what has no operator stays too long."""
+    margin = " " * indent
+    if " " not in line:
+        return [margin + line]
+    word = "return " if line.startswith("return ") else ""
+    target, equals, _ = _partition(line, " = ")
+    head = word or (f"{target}{equals}" if equals else "")
+    value = line.removeprefix(head)
+    return [f"{margin}{head}(", f"{margin}    {value}", f"{margin})"]
+
+
+def _choice(line: str, indent: int) -> list[str]:
+    """Put brackets around `a if b else c`, and each of the three on a line if they must be."""
+    margin = " " * indent
+    value = line
+    for mark in ("return ", " = ", "="):
+        head, found, rest = _partition(line, mark)
+        if found and "(" not in head and " if " in _bare(rest):
+            value = rest
+            break
+    head = line.removesuffix(value)
+    first, _, rest = _partition(value, " if ")
+    condition, _, other = _partition(rest, " else ")
+    fits = indent + 4 + len(value) <= WIDTH
+    inner = [value] if fits else [first, f"if {condition}", f"else {other}"]
+    return [f"{margin}{head}(", *(f"{margin}    {part}" for part in inner), f"{margin})"]
+
+
+def _last_bracket(line: str) -> int | None:
+    """Return where the bracket opens that closes last, if nothing but a colon follows it."""
+    bare = _bare(line).rstrip(":")
+    return _opening(bare) if bare and bare[-1] in _CLOSE else None
+
+
+def _before_trailers(line: str, start: int, indent: int) -> int:
+    """Return an earlier bracket where what stands before the last one, `f(…)[0]`, is too long."""
+    bare = _bare(line)
+    while indent + start >= WIDTH:
+        before = _TRAILER.sub("", bare[:start])
+        earlier = _opening(before) if before and before[-1] in _CLOSE else None
+        if earlier is None:
+            break
+        start = earlier
+    return start
+
+
+def _opening(bare: str) -> int | None:
+    """Return where the bracket opens that closes at the end of a text."""
+    depth = 0
+    for position in range(len(bare) - 1, -1, -1):
+        depth += (bare[position] in _CLOSE) - (bare[position] in _OPEN)
+        if depth == 0:
+            return position
+    return None
+
+
+def _closing(line: str, start: int) -> int:
+    depth, bare = 0, _bare(line)
+    for position in range(start, len(line)):
+        depth += (bare[position] in _OPEN) - (bare[position] in _CLOSE)
+        if depth == 0:
+            return position
+    raise ValueError(line)
+
+
+def _items(body: str) -> list[str]:
+    items, depth, begin = [], 0, 0
+    for position, letter in enumerate(_bare(body)):
+        depth += (letter in _OPEN) - (letter in _CLOSE)
+        if letter == "," and depth == 0:
+            items.append(body[begin:position].strip())
+            begin = position + 1
+    last = body[begin:].strip()
+    return [*items, last] if last else items

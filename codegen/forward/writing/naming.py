@@ -1,20 +1,90 @@
-"""Chooses names for the values of a body; a name serves again when its value is not needed."""
+"""Names values as the author did."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count
 
-from autopar.codegen.forward.reading.split import Split
-from autopar.codegen.forward.text.expressions import Expression, Form, Held, Slot, pieces
-from autopar.codegen.forward.text.identifiers import identifier, is_identifier
-from autopar.codegen.forward.text.imports import IMPORTED
-from autopar.codegen.forward.text.lines import Body, Line, held_in
-from autopar.codegen.forward.writing.loops import Loop
-from autopar.codegen.forward.writing.size_names import Shape, shapes_of
-from autopar.codegen.forward.writing.statements import Statement
+from autopar.codegen.forward.ops.sizes import Wanted, wanted
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    Fact,
+    LocalTensor,
+    Slot,
+    SourceForm,
+    identifier,
+    is_identifier,
+    pieces,
+)
+from autopar.codegen.forward.text.lines import IMPORTED, Body, Line, held_in
+from autopar.codegen.forward.writing.statements import Loop, Statement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The sizes of one value that a body gives names to: one entry per dim, "" where unused.
+
+    `same` holds the names of sizes that another value has given before.
+    """
+
+    held: LocalTensor
+    names: tuple[str, ...]
+    same: tuple[str, ...]
+
+    def name(self, dim: int) -> str:
+        """Return the name of one size, "" where it has none."""
+        return self.names[dim] or self.same[dim]
+
+    @property
+    def text(self) -> str:
+        """The right way to unpack the sizes, with `{}` for the value."""
+        named = [i for i, name in enumerate(self.names) if name]
+        if len(named) == 1:
+            return f"{self.names[named[0]]} = {{}}.shape[{named[0]}]"
+        return f"{', '.join(name or '_' for name in self.names)} = {{}}.shape"
+
+
+def shapes_of(
+    statements: Sequence[Statement], split: SplitGraph, frame: Set[str]
+) -> Iterator[Shape]:
+    """Name the sizes of a value that are used more than once."""
+    facts = [
+        piece
+        for statement in statements
+        for piece in pieces(statement.expression)
+        if isinstance(piece, Fact) and piece.what.startswith("shape[")
+    ]
+    counts = Counter(fact.held for fact in facts)
+    taken = {*frame, "self", "x", "q", "k", "v", "y"}
+    sizes: dict[Wanted, str] = {}
+    for held, uses in counts.items():
+        if uses < 2:
+            continue
+        used = {fact.what for fact in facts if fact.held == held}
+        names, same = [], []
+        for position, size in enumerate(wanted(split, held.tensor, held.layout)):
+            is_used = f"shape[{position}]" in used
+            same.append(sizes.get(size, "") if is_used else "")
+            is_new = is_used and not same[-1]
+            name = _fresh(split.axes.text(size.dim), taken) if is_new else ""
+            names.append(name)
+            taken.add(name)
+            if is_new:
+                sizes[size] = name
+        yield Shape(held=held, names=tuple(names), same=tuple(same))
+
+
+def _fresh(axis: str, taken: set[str]) -> str:
+    name = identifier(re.sub(r"_\d+$", "", axis))
+    is_one = re.fullmatch(r"\w+", axis) is not None
+    stem = "size" if re.fullmatch(r"x?\d*", name) else name if is_one else "length"
+    return next(n for n in chain([stem], (f"{stem}{i}" for i in count(2))) if n not in taken)
+
 
 _ATTENTION = "F.scaled_dot_product_attention"
 _LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
@@ -27,14 +97,14 @@ _AXIS = "tensor"  # the argument of a loss that is printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class ValueNames:
     """The names of all values, and the named sizes."""
 
-    names: Mapping[Held, str]
+    names: Mapping[LocalTensor, str]
     shapes: tuple[Shape, ...]
 
 
-def values_to_keep(lines: Sequence[Line]) -> frozenset[Held]:
+def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
     """Return the values that deserve a name: what goes into attention, and what comes out."""
     operands = {held for line in lines for held in _operands(line.expression, (_ATTENTION,))}
     results = {
@@ -50,8 +120,8 @@ def values_to_keep(lines: Sequence[Line]) -> frozenset[Held]:
 def named(
     statements: Sequence[Statement],
     body: Body,
-    split: Split,
-) -> Named:
+    split: SplitGraph,
+) -> ValueNames:
     """Return names for the values of a body's statements; its arguments have theirs."""
     return _Namer(statements, body, split).named()
 
@@ -61,7 +131,7 @@ class _Namer:
         self,
         statements: Sequence[Statement],
         body: Body,
-        split: Split,
+        split: SplitGraph,
     ) -> None:
         arguments = body.arguments
         self.statements, self.split = statements, split
@@ -78,24 +148,26 @@ class _Namer:
         self.reserved |= {line.function for s in statements for line in s.lines if line.function}
         self.reserved |= {s.line.header.split()[1] for s in statements if isinstance(s.line, Loop)}
 
-    def named(self) -> Named:
+    def named(self) -> ValueNames:
         for number, statement in enumerate(self.statements):
             if isinstance(statement.line, Loop):
                 self._name_carried(number, statement.line)
             for position, held in enumerate(held_in(statement.results)):
                 if held not in self.names:
                     self._name(held, statement, number, position)
-        return Named(names=self.names, shapes=self.shapes)
+        return ValueNames(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
         # What every turn reads must not lie under a name that is given before the first of them.
-        read = {self.names[p if isinstance(p, Held) else p.held] for p in pieces(loop.expression)}
+        read = {
+            self.names[p if isinstance(p, LocalTensor) else p.held] for p in pieces(loop.expression)
+        }
         for start, end in loop.carried:
             name = self.names[start]
             is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
             self.names[end] = name if is_free else self._free(number, [], read)
 
-    def _name(self, held: Held, statement: Statement, number: int, position: int) -> None:
+    def _name(self, held: LocalTensor, statement: Statement, number: int, position: int) -> None:
         others = {self.names[h] for h in held_in(statement.results) if h in self.names}
         wishes = self._wishes(held, statement, number, position)
         if self.split.graph.tensors[held.tensor].requires_grad:
@@ -115,7 +187,9 @@ class _Namer:
         usual = _USUAL if len(stem) == 1 else ()
         return next(name for name in chain(wishes, usual, numbered) if name not in busy)
 
-    def _wishes(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
+    def _wishes(
+        self, held: LocalTensor, statement: Statement, number: int, position: int
+    ) -> list[str]:
         hint, author = self.hints.get(held), _author_name(held, statement)
         wishes = [author] if author and not hasattr(builtins, author) else []
         return [
@@ -123,9 +197,11 @@ class _Namer:
             *([hint] if hint is not None else self._guesses(held, statement, number, position)),
         ]
 
-    def _guesses(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
+    def _guesses(
+        self, held: LocalTensor, statement: Statement, number: int, position: int
+    ) -> list[str]:
         line = statement.line
-        before = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
+        before = next((p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None)
         is_call = line.module is not None
         if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
             return [f"{self._stem(before, held)}{position + 1}"]
@@ -143,11 +219,11 @@ class _Namer:
             return [name] if is_identifier(name) and not hasattr(builtins, name) else []
         return self._wishes_by_type(held, line.hint)
 
-    def _are_alike(self, one: Held, other: Held) -> bool:
+    def _are_alike(self, one: LocalTensor, other: LocalTensor) -> bool:
         dims = self.split.axes.dims
         return dims[one.tensor] == dims[other.tensor]
 
-    def _stem(self, whole: Held | None, part: Held) -> str:
+    def _stem(self, whole: LocalTensor | None, part: LocalTensor) -> str:
         """Return what the parts of a value are called after: that value, if it is alike."""
         tensors = self.split.graph.tensors
         if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
@@ -155,7 +231,7 @@ class _Namer:
         name = self.names.get(whole, "part")
         return name if is_identifier(name) else identifier(name.rpartition("[")[2])  # of batch["x"]
 
-    def _wishes_by_type(self, held: Held, hint: str) -> list[str]:
+    def _wishes_by_type(self, held: LocalTensor, hint: str) -> list[str]:
         tensor = self.split.graph.tensors[held.tensor]
         if tensor.dtype == "bool":
             return ["mask"]
@@ -165,8 +241,8 @@ class _Namer:
             return ["ids"]
         return []
 
-    def _hints(self) -> Iterator[tuple[Held, str]]:
-        found: dict[Held, str] = {}
+    def _hints(self) -> Iterator[tuple[LocalTensor, str]]:
+        found: dict[LocalTensor, str] = {}
         for statement in reversed(self.statements):
             for held, hint in zip(
                 _operands(statement.expression, (_ATTENTION,)), "qkv", strict=False
@@ -177,7 +253,9 @@ class _Namer:
             for name, held in self._passed(statement):
                 found.setdefault(held, name)
             wanted = [found.get(held) for held in held_in(statement.results)]
-            first = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
+            first = next(
+                (p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None
+            )
             if first is None or first in self.names or len(wanted) != 1:
                 continue
             (held,) = held_in(statement.results)
@@ -187,37 +265,37 @@ class _Namer:
                 found |= {first: name} if name and first not in found else {}
         yield from found.items()
 
-    def _passed(self, statement: Statement) -> Iterator[tuple[str, Held]]:
+    def _passed(self, statement: Statement) -> Iterator[tuple[str, LocalTensor]]:
         """Yield the values that modules are given, with the modules' own names for them."""
         for line in reversed(statement.lines):
             module = self.split.modules.get(line.module) if line.module is not None else None
             names = [argument.name for argument in module.arguments] if module is not None else []
             for position, (keyword, value) in enumerate(line.arguments if module else ()):
                 name = keyword or (names[position] if position < len(names) else "")
-                if isinstance(value, Held) and is_identifier(name) and name not in _VAGUE:
+                if isinstance(value, LocalTensor) and is_identifier(name) and name not in _VAGUE:
                     yield name, value
-                parts = [piece for piece in pieces(value) if isinstance(piece, Held)]
+                parts = [piece for piece in pieces(value) if isinstance(piece, LocalTensor)]
                 names_inside = self.unpacks.get(name, ())
-                if isinstance(value, Form) and len(parts) == len(names_inside):
+                if isinstance(value, SourceForm) and len(parts) == len(names_inside):
                     yield from (
                         (one, held) for one, held in zip(names_inside, parts, strict=True) if one
                     )
 
-    def _last_uses(self) -> dict[Held, int]:
+    def _last_uses(self) -> dict[LocalTensor, int]:
         bound = {
             (s.held, f"shape[{i}]") for s in self.shapes for i in range(len(s.names)) if s.name(i)
         }
-        last: dict[Held, int] = {}
+        last: dict[LocalTensor, int] = {}
         for number, statement in enumerate(self.statements):
             for piece in pieces(statement.expression):
-                if isinstance(piece, Held):
+                if isinstance(piece, LocalTensor):
                     last[piece] = number
                 elif (piece.held, piece.what) not in bound:
                     last[piece.held] = number
         return last
 
 
-def _author_name(held: Held, statement: Statement) -> str:
+def _author_name(held: LocalTensor, statement: Statement) -> str:
     """Return what the model's author calls a value, or what it is another shape or type of."""
     made = list(held_in(statement.line.results))
     if len(statement.line.names) == len(made) > 1:
@@ -242,26 +320,26 @@ def _hint(statement: Statement) -> str:
 
 
 def _is_call_of(expression: Expression, functions: tuple[str, ...]) -> bool:
-    first = expression.parts[0] if isinstance(expression, Form) else None
+    first = expression.parts[0] if isinstance(expression, SourceForm) else None
     return isinstance(first, str) and first.rstrip("(") in functions
 
 
-def _first_operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[Held]:
+def _first_operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[LocalTensor]:
     """Yield the plain values that are the first argument of a function."""
-    if isinstance(expression, Form):
+    if isinstance(expression, SourceForm):
         slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
-        if _is_call_of(expression, functions) and slots and isinstance(slots[0], Held):
+        if _is_call_of(expression, functions) and slots and isinstance(slots[0], LocalTensor):
             yield slots[0]
         for slot in slots:
             yield from _first_operands(slot, functions)
 
 
-def _operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[Held]:
+def _operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[LocalTensor]:
     """Yield the plain values that are the first three arguments of a function."""
-    if not isinstance(expression, Form):
+    if not isinstance(expression, SourceForm):
         return
     slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
     if _is_call_of(expression, functions):
-        yield from (slot for slot in slots[:3] if isinstance(slot, Held))
+        yield from (slot for slot in slots[:3] if isinstance(slot, LocalTensor))
     for slot in slots:
         yield from _operands(slot, functions)

@@ -1,22 +1,28 @@
-"""Puts values that are used once where they are used, so that lines read like written by hand."""
+"""Statements of a body, and loops over equal layers."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from autopar.codegen.forward.reading.modules import Container, Modules
+from autopar.codegen.forward.scope import Owner
 from autopar.codegen.forward.text.expressions import (
     Expression,
     Fact,
-    Form,
-    Held,
+    LocalTensor,
     Slot,
+    SourceForm,
+    call,
+    identifier,
     pieces,
     replaced,
+    text,
 )
 from autopar.codegen.forward.text.lines import Body, Line, Pattern, held_in
-from autopar.codegen.forward.writing.loops import Loop
 
 _HEAVIEST = 6  # operations in one statement
 _MOST_UNPACKED = 3  # results of a module's call, of which one is used
@@ -33,10 +39,10 @@ class Statement:
     reasons: tuple[str, ...]
     parts: tuple[int, ...]  # the numbers of the lines in it, in the order of evaluation
     lines: tuple[Line, ...]  # these lines
-    folded: tuple[Held, ...]  # the values that got no name
+    folded: tuple[LocalTensor, ...]  # the values that got no name
 
 
-def statements(body: Body, *, kept: frozenset[Held] = frozenset()) -> tuple[Statement, ...]:
+def statements(body: Body, *, kept: frozenset[LocalTensor] = frozenset()) -> tuple[Statement, ...]:
     """Return the statements of a body; the last one is its return; `kept` values keep a name."""
     lines = list(body.lines)
     if body.result is not None:
@@ -46,7 +52,7 @@ def statements(body: Body, *, kept: frozenset[Held] = frozenset()) -> tuple[Stat
 
 def _live(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that something depends on."""
-    needed: set[Held] = set()
+    needed: set[LocalTensor] = set()
     live: list[Line] = []
     for line in reversed(lines):
         made = set(held_in(line.results))
@@ -54,21 +60,21 @@ def _live(lines: Sequence[Line]) -> list[Line]:
             continue
         live.append(line)
         for piece in pieces(line.expression):
-            needed.add(piece if isinstance(piece, Held) else piece.held)
+            needed.add(piece if isinstance(piece, LocalTensor) else piece.held)
     return live[::-1]
 
 
 class _Folder:
-    def __init__(self, lines: Sequence[Line], kept: frozenset[Held]) -> None:
+    def __init__(self, lines: Sequence[Line], kept: frozenset[LocalTensor]) -> None:
         self.lines = lines
         self.kept = kept
         used = [piece for line in lines for piece in pieces(line.expression)]
-        self.uses = Counter(piece for piece in used if isinstance(piece, Held))
+        self.uses = Counter(piece for piece in used if isinstance(piece, LocalTensor))
         self.facts = {piece.held for piece in used if isinstance(piece, Fact)}
         self.carried = {
             start for line in lines if isinstance(line, Loop) for start, _ in line.carried
         }
-        self.made: dict[Held, Statement] = {}
+        self.made: dict[LocalTensor, Statement] = {}
         self.done: dict[int, Statement] = {}
         self.ordered = [i for i, line in enumerate(lines) if line.is_ordered]
 
@@ -76,16 +82,16 @@ class _Folder:
         for number, line in enumerate(self.lines):
             statement = self._folded(number, line)
             self.done[number] = statement
-            if isinstance(statement.results, Held):
+            if isinstance(statement.results, LocalTensor):
                 self.made[statement.results] = statement
         return tuple(self.done[number] for number in sorted(self.done))
 
     def _folded(self, number: int, line: Line) -> Statement:
         expression, results = _single(line, self.uses, self.facts)
-        taken: dict[Held, Statement] = {}
+        taken: dict[LocalTensor, Statement] = {}
         parts: list[int] = []
         for piece in pieces(expression):
-            if isinstance(piece, Held) and self._may_fold(piece, line, number):
+            if isinstance(piece, LocalTensor) and self._may_fold(piece, line, number):
                 inner = self.made[piece]
                 weight = len(parts) + len(inner.parts) + 1
                 if weight <= _HEAVIEST and self._keeps_order([*parts, *inner.parts], number):
@@ -107,7 +113,7 @@ class _Folder:
             folded=tuple(held for piece, s in taken.items() for held in (*s.folded, piece)),
         )
 
-    def _may_fold(self, held: Held, line: Line, number: int) -> bool:
+    def _may_fold(self, held: LocalTensor, line: Line, number: int) -> bool:
         inner = self.made.get(held)
         if inner is None or held in self.kept or self.uses[held] != 1 or held in self.facts:
             return False
@@ -131,7 +137,9 @@ class _Folder:
         return own == sorted(own) and own == between
 
 
-def _single(line: Line, uses: Counter[Held], facts: set[Held]) -> tuple[Expression, Pattern]:
+def _single(
+    line: Line, uses: Counter[LocalTensor], facts: set[LocalTensor]
+) -> tuple[Expression, Pattern]:
     """Return `f(x)[0]` for a call of whose results only one is used, and drop unused results."""
     if line.results is None or isinstance(line, Loop):
         return line.expression, line.results
@@ -142,12 +150,216 @@ def _single(line: Line, uses: Counter[Held], facts: set[Held]) -> tuple[Expressi
     is_unpacked = line.module is not None and 1 < len(flat) <= _MOST_UNPACKED
     if len(needed) == 1 and len(flat) == len(line.results) and not is_unpacked:
         index = line.results.index(needed[0])
-        return Form((Slot(line.expression), f"[{index}]")), needed[0]
+        return SourceForm((Slot(line.expression), f"[{index}]")), needed[0]
     return line.expression, _without(line.results, set(needed))
 
 
-def _without(pattern: Pattern, needed: set[Held]) -> Pattern:
+def _without(pattern: Pattern, needed: set[LocalTensor]) -> Pattern:
     if isinstance(pattern, tuple):
         kept = tuple(_without(item, needed) for item in pattern)
         return kept if any(list(held_in(item)) for item in kept) else None
     return pattern if pattern in needed else None
+
+
+_MEMBERS = MappingProxyType(
+    {Container.INDEX: "", Container.KEY: ".values()", Container.ATTRIBUTE: ".children()"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop(Line):
+    """A line that runs for each module of a container: `carried` are first values and results."""
+
+    header: str
+    carried: tuple[tuple[LocalTensor, LocalTensor], ...]
+    bounds: tuple[int, int]  # of the modules in their container
+
+
+def rolled(
+    lines: Sequence[Line],
+    owner: Owner,
+    modules: Modules,
+    *,
+    result: Expression | None,
+    slice_text: str | None = None,
+) -> tuple[Line, ...]:
+    """Return the lines with runs of equal calls as loops; `result` is what is returned behind.
+
+    With `slice_text`, even a single call of a module of a container is a loop, and the text stands
+    for its bounds.
+    """
+    lines = [*lines, Line(results=None, expression=result)] if result is not None else lines
+    done: list[Line] = []
+    position = 0
+    while position < len(lines):
+        run = _run(lines[position:])
+        is_loop = len(run) > 1 or (slice_text is not None and _is_indexed(run[0]))
+        if is_loop and not _is_listed(run[0], modules):
+            is_loop, run = False, run[:1]
+        if is_loop:
+            later = _used(lines[position + len(run) :])
+            done.append(_loop(run, later, owner, modules, slice_text))
+        else:
+            done.append(lines[position])
+        position += max(1, len(run))
+    return tuple(done[:-1] if result is not None else done)
+
+
+def _run(lines: Sequence[Line]) -> Sequence[Line]:
+    """Return the lines from the first on that one loop can stand for."""
+    length = 1
+    carries: dict[int, int] | None = None
+    while length < len(lines):
+        found = _carries(lines[length - 1], lines[length])
+        if found is None or (carries is not None and found != carries):
+            break
+        if _used(lines[length + 1 :]) & (set(held_in(lines[length - 1].results))):
+            break  # what a turn makes is needed after the next
+        carries, length = found, length + 1
+    return lines[:length]
+
+
+def _carries(before: Line, after: Line) -> dict[int, int] | None:
+    """Return which argument of a call is which result of the call before; None if no next turn."""
+    if before.module is None or after.module is None or not _is_next(before.module, after.module):
+        return None
+    is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient
+    names_before = [name for name, _ in before.arguments]
+    if not is_like or names_before != [name for name, _ in after.arguments]:
+        return None
+    results, made = _flat(before.results), _flat(after.results)
+    carries: dict[int, int] = {}
+    for i, ((_, a), (_, b)) in enumerate(zip(before.arguments, after.arguments, strict=True)):
+        if isinstance(b, LocalTensor) and b in results and isinstance(a, LocalTensor):
+            if a.layout != b.layout or len(made) != len(results) or made[results.index(b)] is None:
+                return None  # the last turn may return less than is carried
+            carries[i] = results.index(b)
+        elif a != b:
+            return None
+    is_same_shape = _shape(before.results) == _shape(after.results)
+    return carries if carries and is_same_shape else None
+
+
+def _is_next(before: str, after: str) -> bool:
+    stem, _, number = before.rpartition(".")
+    other, _, next_number = after.rpartition(".")
+    digits = number.isdigit() and next_number.isdigit()
+    return stem == other and digits and int(next_number) == int(number) + 1
+
+
+def _is_indexed(line: Line) -> bool:
+    """Whether a line calls a module of a container with what it could return to itself."""
+    is_number = (line.module or "").rpartition(".")[2].isdigit()
+    return is_number and bool(_sole_carries(line))
+
+
+def _is_listed(line: Line, modules: Modules) -> bool:
+    """Whether the numbers of the modules in a container are their places there."""
+    stem, _, _ = (line.module or "").rpartition(".")
+    place = f"{stem}." if stem else ""
+    inner = (path.removeprefix(place) for path in modules if path and path.startswith(place))
+    names = [name for name in inner if "." not in name]
+    return names == [str(number) for number in range(len(names))]
+
+
+def _sole_carries(line: Line) -> dict[int, int]:
+    """Return the carry of a loop of one turn: from the first argument to the first result."""
+    first = next((i for i, (_, v) in enumerate(line.arguments) if isinstance(v, LocalTensor)), None)
+    results = [i for i, held in enumerate(_flat(line.results)) if held is not None]
+    return {first: results[0]} if first is not None and results else {}
+
+
+def _loop(
+    run: Sequence[Line],
+    later: set[LocalTensor],
+    owner: Owner,
+    modules: Modules,
+    slice_text: str | None,
+) -> Loop:
+    first, last = run[0], run[-1]
+    carries = _carries(first, run[1]) if len(run) > 1 else _sole_carries(first)
+    assert carries is not None
+    begin, end = (_number(line.module) for line in (first, last))
+    made = _flat(last.results)
+    carried: list[tuple[LocalTensor, LocalTensor]] = []
+    for argument, result in carries.items():
+        start, end_of = first.arguments[argument][1], made[result]
+        assert isinstance(start, LocalTensor)
+        assert end_of is not None, "what is carried is returned"
+        carried.append((start, end_of))
+    results = {end for _, end in carried}
+    variable = _variable(modules, last.module or "")
+    arguments = [(name, value) for name, value in first.arguments]
+    return Loop(
+        results=_kept(last.results, results | later),
+        expression=call(
+            text(variable),
+            *[value for name, value in arguments if not name],
+            keywords=tuple((name, value) for name, value in arguments if name),
+        ),
+        is_ordered=any(line.is_ordered for line in run),
+        has_gradient=first.has_gradient,
+        is_random=first.is_random,
+        hint=first.hint,
+        module=first.module,
+        arguments=first.arguments,
+        header=f"for {variable} in {_container(first, last, owner, slice_text)}:",
+        carried=tuple(carried),
+        bounds=(begin, end + 1),
+    )
+
+
+def _number(path: str | None) -> int:
+    return int((path or "").rpartition(".")[2])
+
+
+def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
+    """Return the modules that a loop goes through; a list of the user's own class is not sliced."""
+    path = (first.module or "").rpartition(".")[0]
+    cut, module = _slice(first, last, owner, slice_text), owner.split.modules[path]
+    place = f"self{owner.steps(path)}{_MEMBERS[module.container]}"
+    is_sliced = module.is_torch and module.container is Container.INDEX
+    return f"list({place}){cut}" if cut and not is_sliced else f"{place}{cut}"
+
+
+def _slice(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
+    """Return `[4:8]`, or nothing for all modules of a container."""
+    if slice_text is not None:
+        return f"[{slice_text}]"
+    stem = (first.module or "").rpartition(".")[0]
+    begin, end = _number(first.module), _number(last.module) + 1
+    place = re.escape(f"{stem}." if stem else "")
+    members = [path for path in owner.split.modules if re.fullmatch(rf"{place}\d+", path)]
+    bounds = f"{begin or ''}:{end if end < len(members) else ''}"
+    return "" if bounds == ":" else f"[{bounds}]"
+
+
+def _variable(modules: Modules, path: str) -> str:
+    """Return the last word of the class's name: `block` for EncoderBlock."""
+    module = modules.get(path)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", module.class_name if module else "")
+    return identifier(words[-1]) if words else "module"
+
+
+def _flat(pattern: Pattern) -> list[LocalTensor | None]:
+    if isinstance(pattern, tuple):
+        return [held for item in pattern for held in _flat(item)]
+    return [pattern]
+
+
+def _shape(pattern: Pattern) -> object:
+    return tuple(map(_shape, pattern)) if isinstance(pattern, tuple) else "."
+
+
+def _kept(pattern: Pattern, wanted: set[LocalTensor]) -> Pattern:
+    if isinstance(pattern, tuple):
+        return tuple(_kept(item, wanted) for item in pattern)
+    return pattern if pattern in wanted else None
+
+
+def _used(lines: Iterable[Line]) -> set[LocalTensor]:
+    return {
+        piece if isinstance(piece, LocalTensor) else piece.held
+        for line in lines
+        for piece in pieces(line.expression)
+    }

@@ -7,24 +7,21 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from textwrap import wrap
 
-from autopar.codegen.forward.owned import Owner
-from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.scope import Owner
 from autopar.codegen.forward.text.expressions import (
+    Binding,
     Expression,
     Fact,
-    Form,
-    Held,
-    Level,
+    LocalTensor,
+    SourceForm,
+    comment,
     rendered,
     replaced,
 )
-from autopar.codegen.forward.text.identifiers import comment
-from autopar.codegen.forward.text.lines import Body, Pattern
-from autopar.codegen.forward.text.wrapping import WIDTH, wrapped
-from autopar.codegen.forward.writing.loops import Loop, rolled
-from autopar.codegen.forward.writing.naming import Named, named, values_to_keep
-from autopar.codegen.forward.writing.size_names import Shape
-from autopar.codegen.forward.writing.statements import Statement, statements
+from autopar.codegen.forward.text.lines import WIDTH, Body, Pattern, wrapped
+from autopar.codegen.forward.writing.naming import Shape, ValueNames, named, values_to_keep
+from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, statements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
     )
     rolled_body = replace(body, lines=lines_rolled)
     kept = values_to_keep(rolled_body.lines)
-    rounds: list[list[Held]] = []
+    rounds: list[list[LocalTensor]] = []
     lines, too_long = _attempt(rolled_body, owner, style, kept)
     while too_long:
         rounds.append(too_long)
@@ -58,8 +55,8 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
 
 
 def _attempt(
-    body: Body, owner: Owner, style: Style, kept: frozenset[Held]
-) -> tuple[list[str], list[Held]]:
+    body: Body, owner: Owner, style: Style, kept: frozenset[LocalTensor]
+) -> tuple[list[str], list[LocalTensor]]:
     """Return the source with some values named, and those to name where lines are too long."""
     found = statements(body, kept=kept)
     names = named(found, body, owner.split)
@@ -71,17 +68,17 @@ class _Writer:
     def __init__(
         self,
         found: Sequence[Statement],
-        names: Named,
+        names: ValueNames,
         style: Style,
-        split: Split,
+        split: SplitGraph,
         *,
         has_result: bool,
     ) -> None:
         self.found, self.named, self.style, self.split = found, names, style, split
         self.has_result = has_result
-        self.too_long: list[Held] = []
-        self.shapes: dict[Held, Shape] = {shape.held: shape for shape in names.shapes}
-        self.known: Mapping[tuple[Held, str], str] = {
+        self.too_long: list[LocalTensor] = []
+        self.shapes: dict[LocalTensor, Shape] = {shape.held: shape for shape in names.shapes}
+        self.known: Mapping[tuple[LocalTensor, str], str] = {
             (s.held, f"shape[{i}]"): s.name(i)
             for s in names.shapes
             for i in range(len(s.names))
@@ -115,7 +112,7 @@ class _Writer:
         if len(self.found) < 2:
             return self.found
         before, last = self.found[-2:]
-        is_same = isinstance(last.expression, Held) and before.results == last.expression
+        is_same = isinstance(last.expression, LocalTensor) and before.results == last.expression
         is_random = not isinstance(before.line, Loop) and before.line.is_random
         is_blocked = self._block(before) != "" and not is_random
         if not is_same or is_blocked or isinstance(before.line, Loop):
@@ -140,7 +137,7 @@ class _Writer:
                     yield f"{' ' * indent}{after} = {before}"
             yield " " * indent + line.header
             indent += 4
-            carried: dict[Held, Expression] = dict(line.carried)
+            carried: dict[LocalTensor, Expression] = dict(line.carried)
             expression = replaced(expression, carried.get)
         source = self._text(expression)
         prefix = f"{target} = " if target else ""
@@ -172,25 +169,25 @@ class _Writer:
     def _text(self, expression: Expression) -> str:
         return rendered(expression, self._name)[0]
 
-    def _name(self, piece: Held | Fact) -> tuple[str, Level]:
-        if isinstance(piece, Held):
-            return self.named.names[piece], Level.CALL
+    def _name(self, piece: LocalTensor | Fact) -> tuple[str, Binding]:
+        if isinstance(piece, LocalTensor):
+            return self.named.names[piece], Binding.CALL
         known = self.known.get((piece.held, piece.what))
-        return known or f"{self.named.names[piece.held]}.{piece.what}", Level.CALL
+        return known or f"{self.named.names[piece.held]}.{piece.what}", Binding.CALL
 
 
-def _held(pattern: Pattern) -> Iterator[Held]:
-    if isinstance(pattern, Held):
+def _held(pattern: Pattern) -> Iterator[LocalTensor]:
+    if isinstance(pattern, LocalTensor):
         yield pattern
     elif isinstance(pattern, tuple):
         for item in pattern:
             yield from _held(item)
 
 
-def _target(pattern: Pattern, names: Mapping[Held, str]) -> str:
+def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
     if pattern is None:
         return ""
-    if isinstance(pattern, Held):
+    if isinstance(pattern, LocalTensor):
         return names[pattern]
     items = [
         f"({_target(item, names)})" if isinstance(item, tuple) else _target(item, names) or "_"
@@ -199,9 +196,11 @@ def _target(pattern: Pattern, names: Mapping[Held, str]) -> str:
     return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
-def _to_be_named(statement: Statement) -> Held:
+def _to_be_named(statement: Statement) -> LocalTensor:
     """Return the value in a long statement that gets a name: what its outermost step works on."""
-    is_bare = isinstance(statement.line.expression, Held)  # a return of what is folded into it
+    is_bare = isinstance(
+        statement.line.expression, LocalTensor
+    )  # a return of what is folded into it
     inner = statement.folded[:-1] if is_bare and len(statement.folded) > 1 else statement.folded
     return inner[-1]
 
@@ -209,7 +208,7 @@ def _to_be_named(statement: Statement) -> Held:
 def _breaks_well(statement: Statement) -> bool:
     """Whether a long statement is a call with keywords, whose arguments stand well on a line."""
     form = statement.expression
-    has_keywords = isinstance(form, Form) and any(
+    has_keywords = isinstance(form, SourceForm) and any(
         isinstance(part, str) and part.startswith(", ") and part.endswith("=")
         for part in form.parts
     )

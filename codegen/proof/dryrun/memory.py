@@ -1,17 +1,176 @@
-"""Turns the storages that come and go into the peak of live bytes, by what they are for."""
+"""The memory of a dry run: kernels that stand in, who owns what."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from autopar.runtime.data_parallel.wrapping import buckets_of
+from autopar.runtime.optimizer.pieces import local_tensor
+
+_attention = functional.scaled_dot_product_attention
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel that keeps its input, the weight and a figure per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        per_row = torch.empty(x.shape[: x.dim() - dims], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, per_row)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        x, weight = ctx.saved_tensors[:2]
+        of_weight = None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(x), of_weight, None
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001
+) -> Tensor:
+    out: Tensor = _RMSNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return out
+
+
+def _dropout(
+    input: Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,  # noqa: ARG001
+) -> Tensor:
+    return torch.native_dropout(input, p, train=True)[0] if training and p else input
+
+
+def _attention_with_dropout(*args: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
+    del dropout_p  # fused: it is kept as the state of a random generator
+    out: Tensor = _attention(*args[:4], *args[5:], **options)
+    return out
+
+
+def _channel_statistics(_: Tensor, mean: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(mean), torch.empty_like(mean)  # torch has no shapes for this op
+
+
+REPLACED = (
+    (functional, "rms_norm", _rms_norm),
+    (torch, "rms_norm", _rms_norm),
+    (functional, "dropout", _dropout),
+    (torch, "dropout", _dropout),
+    (functional, "scaled_dot_product_attention", _attention_with_dropout),
+    (torch, "batch_norm_update_stats", _channel_statistics),
+)
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Put the stand-ins in the place of torch's functions."""
+    with ExitStack() as stack:
+        for owner, name, stand_in in REPLACED:
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def owners_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """Map storages to what they are for; where two claim one, the later below is right."""
+    owners: dict[int, str] = {}
+    for optimizer in optimizers:
+        _claim(owners, "optimizer", _optimizer_tensors(optimizer))
+    for module in modules:
+        _claim(owners, "parameters", (*module.parameters(), *module.buffers()))
+        _claim(owners, "unsharded parameters", _unsharded_parameters(module))
+        _claim(owners, "parameters", _sharded_parameters(module))
+        _claim(owners, "gradients", _gradients(module))
+    return owners
+
+
+def _claim(
+    owners: dict[int, str], category: str, tensors: Sequence[Tensor] | Iterator[Tensor]
+) -> None:
+    for tensor in tensors:
+        owners[local_tensor(tensor).untyped_storage()._cdata] = category
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the states, and the masters that stand in the place of 16-bit parameters."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _gradients(module: nn.Module) -> Iterator[Tensor]:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    buckets = buckets_of(module)
+    if buckets is not None:
+        yield from buckets.buffers
+    for fsdp_parameter in _fsdp_parameters(module):
+        if fsdp_parameter.sharded_param.grad is not None:
+            yield fsdp_parameter.sharded_param.grad
+        whole = getattr(fsdp_parameter, "_unsharded_param", None)
+        if whole is not None and whole.grad is not None:
+            yield whole.grad
+        if fsdp_parameter.unsharded_accumulated_grad is not None:
+            yield fsdp_parameter.unsharded_accumulated_grad
+
+
+def _unsharded_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """Yield whole parameters, and the messages that they are copied out of."""
+    for group in _fsdp_groups(module):
+        for result in (group._all_gather_result, _waiting_result(group)):
+            if result is not None:
+                yield result.all_gather_output
+    for fsdp_parameter in _fsdp_parameters(module):
+        yield from fsdp_parameter.all_gather_outputs
+        whole = getattr(fsdp_parameter, "_unsharded_param", None)
+        if whole is not None:
+            yield whole
+
+
+def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
+    for fsdp_parameter in _fsdp_parameters(module):
+        yield fsdp_parameter._sharded_param_data
+
+
+def _waiting_result(group: FSDPParamGroup) -> Any:
+    """Return the last gathered message, kept until the next copy out is over."""
+    state = getattr(group.comm_ctx, "all_gather_state", None)  # absent before the first forward
+    return None if state is None else state.all_gather_result
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
+    for group in _fsdp_groups(module):
+        yield from group.fsdp_params
+
+
+def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            state: Any = child._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # of torch 2.11
+                yield state._fsdp_param_group
+
 
 Owners: TypeAlias = Callable[[], Mapping[int, str]]  # storage -> category, of what has an owner
 

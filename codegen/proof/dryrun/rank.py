@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.codegen.proof.dryrun.watching import Recording, Report, recording
+from autopar.codegen.proof.dryrun.watching import DryRunRecording, Report, recording
 from autopar.codegen.proof.script_rank import imported
 from autopar.runtime.data.batches import Batch
 
@@ -33,7 +33,7 @@ def report_of(path: Path) -> Report:
     """Run a script's `main`, and report on its first step as if it were the second."""
     found: list[Report] = []
 
-    def watched(step: Step, record: Recording) -> None:
+    def watched(step: FirstStep, record: DryRunRecording) -> None:
         with record.second_step(step.parts, step.optimizer, step.given):
             step.take()
         found.append(record.report())
@@ -43,7 +43,7 @@ def report_of(path: Path) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FirstStep:
     """The first step of a script, about to be taken."""
 
     take: Callable[[], Any]
@@ -53,7 +53,7 @@ class Step:
 
 
 def run_first_step(
-    path: Path, watching: AbstractContextManager[Entered], run: Callable[[Step, Entered], None]
+    path: Path, watching: AbstractContextManager[Entered], run: Callable[[FirstStep, Entered], None]
 ) -> None:
     """Run a script's `main` up to its first step, which `run` is given.
 
@@ -72,7 +72,7 @@ def run_first_step(
         def step(model: Any, optimizer: Optimizer, *args: Any) -> None:
             parts = [model] if isinstance(model, nn.Module) else model.parts
             taken = partial(train_step, model, optimizer, *args)
-            run(Step(taken, parts, optimizer, args), entered[0])
+            run(FirstStep(taken, parts, optimizer, args), entered[0])
             raise _SeenError
 
         script.load_weights, script.train_step = load, step

@@ -18,14 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from autopar.codegen.emit import script_text
-from autopar.codegen.proof.dryrun.numbers import PICKED
-from autopar.codegen.proof.failure import LAST_LINES, ScriptFailedError
+from autopar.codegen.proof.dryrun.watching import PICKED
+from autopar.codegen.proof.exactness import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
 from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
 from autopar.planner.costs.schedules.table import ScheduleKind, in_flight_microbatches
 from autopar.planner.costs.steps.step import pipeline_shape
-from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
+from autopar.planner.files import write_whole
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.mesh import DRY_RUN
 

@@ -1,32 +1,98 @@
-"""Turns one rank's training step into its peak memory and its collectives, without computing it.
-
-Under AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no
-values, so the step of one rank of thousands runs here in seconds.
-"""
+"""Watches the ops and messages of a dry run."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.proof.dryrun.kernels import cuda_kernels
-from autopar.codegen.proof.dryrun.memory import LiveMemory
-from autopar.codegen.proof.dryrun.numbers import sizes_of_numbers
-from autopar.codegen.proof.dryrun.owners import owners_of
+from autopar.codegen.proof.dryrun.memory import LiveMemory, cuda_kernels, owners_of
 from autopar.runtime.data_parallel.wrapping import buckets_of
+
+PICKED = "AUTOPAR_DRYRUN_PICKED"
+
+_ATEN = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+
+
+def expected_entries(mask: Tensor) -> int:
+    """Return how many entries of a mask are taken for true."""
+    shares: Mapping[int, float] = dict(json.loads(os.environ.get(PICKED, "[]")))
+    return ceil(mask.numel() * shares.get(mask.numel(), 1.0))
+
+
+def _nonzero(mode: Any, _op: Any, mask: Tensor) -> Tensor:
+    with mode:
+        return mask.new_empty((expected_entries(mask), mask.dim()), dtype=torch.int64)
+
+
+def _masked_select(mode: Any, _op: Any, values: Tensor, mask: Tensor) -> Tensor:
+    with mode:
+        whole = torch.logical_or(mask, torch.empty_like(values, dtype=torch.bool))
+        return values.new_empty(ceil(expected_entries(mask) * whole.numel() / mask.numel()))
+
+
+def _index(mode: Any, op: Any, values: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    with mode:
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in _MASKS:
+                places += index.nonzero().unbind(1)
+            else:
+                places.append(index)
+    made: Tensor = _INDEX(mode, op, values, places)
+    return made
+
+
+def _grouped_mm(
+    mode: Any,
+    _op: Any,
+    rows: Tensor,
+    matrices: Tensor,
+    offs: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """torch has the shapes for bfloat16 alone, kernels take other types."""
+    groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
+    with mode:
+        return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))
+
+
+def _groups(rows: Tensor, offs: Tensor | None) -> int:
+    return rows.shape[0] if offs is None else offs.numel()
+
+
+_INDEX = fake_impls.op_implementations_dict[_ATEN.index.Tensor]
+_SIZED = {
+    _ATEN.nonzero.default: _nonzero,
+    _ATEN.masked_select.default: _masked_select,
+    _ATEN.index.Tensor: _index,
+    _ATEN._grouped_mm.default: _grouped_mm,
+}
+
+
+@contextmanager
+def sizes_of_numbers() -> Iterator[None]:
+    """Let fake tensors have these sizes."""
+    with patch.dict(fake_impls.op_implementations_dict, _SIZED):
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +129,16 @@ _FUNCTIONAL = {  # what the functional collectives call the others' kinds
 
 
 @contextmanager
-def recording() -> Iterator[Recording]:
+def recording() -> Iterator[DryRunRecording]:
     """Give every tensor made inside a shape and no values, and keep count of their memory."""
     memory = LiveMemory()
-    record = Recording(memory)
+    record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with memory.watching_resizes(), cuda_kernels(), sizes_of_numbers(), fake, record:
         yield record
 
 
-class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every op below autograd: what it allocates and what it sends."""
 
     def __init__(self, memory: LiveMemory) -> None:

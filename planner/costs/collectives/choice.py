@@ -1,24 +1,94 @@
-"""Prices one collective of a group: the cheapest of the algorithms that the topology allows."""
+"""Prices one collective of a group: its cheapest algorithm, or a measured time."""
+
+from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.link import Collective, MeasuredCollective, Topology
-from autopar.planner.cluster.shape import Crossing, GroupShape
+from autopar.planner.cluster.cluster import Collective, MeasuredCollective, Topology
+from autopar.planner.cluster.shape import CrossedLevel, GroupShape
 from autopar.planner.costs.collectives import algorithms as collectives
-from autopar.planner.costs.collectives.measured import (
-    least_seconds_per_byte,
-    measured_seconds,
-)
-from autopar.planner.costs.collectives.protocols import (
+from autopar.planner.costs.collectives.algorithms import (
     CollectiveConstants,
     Protocol,
     read_collective_constants,
     without_latency,
 )
+
+
+def measured_seconds(
+    known: MeasuredCollective, payload_bytes: float, ranks: int, *, shared: float = 1.0
+) -> float:
+    """Return the seconds of a collective that was measured, on so many ranks.
+
+    As measured on m ranks (between two payloads a straight line on logarithmic scales), and changed
+    as the line fitted to all payloads, L(S, n) = h_n·α + k_n·S ÷ (β·shared), says:
+
+        T(S, n) = T(S, m) + L(S, n) − L(S, m)     on as many ranks or more
+        T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     on fewer
+
+    The library's own overheads are in what was measured, so nothing is added. Leaves out that a
+    library may choose another algorithm for more ranks.
+    """
+    seconds = _interpolated(known.points, payload_bytes)
+    if ranks == known.ranks and shared == 1.0:
+        return seconds
+    here = _line(known, payload_bytes, ranks, shared)
+    there = _line(known, payload_bytes, known.ranks, 1.0)
+    return seconds + here - there if here >= there else seconds * here / there
+
+
+def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: float = 1.0) -> float:
+    """Return what a byte takes at least, in whatever payload; see `measured_seconds`.
+
+    Between two measured payloads it lies between what it takes in these.
+    """
+    least = min(seconds / size for size, seconds in known.points)
+    collective = known.collective
+    here = sent_share(collective, ranks) / shared
+    there = sent_share(collective, known.ranks)
+    if ranks >= known.ranks:
+        return least + max(0.0, here - there) / known.bytes_per_second
+    latency = hops(collective, ranks) / hops(collective, known.ranks)
+    return least * min(1.0, latency, here / there)
+
+
+def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: float) -> float:
+    collective = known.collective
+    wire = sent_share(collective, ranks) * payload_bytes / (known.bytes_per_second * shared)
+    return hops(collective, ranks) * known.alpha_seconds + wire
+
+
+def hops(collective: Collective, ranks: int) -> int:
+    """Return the latencies that a ring, or direct messages to all others, pay one after another."""
+    if collective is Collective.POINT_TO_POINT:
+        return 1
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1)
+
+
+def sent_share(collective: Collective, ranks: int) -> float:
+    """Return the share of the payload that each rank sends."""
+    if collective in (Collective.POINT_TO_POINT, Collective.BROADCAST):
+        return 1.0
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
+def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -> float:
+    """Return the seconds at a payload; less than the least takes as long, more than the most
+    takes as much longer as it is larger."""
+    after = bisect_left([size for size, _ in points], payload_bytes)
+    if after == 0:
+        return points[0][1]
+    if after == len(points):
+        last_bytes, last_seconds = points[-1]
+        return last_seconds * payload_bytes / last_bytes
+    (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
+    place = math.log(payload_bytes / low) / math.log(high / low)
+    return low_seconds * math.exp(place * math.log(high_seconds / low_seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +168,7 @@ def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape
 
 def _measured(
     collective: Collective, shape: GroupShape
-) -> tuple[MeasuredCollective, Crossing] | None:
+) -> tuple[MeasuredCollective, CrossedLevel] | None:
     """Return what a profile knows of a collective; groups over several levels are not measured."""
     if len(shape.crossings) != 1:
         return None
@@ -236,7 +306,9 @@ def _tree(
     )
 
 
-def _tree_wire_seconds(payload_bytes: float, ranks: int, crossing: Crossing, rate: float) -> float:
+def _tree_wire_seconds(
+    payload_bytes: float, ranks: int, crossing: CrossedLevel, rate: float
+) -> float:
     return collectives.tree_all_reduce_seconds(
         payload_bytes,
         ranks,
@@ -260,7 +332,7 @@ def _tree_depth_seconds(
     return seconds
 
 
-def _chain_seconds(crossing: Crossing, protocol: Protocol) -> float:
+def _chain_seconds(crossing: CrossedLevel, protocol: Protocol) -> float:
     return (crossing.parts - 1) * protocol.hop(crossing.alpha_seconds)
 
 
@@ -288,7 +360,7 @@ def _all_to_all(
 def _across(
     payload_bytes: float,
     shape: GroupShape,
-    crossing: Crossing,
+    crossing: CrossedLevel,
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> tuple[str, float]:

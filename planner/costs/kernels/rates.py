@@ -1,13 +1,260 @@
-"""Turns a device's sheet into the rates of each element type that a model computes in."""
+"""Turns a device's data sheet into the rates that its kernels reach."""
 
 from __future__ import annotations
 
+import difflib
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import NamedTuple
 
-from autopar.planner.cluster.device import Device
-from autopar.planner.costs.kernels.compute import Sheet, Throughput, throughput
-from autopar.planner.costs.kernels.constants import read_compute_constants
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.errors import InputError
 from autopar.planner.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConstants:
+    """How matrix kernels of one kind of processor turn its peak into work."""
+
+    issue_fraction: float
+    half_tile: float
+    wave_seconds: float
+    store_exposed: float
+    balance_traffic: float
+    tiles: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConstants:
+    """What fused attention kernels share on every device."""
+
+    backward_flops: float
+    wide_head_dim: int
+    wide_forward: float
+    wide_backward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConstants:
+    """Bandwidth reached by kinds of memory access, relative to a streaming kernel."""
+
+    cross_entropy: float
+    gather: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Facts of one generation of hardware; efficiency.toml says what each one means."""
+
+    joules_per_flop: float
+    stream_fraction: float
+    multiprocessors: int
+    cache_bytes: int
+    attention_forward: float
+    attention_backward: float
+    forward_tail_rows: float
+    backward_tail_rows: float
+    softmax_dims: float
+    query_block: int
+    exponentials_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeConstants:
+    """Everything that efficiency.toml holds."""
+
+    gpu_gemm: GemmConstants
+    cpu_gemm: GemmConstants
+    attention: AttentionConstants
+    access: AccessConstants
+    alignment: tuple[tuple[int, float], ...]
+    architectures: Mapping[str, Architecture]
+
+    def gemm(self, architecture: str) -> GemmConstants:
+        """Return the matrix constants of a generation."""
+        return self.cpu_gemm if architecture == "cpu" else self.gpu_gemm
+
+    def architecture(self, name: str) -> Architecture:
+        """Return the facts of a generation; "Blackwell Ultra" is found under "blackwell"."""
+        for known in sorted(self.architectures, key=len, reverse=True):
+            if name.casefold().startswith(known):
+                return self.architectures[known]
+        raise unknown_architecture(name, tuple(self.architectures))
+
+
+def unknown_architecture(name: str, known: tuple[str, ...]) -> InputError:
+    """Return the error for a generation that efficiency.toml does not hold."""
+    near = difflib.get_close_matches(name.casefold(), known, n=1)
+    return InputError(
+        f"the device architecture {name!r} is not known",
+        expected=f"one of {', '.join(known)}",
+        fix=f"did you mean {near[0]!r}?" if near else "name the nearest generation",
+    )
+
+
+@cache
+def read_compute_constants() -> ComputeConstants:
+    """Return the constants that are shipped with autopar."""
+    source = resources.files("autopar.planner.costs.kernels").joinpath("efficiency.toml")
+    table = tomllib.loads(source.read_text(encoding="utf-8"))
+    gemm = {
+        kind: GemmConstants(**{**row, "tiles": tuple((r, c) for r, c in row["tiles"])})
+        for kind, row in table["gemm"].items()
+    }
+    return ComputeConstants(
+        gpu_gemm=gemm["gpu"],
+        cpu_gemm=gemm["cpu"],
+        attention=AttentionConstants(**table["attention"]),
+        access=AccessConstants(**table["access"]),
+        alignment=tuple((int(size), share) for size, share in table["alignment"].items()),
+        architectures=MappingProxyType(
+            {name: Architecture(**row) for name, row in table["architecture"].items()}
+        ),
+    )
+
+
+class Tile(NamedTuple):
+    """One shape of output tile of matrix kernels, with its times on one multiprocessor."""
+
+    rows: int
+    columns: int
+    seconds_per_depth: float  # of one multiply-add over the whole tile
+    balance_seconds: float  # to spread a last, partly filled wave over all multiprocessors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """What a data sheet says of one device at one dtype; `half` is its 16-bit peak."""
+
+    architecture: str
+    peak_flops_per_second: float
+    half_flops_per_second: float
+    bytes_per_second: float
+    launch_seconds: float
+    power_watts: float | None = None
+    multiprocessors: int | None = None
+    cache_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """The rates of one device at one dtype, made once and passed to every formula."""
+
+    peak_flops_per_second: float
+    sustained_flops_per_second: float
+    sheet_bytes_per_second: float
+    stream_bytes_per_second: float
+    cache_bytes: int
+    exponentials_per_second: float
+    launch_seconds: float
+    multiprocessors: int
+    tiles: tuple[Tile, ...]
+    wave_seconds: float
+    store_exposed: float
+    alignment: tuple[tuple[int, float], ...]  # bytes of alignment, share of the rate
+    access: AccessConstants
+    architecture: Architecture
+    attention: AttentionConstants
+
+
+# An L2 serves about three times the bandwidth of the memory behind it (A100: 5 TB/s against 1.9;
+# H100: 7.5 against 3.4).
+CACHE_SPEEDUP = 3.0
+
+
+def sustained_fraction(
+    power_watts: float | None, half_flops: float, joules_per_flop: float
+) -> float:
+    """Return the share of peak that the power limit allows a device to hold.
+
+    fraction = min(1, watts ÷ (joules per 16-bit FLOP · 16-bit peak)). Narrower dtypes do more FLOPs
+    per joule in the proportion of their peaks, so the fraction serves all tensor dtypes. Fitted on
+    A100 at 300 W and B200 at 1000 W; leaves out: that a short cold run is not throttled, that data
+    with few set bits costs less, cooling, and that plain fp32 units use more energy per FLOP.
+    """
+    if power_watts is None:
+        return 1.0
+    return min(1.0, power_watts / (joules_per_flop * half_flops))
+
+
+def throughput(sheet: Sheet, constants: ComputeConstants) -> Throughput:
+    """Return the rates that kernels reach on a device of this sheet."""
+    facts = constants.architecture(sheet.architecture)
+    gemm = constants.gemm(sheet.architecture.casefold())
+    units = sheet.multiprocessors or facts.multiprocessors
+    stream = sheet.bytes_per_second * facts.stream_fraction
+    share = sustained_fraction(
+        sheet.power_watts, sheet.half_flops_per_second, facts.joules_per_flop
+    )
+    return Throughput(
+        peak_flops_per_second=sheet.peak_flops_per_second,
+        sustained_flops_per_second=sheet.peak_flops_per_second * share,
+        sheet_bytes_per_second=sheet.bytes_per_second,
+        stream_bytes_per_second=stream,
+        cache_bytes=sheet.cache_bytes or facts.cache_bytes,
+        exponentials_per_second=units * facts.exponentials_per_second,
+        launch_seconds=sheet.launch_seconds,
+        multiprocessors=units,
+        tiles=_tiles(gemm, peak=sheet.peak_flops_per_second, units=units, stream=stream),
+        wave_seconds=gemm.wave_seconds,
+        store_exposed=gemm.store_exposed,
+        alignment=constants.alignment,
+        access=constants.access,
+        architecture=facts,
+        attention=constants.attention,
+    )
+
+
+def _tiles(gemm: GemmConstants, *, peak: float, units: int, stream: float) -> tuple[Tile, ...]:
+    """Return the tiles with their times.
+
+    A tile of r × c reads r + c operand elements per r·c multiply-adds, so it runs at 1 ÷ (1 +
+    h·(1/r + 1/c)) of the issue rate, h being `half_tile`. Evening out the last wave writes and
+    reads fp32 partial tiles of one wave.
+    """
+    unit_rate = gemm.issue_fraction * peak / units
+    return tuple(
+        Tile(
+            rows=rows,
+            columns=columns,
+            seconds_per_depth=2
+            * rows
+            * columns
+            * (1 + gemm.half_tile * (1 / rows + 1 / columns))
+            / unit_rate,
+            balance_seconds=gemm.balance_traffic * 8 * units * rows * columns / stream,
+        )
+        for rows, columns in gemm.tiles
+    )
+
+
+def aligned_share(
+    contiguous: int, element_bytes: float, alignment: tuple[tuple[int, float], ...]
+) -> float:
+    """Return the share of the rate left when contiguous rows have this many elements.
+
+    `contiguous` may be the bitwise or of several extents: its lowest set bit is the alignment of
+    the worst of them.
+    """
+    reach = (contiguous & -contiguous) * element_bytes
+    return next((share for size, share in alignment if reach >= size), alignment[-1][1])
+
+
+def launch_bound_seconds(
+    device_seconds: float, *, dispatched_ops: int, dispatch_seconds: float
+) -> float:
+    """Return the seconds of a region of many kernels that one CPU thread dispatches.
+
+    max(Σ device, ops · dispatch): kernels queue up while the CPU runs ahead; when the CPU is slower
+    the device waits for every op. Eager PyTorch takes 5 to 10 µs per op forward, and about the same
+    again for its backward; a captured graph takes under 1 µs. Leaves out the time by which the
+    first op of the region is late, and synchronising ops, which belong between two regions.
+    """
+    return max(device_seconds, dispatched_ops * dispatch_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,163 @@
-"""Lays the layouts of one layer over its ops: what each op costs, what is converted, by whom used.
-
-All recompute modes read the same flow.
-"""
+"""Lays the layouts of one layer over its ops: costs, conversions, parameters, what runs again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import ConversionCost
-from autopar.planner.costs.ops.kept import Kept, is_one_kernel
-from autopar.planner.costs.ops.pricer import OpCost, Pricer
-from autopar.planner.costs.ops.shapes import OpSplit
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.kept import KeptTensors, is_one_kernel
+from autopar.planner.costs.ops.pricer import OpCost, OpPricer
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layer
-from autopar.planner.layouts import WHOLE, Layout, OpLayout
-from autopar.planner.ops import Op, Origin
+from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes
 from autopar.planner.rules.table import rule_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """The weights that a layer shares with others of its rank.
+
+    `held` by an earlier layer, which counts them. `waiting`: this layer or an earlier one uses
+    them, and a later one, whose gradient waits in autograd until the earlier ones have added
+    theirs.
+    """
+
+    held: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+
+
+UNSHARED = SharedWeights()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameters:
+    """What one rank holds of a layer's parameters, before ZeRO divides it."""
+
+    elements: int
+    trainable: int
+    trainable_tensors: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    replicated_gradient_bytes: int
+    waiting_gradient_bytes: int
+
+
+def layer_parameters(
+    flow: LayerFlow, parameters: Mapping[str, Layout], shared: SharedWeights
+) -> HeldParameters:
+    """Return what the parameters of a layer occupy, beside those that an earlier layer holds."""
+    pricer = flow.pricer
+    used = dict.fromkeys(name for one in flow.ops for name in one.op.inputs)
+    names = [name for name in used if name in pricer.parameters and name not in shared.held]
+    layouts = {name: parameters.get(name, WHOLE) for name in names}
+    elements = {name: pricer.elements(name, layouts[name], flow.degree) for name in names}
+    learned = [name for name in names if pricer.parameters[name].trainable]
+    trainable = sum(elements[name] for name in learned)
+    replicated = [name for name in learned if layouts[name].kind is LayoutKind.REPLICATED]
+    return HeldParameters(
+        elements=sum(elements.values()),
+        trainable=trainable,
+        trainable_tensors=len(learned),
+        parameter_bytes=sum(
+            pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
+        ),
+        gradient_bytes=GRADIENT_BYTES * trainable,
+        optimizer_bytes=sum(
+            round(optimizer_bytes(pricer.precision, known.moments) * elements[name])
+            for name in learned
+            for known in (pricer.parameters[name],)
+        ),
+        replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
+        waiting_gradient_bytes=_waiting_bytes(flow, parameters, shared.waiting, frozenset(used)),
+    )
+
+
+def _waiting_bytes(
+    flow: LayerFlow,
+    parameters: Mapping[str, Layout],
+    waiting: frozenset[str],
+    used: frozenset[str],
+) -> int:
+    """Return the gradients of shared weights that wait while this layer runs.
+
+    What it makes of them itself is added where they lie; in fp32 it is added out of place, for the
+    gradient of a product is a view.
+    """
+    known = flow.pricer.parameters
+    sizes = {
+        name: flow.pricer.elements(name, parameters.get(name, WHOLE), flow.degree)
+        for name in waiting
+        if known[name].trainable
+    }
+    added = () if flow.pricer.precision.is_half else used & sizes.keys()
+    return GRADIENT_BYTES * (sum(sizes.values()) + sum(sizes[name] for name in added))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """The ops and conversions whose forward runs a second time."""
+
+    ops: tuple[PlacedOp, ...] = ()
+    conversions: tuple[LayerConversion, ...] = ()
+
+
+def run_again(flow: LayerFlow, mode: Recompute) -> Again:
+    """Return what runs again: nothing, what is cheap and needed, or all that is called again."""
+    if mode is Recompute.NONE:
+        return Again()
+    if mode is Recompute.FULL:
+        return called_again(flow)
+    return _cheap(flow)
+
+
+def called_again(flow: LayerFlow) -> Again:
+    """Return what is called once more: PyTorch stops at the last tensor that the backward needs.
+
+    An op keeps its operands before it runs, so the last product is spared, and what joins its
+    parts. Other frameworks run a layer to its end.
+    """
+    if not flow.pricer.stops_early:
+        return Again(ops=flow.ops, conversions=flow.conversions)
+    keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
+    if not keeping:
+        return Again()
+    last = flow.ops[keeping[-1]]
+    keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.seen)
+    needed = {
+        pair
+        for one in flow.ops[: keeping[-1] + 1]
+        for pair in zip(one.op.inputs, one.layout.needs, strict=True)
+    }
+    return Again(
+        ops=flow.ops[: keeping[-1] + bool(keeps_result)],
+        conversions=_of(flow, needed),
+    )
+
+
+def _cheap(flow: LayerFlow) -> Again:
+    """Walk back from what the backward needs to what was kept: results of contractions, inputs."""
+    needed: set[tuple[str, Layout]] = set()
+    for one in flow.ops:
+        needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
+    names = {name for name, _ in needed}
+    again: list[PlacedOp] = []
+    for one in reversed(flow.ops):
+        if one.is_contraction or not (one.kept.made or names.intersection(one.op.outputs)):
+            continue
+        again.append(one)
+        needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
+        names.update(one.op.inputs)
+    return Again(ops=tuple(reversed(again)), conversions=_of(flow, needed))
+
+
+def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[LayerConversion, ...]:
+    return tuple(c for c in flow.conversions if (c.tensor, c.needed) in needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +169,7 @@ class PlacedOp:
     split: OpSplit | None
     cost: OpCost
     inside_seconds: float  # of collectives that are part of its forward
-    kept: Kept
+    kept: KeptTensors
     is_differentiable: bool
     is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
 
@@ -40,7 +181,7 @@ class PlacedOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class LayerConversion:
     """A tensor that the layer converts, once for all ops that need this layout of it."""
 
     tensor: str
@@ -52,11 +193,11 @@ class Conversion:
 class LayerFlow:
     """One layer in its layouts; `produced` is the layout of each tensor before conversions."""
 
-    pricer: Pricer
+    pricer: OpPricer
     position: int
     ops: tuple[PlacedOp, ...]
     produced: Mapping[str, Layout]
-    conversions: tuple[Conversion, ...]
+    conversions: tuple[LayerConversion, ...]
     degree: int
 
     def made_here(self, tensor: str) -> bool:
@@ -70,13 +211,13 @@ class LayerFlow:
         """
         users = self.pricer.later_users.get(root, frozenset())
         origin = self.pricer.graph.tensors[root].origin
-        if origin is Origin.INPUT:
+        if origin is TensorOrigin.INPUT:
             return min(users, default=-1) == self.position
-        return origin is Origin.OP and users == {self.position}
+        return origin is TensorOrigin.OP and users == {self.position}
 
 
 def layer_flow(
-    pricer: Pricer,
+    pricer: OpPricer,
     layer: Layer,
     layouts: Sequence[OpLayout],
     *,
@@ -100,7 +241,7 @@ def layer_flow(
             produced.setdefault(name, parameters.get(name, outside.get(name, WHOLE)))
         produced.update(zip(one.op.outputs, one.layout.gives, strict=True))
     conversions = tuple(
-        Conversion(
+        LayerConversion(
             tensor=tensor,
             needed=needed,
             cost=pricer.conversion(tensor, produced[tensor], needed, degree=degree, shape=shape),
@@ -119,7 +260,7 @@ def layer_flow(
 
 
 def _placed(
-    pricer: Pricer, op: Op, layout: OpLayout, *, degree: int, shape: GroupShape
+    pricer: OpPricer, op: Op, layout: OpLayout, *, degree: int, shape: GroupShape
 ) -> PlacedOp:
     split = None
     if layout.letter and degree > 1:

@@ -2,32 +2,226 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.conversions import DISPATCHES
-from autopar.planner.costs.collectives.norm_statistics import Statistics
-from autopar.planner.costs.layers.flow import Conversion, LayerFlow, PlacedOp, layer_flow
-from autopar.planner.costs.layers.memory import LayerMemory, layer_memory
-from autopar.planner.costs.layers.parameters import (
+from autopar.planner.costs.collectives.conversions import DISPATCHES, Statistics
+from autopar.planner.costs.layers.flow import (
     UNSHARED,
-    Held,
+    Again,
+    HeldParameters,
+    LayerConversion,
+    LayerFlow,
+    PlacedOp,
     SharedWeights,
+    layer_flow,
     layer_parameters,
+    run_again,
 )
-from autopar.planner.costs.layers.recompute import Again, run_again
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.ops.kept import splits_classes
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.costs.prediction import LayerCost, Modes, Recompute
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import TensorOrigin
 from autopar.planner.layers import Layer
-from autopar.planner.layouts import WHOLE, Layout, OpLayout
-from autopar.planner.rules.table import takes_statistics
+from autopar.planner.precision import GRADIENT_BYTES
+from autopar.planner.rules.rule import OpKind, Traffic
+from autopar.planner.rules.table import kind_of, rule_of, takes_statistics
+
+Place = tuple[str, str]  # the root's name; the axis of its split, or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """What one layer keeps for its backward, and the most that it takes beside that.
+
+    `learning` is what it takes while one op with weights runs, the one whose gradient makes that
+    moment the fullest; what the ops behind it have freed is subtracted. `learned_gradient` is that
+    gradient in fp32. `deferred` are the gradients of the results of all ops with weights: a split
+    backward holds them, and all that is kept, from its first half to its second.
+    """
+
+    saved_bytes: int
+    transient_bytes: int
+    learning_bytes: int
+    learned_gradient_bytes: int
+    deferred_bytes: int
+
+
+def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
+    """Return the memory of a layer under every recompute mode.
+
+    none:       saved = what the ops keep;              transient = the largest working set
+    selective:  saved = inputs + results of contractions;   transient = that + what is made again
+    full:       saved = inputs;                             transient = that + what is made again
+    """
+    everything, inputs = kept_places(flow), input_places(flow)
+    working = max((_working(flow, one) for one in flow.ops), default=0)
+    learning, learned_gradient = _learning(flow)
+    deferred = sum(_result_bytes(flow, one) for one in flow.ops if _weights(flow, one))
+    costly = dict(inputs)
+    for one in flow.ops:
+        if one.is_contraction and one.is_differentiable:
+            costly |= _own_places(one)
+            costly |= dict(_places(flow, one, one.op.outputs))
+    modes = {Recompute.NONE: everything, Recompute.SELECTIVE: costly, Recompute.FULL: inputs}
+    memory = {}
+    for mode, saved in modes.items():
+        again = sum(size for place, size in everything.items() if place not in saved)
+        memory[mode] = LayerMemory(
+            saved_bytes=sum(saved.values()),
+            transient_bytes=working + again,
+            learning_bytes=learning + again if learned_gradient else 0,
+            learned_gradient_bytes=learned_gradient,
+            deferred_bytes=deferred,
+        )
+    return memory
+
+
+def kept_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what the ops of a layer keep where nothing is computed again."""
+    return {place: size for _, place, size in _kept(flow)}
+
+
+def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
+    """Yield what each op keeps, with the number of the op; −1 where it outlives the layer."""
+    pricer = flow.pricer
+    for place, size in (_taken_over(flow) | _lent(flow)).items():
+        if pricer.is_kept(place[0]):
+            yield -1, place, size
+    for number, one in enumerate(flow.ops):
+        for place, size in _own_places(one).items():
+            yield number, place, size
+        for place, size in _places(flow, one, one.kept.seen):
+            own = flow.made_here(place[0]) and not pricer.later_users.get(place[0])
+            if own or flow.takes_over(place[0]):
+                yield number, place, size
+
+
+def _learning(flow: LayerFlow) -> tuple[int, int]:
+    """Return the fullest moment of an op with weights: what it takes, and a weight's gradient.
+
+    The backward has freed by then what only ops behind it keep. The gradient comes in the type of
+    the weight and is copied in fp32, so one and a half times its bytes count.
+    """
+    keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
+    kept = Counter[int]()  # bytes, by the first op that keeps them
+    for number, size in keeper.values():
+        kept[number] += size
+    moments, freed = [], 0
+    for number, one in reversed(list(enumerate(flow.ops))):
+        gradient = GRADIENT_BYTES * max(_weights(flow, one), default=0)
+        if gradient:
+            moments.append((_working(flow, one) - freed, gradient))
+        freed += kept[number]
+    return max(moments, key=lambda one: one[0] + 3 * one[1] // 2, default=(0, 0))
+
+
+def input_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what a layer has to keep to be run again, and what it keeps for later layers."""
+    return _taken_over(flow) | _lent(flow)
+
+
+def _taken_over(flow: LayerFlow) -> dict[Place, int]:
+    """Return the tensors of earlier layers that this layer uses and counts."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.inputs:
+            root = flow.pricer.memory.root(name)
+            if flow.takes_over(root) and not flow.made_here(name):
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def _lent(flow: LayerFlow) -> dict[Place, int]:
+    """Return what is made here and used by several later layers, such as an encoder's result."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.outputs:
+            root = flow.pricer.memory.root(name)
+            if flow.made_here(root) and len(flow.pricer.later_users.get(root, ())) > 1:
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def _weights(flow: LayerFlow, one: PlacedOp) -> list[int]:
+    """Return how many elements this rank has of each weight of an op that is trained."""
+    known = flow.pricer.parameters
+    return [
+        flow.pricer.elements(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if name in known and known[name].trainable
+    ]
+
+
+def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    return sum(
+        flow.pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
+    )
+
+
+def _working(flow: LayerFlow, one: PlacedOp) -> int:
+    """A loss also has the gradient of its log-probabilities, as large as the logits."""
+    if rule_of(one.op.target).traffic is Traffic.NONE:
+        return 0
+    pricer, tensors = flow.pricer, flow.pricer.graph.tensors
+    results = _result_bytes(flow, one)
+    if not one.is_differentiable:
+        return results
+    gradients = sum(
+        pricer.tensor_bytes(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if tensors[name].requires_grad and tensors[name].origin is TensorOrigin.OP
+    )
+    if kind_of(one.op) is OpKind.CROSS_ENTROPY:
+        gradients += _log_probability_bytes(flow, one, gradients)
+    return results + gradients
+
+
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
+    """Return what a loss has beside the gradient of its logits.
+
+    That is the gradient of the log-probabilities, in the logits' dtype, unless it computes in fp32.
+    It does where the classes are split (runtime/tensor/vocabulary.py), and where it keeps them so:
+    then the gradient of the logits is made in fp32, too.
+    """
+    logits = one.op.inputs[0]
+    layout = one.layout_of(logits)
+    if splits_classes(flow.pricer.shapes(one.op, one.split)):
+        return 4 * flow.pricer.elements(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split) or flow.pricer.tensor_bytes(logits, layout, flow.degree)
+    return made + max(0, made - logit_bytes)
+
+
+def _own_places(one: PlacedOp) -> dict[Place, int]:
+    own = one.kept.own_bytes(one.split)
+    return {(f"{one.op.name}:made", ""): own} if own else {}
+
+
+def _places(flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]) -> Iterator[tuple[Place, int]]:
+    for name in names:
+        layout = one.layout_of(name)
+        yield _place(flow.pricer.memory.root(name), layout), _bytes(flow, name, layout)
+
+
+def _place(root: str, layout: Layout) -> Place:
+    return root, layout.axis if layout.kind is LayoutKind.SPLIT else ""
+
+
+def _bytes(flow: LayerFlow, name: str, layout: Layout) -> int:
+    return flow.pricer.memory_bytes(name, layout, flow.degree)
+
 
 _NOTHING: Mapping[str, Layout] = MappingProxyType({})
 
 
 def layer_costs(
-    pricer: Pricer,
+    pricer: OpPricer,
     layer: Layer,
     layouts: Sequence[OpLayout],
     *,
@@ -56,7 +250,12 @@ def layer_costs(
 
 
 def _cost(
-    flow: LayerFlow, mode: Recompute, memory: LayerMemory, held: Held, *, output_bytes: int
+    flow: LayerFlow,
+    mode: Recompute,
+    memory: LayerMemory,
+    held: HeldParameters,
+    *,
+    output_bytes: int,
 ) -> LayerCost:
     again = run_again(flow, mode)
     recompute = 0.0 if mode is Recompute.NONE else _forward(flow, again)
@@ -114,7 +313,7 @@ def _device_forward(run: Again) -> float:
     )
 
 
-def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[Conversion]) -> float:
+def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[LayerConversion]) -> float:
     """Return the seconds of a forward's collectives."""
     inside = sum(one.inside_seconds for one in ops)
     return inside + sum(c.cost.forward_communication_seconds for c in conversions)
@@ -161,4 +360,39 @@ def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
     return sum(
         pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)
         for name in pricer.residence.cuts[flow.position]
+    )
+
+
+_GREATEST = (
+    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
+    *("learning_bytes", "learned_gradient_bytes", "deferred_bytes"),
+)
+
+
+def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
+    """Return each layer at its slowest on any kind of device; equal layers stay one object."""
+    if len(rows) == 1:
+        return rows[0]
+    known: dict[tuple[int, ...], Modes] = {}
+    row = []
+    for alternatives in zip(*rows, strict=True):
+        key = tuple(map(id, alternatives))
+        if key not in known:
+            known[key] = {
+                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
+            }
+        row.append(known[key])
+    return tuple(row)
+
+
+def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
+    """Return the cost that none of some costs exceeds; parts are those of the slowest of all."""
+    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
+    backward = max(one.backward_seconds for one in costs)
+    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
+    return replace(
+        most,
+        backward_seconds=backward,
+        weight_gradient_seconds=backward - inputs,
+        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
     )

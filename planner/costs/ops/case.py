@@ -1,28 +1,251 @@
-"""One op on one rank, as the formulas see it: local sizes, bytes, rates, what needs a gradient."""
+"""One op on one rank, as the formulas see it: local sizes, products, FLOPs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
-from autopar.planner.costs.kernels.compute import Throughput
-from autopar.planner.costs.kernels.rates import Rates
-from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Origin, Value
+from autopar.planner.axes.infer import OpAxes
+from autopar.planner.costs.kernels.rates import Rates, Throughput
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
 from autopar.planner.precision import Precision, item_bytes
-from autopar.planner.rules.rule import Rule
+from autopar.planner.rules.rule import Computation, MatrixProducts, Rule
+from autopar.planner.rules.signature import (
+    Concat,
+    Dim,
+    Dims,
+    FlattenedDims,
+    Leaf,
+    Signature,
+    leaves,
+)
+from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds:
+class OpSplit:
+    """A split of an op: this letter's leaf `axis` has ⌈size ÷ degree⌉ positions on the rank."""
+
+    letter: str
+    axis: str
+    degree: int
+
+
+def local_size(dim: Dim, batch: int, *, axis: str = "", degree: int = 1) -> int:
+    """Return the positions of a dim on one rank, an axis in it being split by the degree."""
+    if isinstance(dim, Leaf):
+        size = dim.size.at(batch)
+        return -(-size // degree) if dim.name == axis else size
+    if isinstance(dim, FlattenedDims):
+        return prod(local_size(factor, batch, axis=axis, degree=degree) for factor in dim.factors)
+    return sum(local_size(part, batch, axis=axis, degree=degree) for part in dim.parts)
+
+
+class LocalShapes:
+    """The sizes of one op's letters and tensors on one rank."""
+
+    def __init__(
+        self, op: Op, graph: Graph, axes: OpAxes, *, batch: int, split: OpSplit | None = None
+    ) -> None:
+        self.op = op
+        self.graph = graph
+        self.signature = axes.signature
+        self.batch = batch
+        self.split = split
+        self._axes = axes
+        self._divided = _fellows(axes, split) if split else frozenset[str]()
+        self._expected = _expected_letters(op, graph, axes.signature)
+        self._dims = dict((*axes.signature.results[::-1], *axes.signature.operands[::-1]))
+
+    def size(self, dim: Dim) -> int:
+        """Return the local size of a dim of the signature."""
+        if isinstance(dim, Leaf):
+            return self._letter(dim)
+        if isinstance(dim, FlattenedDims):
+            return prod(map(self.size, dim.factors))
+        return sum(map(self.size, dim.parts))
+
+    def _letter(self, letter: Leaf) -> int:
+        whole = self._all_of(letter)
+        share = self._expected.get(letter.name)
+        return whole if share is None else max(1, round(whole * share))
+
+    def _all_of(self, letter: Leaf) -> int:
+        meaning = self._axes.letters.get(letter.name, letter)
+        if self.split and letter.name in self._divided:
+            axis, degree = self.split.axis, self.split.degree
+            return local_size(meaning, self.batch, axis=axis, degree=degree)
+        return letter.size.at(self.batch)
+
+    def letters(self, names: Iterable[str]) -> int:
+        """Return the product of some letters' sizes, by the names that the rule gives them.
+
+        "*" is every letter, "…" those of the leading dims; h is k·g where key heads are fewer.
+        """
+        wanted = set(names)
+        if "h" in wanted and "k" in self.signature.letters:
+            wanted |= {"k", "g"}
+        if wanted == {"*"}:
+            found = {x for _, dims in self.signature.operands for d in dims for x in leaves(d)}
+            return prod(self.size(leaf) for leaf in found)
+        return prod(
+            self.size(dim)
+            for name, dim in self.signature.letters.items()
+            if name in wanted or (name.startswith("…") and "…" in wanted)
+        )
+
+    def dims(self, tensor: str) -> Dims | None:
+        """Return the dims of an operand or result in letters, None where the rule ignores it."""
+        return self._dims.get(tensor)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Return the local shape of an operand or result."""
+        dims = self._dims.get(tensor)
+        if dims is None:
+            return _sizes(self.graph.tensors[tensor].shape, self.batch)
+        return tuple(map(self.size, dims))
+
+    def numel(self, tensor: str) -> int:
+        """Return the local number of elements of an operand or result."""
+        return prod(self.shape(tensor))
+
+
+def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
+    """Return the letters of dims that count what a mask picks, with the share that is expected.
+
+    Only those of tensors that are all so counted: where picked rows meet others, all are there.
+    """
+    tensors = graph.tensors
+    if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
+        return {}
+    found: dict[str, float] = {}
+    others: set[str] = set()
+    for name, dims in (*signature.operands, *signature.results):
+        tensor = tensors[name]
+        mask = tensors.get(tensor.counted_by)
+        for dim, size in zip(dims, tensor.shape, strict=True):
+            letters = {leaf.name for leaf in leaves(dim)}
+            if mask is not None and tensor.expected != 1.0 and size == mask.numel:
+                found.update(dict.fromkeys(letters, tensor.expected))
+            else:
+                others |= letters
+    return {letter: share for letter, share in found.items() if letter not in others}
+
+
+def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:
+    return tuple(size.at(batch) for size in shape)
+
+
+def _fellows(axes: OpAxes, split: OpSplit) -> frozenset[str]:
+    """Return the letter that is split, and those laid end to end with it that hold the axis too.
+
+    The shard of a concatenation is the concatenation of the shards: q, k and v of one fused matrix
+    are split alike.
+    """
+    named = {split.letter}
+    for _, dims in (*axes.signature.operands, *axes.signature.results):
+        for part in _concatenations(dims):
+            names = {leaf.name for leaf in leaves(part)}
+            if split.letter in names:
+                named |= {
+                    name
+                    for name in names
+                    if any(x.name == split.axis for x in leaves(axes.letters[name]))
+                }
+    return frozenset(named)
+
+
+def _concatenations(dims: Iterable[Dim]) -> Iterator[Concat]:
+    for dim in dims:
+        if isinstance(dim, Concat):
+            yield dim
+        elif isinstance(dim, FlattenedDims):
+            yield from _concatenations(dim.factors)
+
+
+def products_of(op: Op, shapes: LocalShapes) -> Iterator[MatrixProducts]:
+    """Yield the matrix products of a contraction on one rank, from left to right.
+
+    Letters of both factors and the result are the batch; those of one factor and the result are m
+    or n; those of both that the result lacks are contracted. What one factor alone has (the number
+    of groups) multiplies nothing.
+    """
+    names = factors_of(op)
+    if shapes.signature.whole:  # the rule did not fit: all that is known are the shapes
+        yield _by_shapes(op, names, shapes)
+        return
+    operands = _letters_of(names, shapes)
+    kept_to_end = _letters(shapes.dims(op.outputs[0]) or (), shapes)
+    left_name, left = names[0], operands[0]
+    for position, (name, right) in enumerate(zip(names[1:], operands[1:], strict=True), start=1):
+        later = {key for one in operands[position + 1 :] for key in one} | set(kept_to_end)
+        yield _product(left_name, left, name, right, later)
+        left_name, left = "", {k: v for k, v in {**left, **right}.items() if k in later}
+
+
+def factors_of(op: Op) -> tuple[str, ...]:
+    """Return the tensors that a contraction multiplies (not a bias)."""
+    given = dict(op.arguments)
+    return tuple(name for key in rule_of(op.target).factors for name in refs(given.get(key)))
+
+
+def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> MatrixProducts:
+    """Return rows by the first factor's last dim by columns, as in a plain matmul."""
+    result = shapes.shape(op.outputs[0]) or (1,)
+    return MatrixProducts(
+        left=names[0],
+        right=names[-1],
+        batch=1,
+        m=prod(result[:-1]),
+        n=result[-1],
+        k=(shapes.shape(names[0]) or (1,))[-1],
+    )
+
+
+def _product(
+    left_name: str,
+    left: Mapping[str, int],
+    right_name: str,
+    right: Mapping[str, int],
+    later: Iterable[str],
+) -> MatrixProducts:
+    needed = set(later)
+    return MatrixProducts(
+        left=left_name,
+        right=right_name,
+        batch=prod(left[x] for x in left if x in right and x in needed),
+        m=prod(left[x] for x in left if x not in right and x in needed),
+        n=prod(right[x] for x in right if x not in left and x in needed),
+        k=prod(left[x] for x in left if x in right and x not in needed),
+    )
+
+
+def _letters_of(names: tuple[str, ...], shapes: LocalShapes) -> list[dict[str, int]]:
+    """Return each factor's letters with their sizes; a tensor may be a factor twice."""
+    operands = list(shapes.signature.operands)
+    found = []
+    for name in names:
+        position = next(i for i, (tensor, _) in enumerate(operands) if tensor == name)
+        found.append(_letters(operands.pop(position)[1], shapes))
+    return found
+
+
+def _letters(dims: Iterable[Dim], shapes: LocalShapes) -> dict[str, int]:
+    return {leaf.name: shapes.size(leaf) for dim in dims for leaf in leaves(dim)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSeconds:
     """What one op takes on the device; the weights' gradients may be computed later."""
 
     forward: float
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
+    def __add__(self, other: OpSeconds) -> OpSeconds:
+        return OpSeconds(
             forward=self.forward + other.forward,
             input_gradient=self.input_gradient + other.input_gradient,
             weight_gradient=self.weight_gradient + other.weight_gradient,
@@ -69,4 +292,48 @@ class OpCase:
     def is_weight(self, tensor: str) -> bool:
         """Whether a tensor is a parameter, or a view of one."""
         root = self.graph.tensors[tensor].storage
-        return self.graph.tensors[root].origin is Origin.PARAMETER
+        return self.graph.tensors[root].origin is TensorOrigin.PARAMETER
+
+
+def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
+    """Return 2·∏ of the letters for each group of the rule, or what the op computes otherwise."""
+    computation = computation_of(rule, shapes)
+    if computation is not None:
+        return computation.forward_flops
+    return sum(2 * shapes.letters(group.split()) for group in rule.contracts)
+
+
+def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
+    """Return one product for each factor that needs a gradient; flash attention computes 5 for 2.
+
+    What has no gradient, the results being whole numbers or frozen, has none.
+    """
+    op, graph = shapes.op, shapes.graph
+    if not graph.learns(op):
+        return 0
+    computation = computation_of(rule, shapes)
+    if computation is not None:
+        return computation.backward_flops + sum(
+            product.flops * _with_gradient((product.left, product.right), op, graph)
+            for product in computation.products
+        )
+    if len(rule.contracts) > 1:
+        return int(forward_flops(rule, shapes) * 2.5)
+    return forward_flops(rule, shapes) * _with_gradient(factors_of(op), op, graph)
+
+
+def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
+    """Return what an op computes where letters do not tell, None where they do.
+
+    A contraction whose tensors have other dims than its line is known by their shapes alone.
+    """
+    if rule.contracts and not shapes.signature.is_opaque:
+        return None
+    if rule.computes is not None:
+        return rule.computes(shapes)
+    return Computation(products=tuple(products_of(shapes.op, shapes))) if rule.contracts else None
+
+
+def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
+    """Count the factors that need a gradient; what the op made itself does as its result does."""
+    return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)

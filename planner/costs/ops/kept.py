@@ -1,21 +1,93 @@
-"""Says which tensors an op keeps for its backward, and in whose memory they lie."""
+"""Says which tensors an op keeps for its backward, and how large tensors are on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
-from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.graph import Graph
-from autopar.planner.ops import MODEL_DTYPE, Op, refs
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collectives.choice import collective_seconds
+from autopar.planner.costs.ops.case import LocalShapes, OpSplit, local_size
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Layout, LayoutKind
+from autopar.planner.graph.ops import MODEL_DTYPE, Op, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
-from autopar.planner.rules.rule import OpKind, Rule, Saved
+from autopar.planner.rules.rule import OpKind, Rule, SavedForBackward
+from autopar.planner.rules.signature import Concat, leaves
 from autopar.planner.rules.table import kind_of, rule_of
+
+
+class TensorSizes:
+    """The sizes of one graph's tensors; each is worked out once."""
+
+    def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision) -> None:
+        self.memory = TensorMemory(graph, precision)
+        self._graph = graph
+        self._dims = axes.dims
+        self._batch = batch
+        self._precision = precision
+        self._wholes: dict[str, int] = {}
+        self._parts: dict[tuple[str, Layout, int], int] = {}
+
+    def elements(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the elements of a tensor on one rank: of its split axis, ⌈size ÷ degree⌉."""
+        if layout.kind is not LayoutKind.SPLIT or degree == 1:
+            return self._whole(name)
+        key = name, layout, degree
+        if key not in self._parts:
+            elements = prod(
+                local_size(
+                    dim, self._batch, axis=layout.axis if at == layout.dim else "", degree=degree
+                )
+                for at, dim in enumerate(self._dims[name])
+            )
+            self._parts[key] = round(elements * self._graph.tensors[name].expected)
+        return self._parts[key]
+
+    def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes of a tensor on one rank."""
+        dtype = self._graph.tensors[name].dtype
+        return self.elements(name, layout, degree) * item_bytes(dtype, self._precision)
+
+    def memory_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes on one rank of the memory that a tensor lies in.
+
+        A view keeps all of its root's memory, split in the same proportion.
+        """
+        root = self.memory.root(name)
+        if root == name:
+            return self.tensor_bytes(name, layout, degree)
+        elements = self._whole(root)
+        is_split = layout.kind is LayoutKind.SPLIT and degree > 1
+        if is_split and self._holds(root, layout.axis):
+            part = self.elements(name, layout, degree)
+            elements = -(-elements * part // max(1, self._whole(name)))
+        return elements * item_bytes(self._graph.tensors[root].dtype, self._precision)
+
+    def is_one_piece(self, name: str, layout: Layout) -> bool:
+        """Whether a rank's part of a tensor is one piece of the whole tensor's memory."""
+        if layout.kind is not LayoutKind.SPLIT:
+            return True
+        *before, dim = self._dims[name][: layout.dim + 1]
+        first = next(leaves(dim)).name == layout.axis and not isinstance(dim, Concat)
+        return first and prod(local_size(one, self._batch) for one in before) == 1
+
+    def _holds(self, name: str, axis: str) -> bool:
+        return any(leaf.name == axis for dim in self._dims[name] for leaf in leaves(dim))
+
+    def _whole(self, name: str) -> int:
+        if name not in self._wholes:
+            self._wholes[name] = self._graph.tensors[name].expected_numel(self._batch)
+        return self._wholes[name]
+
 
 _COMPUTED = ("computed",)  # what the op's line says of its computation
 
 
-class Memory:
+class TensorMemory:
     """In whose memory each tensor of a graph lies once the model runs on a device."""
 
     def __init__(self, graph: Graph, precision: Precision) -> None:
@@ -58,7 +130,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class MadeByKernel:
     """Something that a kernel makes for its own backward: a mask, statistics, a log-sum-exp."""
 
     letters: tuple[str, ...]  # the rule's; ("*",) is the shape of the result, or _COMPUTED
@@ -66,12 +138,12 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptTensors:
     """What one op keeps: `tensors` by whose memory they lie in, `seen` as the op names them."""
 
     tensors: tuple[str, ...]
     seen: tuple[str, ...]
-    made: tuple[Made, ...]
+    made: tuple[MadeByKernel, ...]
     shapes: Callable[[OpSplit | None], LocalShapes]
 
     def own_bytes(self, split: OpSplit | None = None) -> int:
@@ -82,7 +154,7 @@ class Kept:
         return sum(made_elements(made, shapes) * made.item_bytes for made in self.made)
 
 
-def made_elements(made: Made, shapes: LocalShapes) -> int:
+def made_elements(made: MadeByKernel, shapes: LocalShapes) -> int:
     """Return the local number of elements of what a kernel made for its backward."""
     if made.letters == ("*",):
         return shapes.numel(shapes.op.outputs[0])
@@ -94,11 +166,11 @@ def made_elements(made: Made, shapes: LocalShapes) -> int:
 
 def made_by(
     op: Op, rule: Rule, *, graph: Graph, precision: Precision, kernels: Kernels
-) -> tuple[Made, ...]:
+) -> tuple[MadeByKernel, ...]:
     """Return what the kernel of an op makes for its own backward."""
     own = graph.tensors[op.inputs[0]].dtype if op.inputs else MODEL_DTYPE
     return tuple(
-        Made(
+        MadeByKernel(
             letters=tuple(entry.what.split()),
             item_bytes=item_bytes(entry.dtype if entry.dtype in ITEM_BYTES else own, precision),
         )
@@ -128,7 +200,7 @@ def is_one_kernel(op: Op, kernels: Kernels) -> bool:
     return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
 
 
-def _named(entry: Saved, op: Op) -> Iterable[str]:
+def _named(entry: SavedForBackward, op: Op) -> Iterable[str]:
     if entry.what == "out":
         return op.outputs
     if entry.what == "*inputs":
@@ -136,12 +208,12 @@ def _named(entry: Saved, op: Op) -> Iterable[str]:
     return refs(dict(op.arguments).get(entry.what))
 
 
-def _applying(op: Op, rule: Rule, graph: Graph, kernels: Kernels) -> Iterator[Saved]:
+def _applying(op: Op, rule: Rule, graph: Graph, kernels: Kernels) -> Iterator[SavedForBackward]:
     if graph.learns(op):
         yield from (entry for entry in rule.saves if _applies(entry, op, graph, kernels))
 
 
-def _applies(entry: Saved, op: Op, graph: Graph, kernels: Kernels) -> bool:
+def _applies(entry: SavedForBackward, op: Op, graph: Graph, kernels: Kernels) -> bool:
     if entry.only in ("fused", "unfused"):
         given = dict(op.arguments)
         active = given.get("train", given.get("training")) and given.get("p") != 0
@@ -150,3 +222,29 @@ def _applies(entry: Saved, op: Op, graph: Graph, kernels: Kernels) -> bool:
         return True
     names = refs(dict(op.arguments).get(entry.needs))
     return any(graph.tensors[name].requires_grad for name in names)
+
+
+_ROW_BYTES = 4  # of the fp32 figure that each row of logits has
+
+
+def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
+    """Return the forward's all-reduces of a vocabulary-parallel loss; its backward needs none.
+
+    One of the rows' maxima, one of their sums of exponentials and their target's logit together.
+    Source: Megatron-LM, section 3 (which sends the last two apart). Nothing for any other op.
+    """
+    if not splits_classes(shapes):
+        return 0.0
+    rows = shapes.numel(shapes.op.inputs[0]) // max(1, shapes.letters(("v",)))
+    return sum(
+        collective_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
+        for figures in (1, 2)
+    )
+
+
+def splits_classes(shapes: LocalShapes) -> bool:
+    """Whether an op is a loss of whose classes each rank has a part."""
+    if kind_of(shapes.op) is not OpKind.CROSS_ENTROPY or shapes.split is None:
+        return False
+    logits = shapes.graph.tensors[shapes.op.inputs[0]]
+    return shapes.letters(("v",)) != logits.shape[1].at(shapes.batch)

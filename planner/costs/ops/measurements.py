@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.extent import Extent
-from autopar.planner.numbers import Elements, Seconds, SomeSeconds
-from autopar.planner.ops import DType, Op, Ref, Value, refs
+from autopar.planner.costs.ops.case import LocalShapes
+from autopar.planner.files import Elements, Seconds, SomeSeconds
+from autopar.planner.graph.ops import DType, Extent, Op, Ref, Value, refs
 from autopar.planner.precision import Precision
 
 

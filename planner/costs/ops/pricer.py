@@ -1,43 +1,92 @@
-"""Turns the ops and conversions of one graph, batch, precision and device into seconds and bytes.
-
-Seconds of ops are those of the device. Dispatching the ops takes the host time too, which hides
-behind the device or does not: that is known only for a region of many ops, and it does not depend
-on how the ops are split, so the layer adds it (layer.py). A CPU does one after the other.
-"""
+"""Turns the ops and conversions of one graph into seconds and bytes."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.device import Device
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.cluster.toml_reading import figure, parse_seconds
 from autopar.planner.costs.collectives.conversions import (
     FREE,
     ConversionCost,
     Converted,
     conversion_cost,
 )
-from autopar.planner.costs.kernels.elementwise import memory_seconds
-from autopar.planner.costs.kernels.rates import rates_of
-from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.costs.ops.host import Host, measured_host, read_host
-from autopar.planner.costs.ops.kept import Kept, made_by, names_kept
-from autopar.planner.costs.ops.measurements import Measurements, OpKey, Timing, op_key
+from autopar.planner.costs.kernels.kernels import memory_seconds
+from autopar.planner.costs.kernels.rates import launch_bound_seconds, rates_of
+from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
+from autopar.planner.costs.ops.kept import (
+    KeptTensors,
+    TensorSizes,
+    made_by,
+    names_kept,
+    split_loss_seconds,
+)
+from autopar.planner.costs.ops.measurements import HostTimes, Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.ops.seconds import op_seconds
-from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.costs.ops.split_loss import split_loss_seconds
-from autopar.planner.costs.ops.tensor_sizes import TensorSizes
-from autopar.planner.crossing import Residence, residence
-from autopar.planner.graph import Graph
-from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import Layout, conversion
-from autopar.planner.ops import Op, Origin, Parameter
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Layout, conversion
+from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
+from autopar.planner.layers import Layers, Residence, find_layers, residence
 from autopar.planner.precision import Kernels, Precision, item_bytes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What dispatching one op takes; `runs_ahead` where the device works meanwhile."""
+
+    forward_seconds: float
+    backward_seconds: float
+    runs_ahead: bool
+    is_measured: bool = False
+
+    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
+        """Return the seconds of some ops' forward."""
+        return self._region_seconds(device_seconds, ops, self.forward_seconds)
+
+    def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
+        """Return the seconds of some ops' backward."""
+        return self._region_seconds(device_seconds, ops, self.backward_seconds)
+
+    def _region_seconds(self, device_seconds: float, ops: int, each: float) -> float:
+        if not self.runs_ahead:
+            return device_seconds + ops * each
+        return launch_bound_seconds(device_seconds, dispatched_ops=ops, dispatch_seconds=each)
+
+
+@cache
+def read_host(architecture: str) -> Host:
+    """Return the host of a device of this architecture."""
+    source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
+    kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
+    table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
+
+    def seconds(name: str) -> float:
+        return figure(table, name, parse_seconds, where=kind)
+
+    return Host(
+        forward_seconds=seconds("forward"),
+        backward_seconds=seconds("backward"),
+        runs_ahead=kind == "gpu",
+    )
+
+
+def measured_host(times: HostTimes, architecture: str) -> Host:
+    """Return the host of a device as a profile found it."""
+    return Host(
+        forward_seconds=times.forward_seconds,
+        backward_seconds=times.backward_seconds,
+        runs_ahead=architecture.casefold() != "cpu",
+        is_measured=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +99,7 @@ class OpCost:
     measured: bool
 
 
-class Pricer:
+class OpPricer:
     """Prices ops, tensors and conversions of one graph at one batch, precision and device.
 
     `layers` saves finding them again where the caller has them.
@@ -61,7 +110,7 @@ class Pricer:
     def __init__(
         self,
         graph: Graph,
-        axes: Axes,
+        axes: GraphAxes,
         *,
         batch: int,
         precision: Precision,
@@ -81,7 +130,7 @@ class Pricer:
         self._measured = measured
         self._layers = layers
         self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptTensors] = {}
         self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
 
     @cached_property
@@ -138,17 +187,17 @@ class Pricer:
         """Return the key under which a profile knows an op."""
         return op_key(op, self.shapes(op, split), device=self.device.name, precision=self.precision)
 
-    def kept(self, op: Op) -> Kept:
+    def kept(self, op: Op) -> KeptTensors:
         """Return what an op keeps for its backward."""
         if op.name not in self._kept:
             self._kept[op.name] = self._what_is_kept(op)
         return self._kept[op.name]
 
-    def _what_is_kept(self, op: Op) -> Kept:
+    def _what_is_kept(self, op: Op) -> KeptTensors:
         rule = rule_of(op.target)
         names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
         seen = tuple(dict.fromkeys(filter(self._is_activation, names)))
-        return Kept(
+        return KeptTensors(
             tensors=tuple(dict.fromkeys(map(self.memory.root, seen))),
             seen=seen,
             made=made_by(
@@ -224,9 +273,9 @@ class Pricer:
             measured=True,
         )
 
-    def _formula(self, op: Op, split: OpSplit | None) -> Seconds:
+    def _formula(self, op: Op, split: OpSplit | None) -> OpSeconds:
         if self.memory.takes_none(op):
-            return Seconds(forward=0.0)
+            return OpSeconds(forward=0.0)
         case = OpCase(
             op=op,
             graph=self.graph,
@@ -236,11 +285,11 @@ class Pricer:
             precision=self.precision,
         )
         seconds = op_seconds(case)
-        return seconds if self.graph.learns(op) else Seconds(forward=seconds.forward)
+        return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
 
     def _is_activation(self, name: str) -> bool:
         origin = self.graph.tensors[self.memory.root(name)].origin
-        return origin in (Origin.OP, Origin.INPUT)
+        return origin in (TensorOrigin.OP, TensorOrigin.INPUT)
 
     @cached_property
     def _all_kept(self) -> frozenset[str]:
@@ -259,7 +308,7 @@ class Pricer:
             if self.graph.learns(op):
                 for name in op.inputs:
                     tensor = self.graph.tensors[name]
-                    if tensor.requires_grad and tensor.origin is Origin.OP:
+                    if tensor.requires_grad and tensor.origin is TensorOrigin.OP:
                         if name in met:
                             again.add((op.name, name))
                         met.add(name)

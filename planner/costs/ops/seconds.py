@@ -1,30 +1,199 @@
-"""Turns one op on one rank into seconds: one line of the table for each kind of op.
-
-What has no line is a kernel that moves its inputs and results (traffic.py).
-"""
+"""Turns one op on one rank into seconds: one line of the table for each kind of op."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.planner.costs.kernels import attention, conv
-from autopar.planner.costs.kernels import elementwise as kernels
-from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.costs.ops.product_seconds import (
-    bias_seconds,
-    computed_seconds,
-    contraction_seconds,
-)
-from autopar.planner.costs.ops.traffic import traffic_seconds
-from autopar.planner.ops import refs
-from autopar.planner.rules.rule import OpKind
+from autopar.planner.costs.kernels import kernels
+from autopar.planner.costs.kernels import kernels as attention
+from autopar.planner.costs.kernels import kernels as conv
+from autopar.planner.costs.kernels.kernels import gemm_seconds, memory_seconds
+from autopar.planner.costs.ops.case import OpCase, OpSeconds, computation_of, products_of
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op, refs
+from autopar.planner.precision import GRADIENT_BYTES
+from autopar.planner.rules.rule import Computation, Linear, MatrixProducts, OpKind, Traffic
+from autopar.planner.rules.table import rule_of
 
-Formula = Callable[[OpCase], Seconds]
+_BACKWARD_KERNELS = 2  # elementwise kernels of a step's backward for each of its forward
+
+
+def contraction_seconds(case: OpCase) -> OpSeconds:
+    """Matrix products; the bias is added by the same kernel, its gradient is a sum of its own."""
+    products = tuple(products_of(case.op, case.shapes))
+    if not products:
+        return traffic_seconds(case)
+    return sum((_product(case, product) for product in products), bias_seconds(case))
+
+
+def computed_seconds(case: OpCase) -> OpSeconds:
+    """Products one after the other, what is computed beside them, and the kernels between steps.
+
+    Leaves out that a library keeps the weights of a recurrent layer on chip from step to step.
+    """
+    computation = computation_of(case.rule, case.shapes)
+    if computation is None:
+        return traffic_seconds(case)
+    steps_apart = case.rates.is_cpu and computation.unfused > 1
+    price = _product_of_steps if steps_apart else _product
+    done = sum((price(case, one) for one in computation.products), _beside(case, computation))
+    moved = traffic_seconds(case)
+    return moved if done.forward < moved.forward else done
+
+
+def bias_seconds(case: OpCase) -> OpSeconds:
+    """The sum of the result's gradient over all rows."""
+    name = next(refs(case.argument(case.rule.added)), None)
+    if name is None or not case.needs_gradient(name):
+        return OpSeconds(forward=0.0)
+    moved = case.bytes(case.result) + case.bytes(name)
+    return OpSeconds(forward=0.0, weight_gradient=kernels.memory_seconds(moved, rates=case.memory))
+
+
+def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
+    """A product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
+
+    A weight's gradient is added to an fp32 sum of all microbatches: 8 bytes per element. That of a
+    weight that several steps multiply by is one product over the rows of all of them.
+    """
+    size = case.element_bytes(case.result)
+    m, n, k, times = product.m, product.n, product.k, product.times
+    if not times:
+        return OpSeconds(forward=0.0)
+
+    def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
+        return gemm_seconds(
+            rows, columns, depth, rates=case.rates.of(size), batch=product.batch,
+            element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
+        )  # fmt: skip
+
+    own = weight = 0.0
+    for name, extents in ((product.left, (m, k, n)), (product.right, (k, n, m * times))):
+        if name and case.is_weight(name):
+            weight += case.needs_gradient(name) and seconds(*extents, 2 * GRADIENT_BYTES)
+        elif case.needs_gradient(name or case.result):
+            own += times * seconds(*extents, size)
+    forward = times * seconds(m, n, k, size)
+    return OpSeconds(forward=forward, input_gradient=own, weight_gradient=weight)
+
+
+def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:
+    """A product whose steps are ops of their own: each adds to the sum of the weight's gradient."""
+    if product.times < 2:
+        return _product(case, product)
+    one = _product(case, replace(product, times=1))
+    size = case.element_bytes(product.right)
+    added = kernels.memory_seconds(3 * case.shapes.numel(product.right) * size, rates=case.memory)
+    each = one + OpSeconds(forward=0.0, weight_gradient=added if one.weight_gradient else 0.0)
+    return OpSeconds(
+        forward=product.times * each.forward,
+        input_gradient=product.times * each.input_gradient,
+        weight_gradient=product.times * each.weight_gradient,
+    )
+
+
+def _beside(case: OpCase, computation: Computation) -> OpSeconds:
+    """FLOPs of no product at the rate of products, and each step's kernels with their launches."""
+    rates = case.rates.of(case.element_bytes(case.result))
+    moved = computation.kept * case.element_bytes(case.op.inputs[0])
+    each = computation.unfused if case.rates.is_cpu else 1
+    launches = max(0, computation.steps * each - 1) * case.memory.launch_seconds
+    forward = computation.flops / rates.sustained_flops_per_second + launches
+    forward += kernels.memory_seconds(2 * moved, rates=case.memory)
+    if not case.needs_gradient(case.result):
+        return OpSeconds(forward=forward)
+    backward = computation.backward_flops / rates.sustained_flops_per_second
+    backward += _BACKWARD_KERNELS * (
+        launches + kernels.memory_seconds(2 * moved, rates=case.memory)
+    )
+    return OpSeconds(forward=forward, input_gradient=backward)
+
+
+def traffic_seconds(case: OpCase) -> OpSeconds:
+    """Return the seconds of one kernel that moves an op's inputs and results.
+
+    Views move nothing. Where the result takes an exponential per element, its rate may bind (on a
+    CPU). Leaves out strided access.
+    """
+    is_learned = bool(case.op.inputs) and all(
+        case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
+    )
+    forward = _kernel(case, forward_bytes(case))
+    if not case.needs_gradient(case.result):
+        return OpSeconds(forward=forward)
+    backward = _kernel(case, backward_bytes(case))
+    if is_learned:
+        return OpSeconds(forward=forward, weight_gradient=backward)
+    return OpSeconds(forward=forward, input_gradient=backward)
+
+
+def forward_bytes(case: OpCase) -> int:
+    """Return what the forward reads and writes."""
+    return moved_bytes(case.op, case.graph, case.bytes)
+
+
+def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
+    """Return what an op reads and writes of tensors of these sizes.
+
+    A gather reads as much of a table as it writes; bags read so many rows more as they hold.
+    """
+    rule, written = rule_of(op.target), sum(map(size, op.outputs))
+    if rule.traffic is Traffic.BAGGED:
+        ids, bags = (sum(map(size, refs(op.argument(key)))) for key in ("indices", "offsets"))
+        return written + ids + size(op.outputs[0]) * ids // max(bags, 1)
+    if rule.traffic is Traffic.NONE:
+        copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
+        return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
+    return written + (written if rule.traffic is Traffic.GATHERED else sum(map(size, op.inputs)))
+
+
+def backward_bytes(case: OpCase) -> int:
+    """Return what the backward moves.
+
+    A sum hands its gradient on, summed where an input was broadcast. What is linear reads the
+    results' gradient and writes the inputs'; what is not also reads what it kept, at most its
+    inputs and results. The gradient of a part of a tensor is written into zeros.
+    """
+    results = sum(map(case.bytes, case.op.outputs))
+    inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
+    kind = case.rule.kind
+    if kind in (OpKind.ADDITION, OpKind.SUBTRACTION):
+        size = case.shapes.numel(case.result)
+        shrunk = [n for n in case.op.inputs if case.needs_gradient(n)
+                  and case.shapes.numel(n) < size]  # fmt: skip
+        return sum(results + case.bytes(name) for name in shrunk)
+    if kind is OpKind.PARTS:
+        return 2 * inputs
+    if kind is OpKind.PART:
+        return inputs + 2 * results if results < inputs else 0
+    if kind is OpKind.EXPAND:
+        return results + inputs if inputs < results else 0
+    if case.rule.traffic is Traffic.NONE:
+        return forward_bytes(case)
+    if case.rule.traffic is Traffic.GATHERED:
+        return inputs + 2 * results
+    if case.rule.linear in (Linear.FIRST, Linear.JOINTLY):
+        return results + inputs
+    return forward_bytes(case) + inputs
+
+
+def _kernel(case: OpCase, moved: int) -> float:
+    if not moved:
+        return 0.0
+    seconds = memory_seconds(moved, rates=case.memory)
+    if case.rule.kind is not OpKind.EXPONENTIAL:
+        return seconds
+    rate = case.memory.exponentials_per_second
+    return max(seconds, case.memory.launch_seconds + case.shapes.numel(case.result) / rate)
+
+
+Formula = Callable[[OpCase], OpSeconds]
 KernelSeconds = Callable[..., float]
 
 
-def op_seconds(case: OpCase) -> Seconds:
+def op_seconds(case: OpCase) -> OpSeconds:
     """Return the device seconds of one op."""
     formula = _FORMULAS.get(case.rule.kind)
     if formula is not None:
@@ -34,7 +203,7 @@ def op_seconds(case: OpCase) -> Seconds:
     return computed_seconds(case) if case.rule.computes is not None else traffic_seconds(case)
 
 
-def _attention(case: OpCase) -> Seconds:
+def _attention(case: OpCase) -> OpSeconds:
     """Fused attention; with a mask the kernel reads it, and computes all scores.
 
     Leaves out that kernels with a mask are slower than flash, and dropout of scores.
@@ -49,7 +218,7 @@ def _attention(case: OpCase) -> Seconds:
         forward += read
         backward += read * (2 if case.needs_gradient(mask) else 1)
     needed = case.needs_gradient(case.result)
-    return Seconds(forward=forward, input_gradient=backward if needed else 0.0)
+    return OpSeconds(forward=forward, input_gradient=backward if needed else 0.0)
 
 
 def _attention_shape(case: OpCase) -> attention.AttentionShape:
@@ -71,7 +240,7 @@ def _attention_shape(case: OpCase) -> attention.AttentionShape:
     )
 
 
-def _convolution(case: OpCase) -> Seconds:
+def _convolution(case: OpCase) -> OpSeconds:
     """An implicit product; 16-bit kernels of GPUs read channels last, PyTorch keeps them first.
 
     A transposed one is the backward of the convolution from its results to its input.
@@ -93,7 +262,9 @@ def _convolution(case: OpCase) -> Seconds:
         learned = conv.convolution_weight_gradient_seconds(shape, rates=rates)
         learned += 0.0 if own else extra
     taken = extra + forward(shape, rates=rates)
-    return bias_seconds(case) + Seconds(forward=taken, input_gradient=own, weight_gradient=learned)
+    return bias_seconds(case) + OpSeconds(
+        forward=taken, input_gradient=own, weight_gradient=learned
+    )
 
 
 def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.ConvolutionShape:
@@ -116,10 +287,10 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.Convoluti
 def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
     """One kernel in each pass, of which the result's elements tell how long it takes."""
 
-    def formula(case: OpCase) -> Seconds:
+    def formula(case: OpCase) -> OpSeconds:
         elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
         gradient = backward(elements, element_bytes=size, rates=case.memory)
-        return Seconds(
+        return OpSeconds(
             forward=forward(elements, element_bytes=size, rates=case.memory),
             input_gradient=gradient if case.needs_gradient(case.result) else 0.0,
         )
@@ -131,18 +302,18 @@ _norm = _per_element(kernels.norm_forward_seconds, kernels.norm_backward_seconds
 _dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backward_seconds)
 
 
-def _batch_norm(case: OpCase) -> Seconds:
+def _batch_norm(case: OpCase) -> OpSeconds:
     """As a norm over rows, but its statistics need a pass before the values are changed."""
     norm, source = _norm(case), case.bytes(case.op.inputs[0])
     statistics = kernels.memory_seconds(source, rates=case.memory)
-    return norm + Seconds(forward=statistics)
+    return norm + OpSeconds(forward=statistics)
 
 
-def _softmax(case: OpCase) -> Seconds:
+def _softmax(case: OpCase) -> OpSeconds:
     elements = case.shapes.numel(case.result)
     size = (case.element_bytes(case.op.inputs[0]) + case.element_bytes(case.result)) / 2
     backward = kernels.softmax_backward_seconds(elements, element_bytes=size, rates=case.memory)
-    return Seconds(
+    return OpSeconds(
         forward=kernels.softmax_forward_seconds(elements, element_bytes=size, rates=case.memory),
         input_gradient=backward if case.needs_gradient(case.result) else 0.0,
     )
@@ -151,7 +322,7 @@ def _softmax(case: OpCase) -> Seconds:
 _PASSES_OVER_IDS = 10  # which turn them into rows of this rank, and count those of a bag
 
 
-def _embedding(case: OpCase) -> Seconds:
+def _embedding(case: OpCase) -> OpSeconds:
     """A look-up of rows, or of sums of rows in bags.
 
     Where the table's rows are split, rows of other ranks are blanked: after a look-up, or by a
@@ -172,10 +343,12 @@ def _embedding(case: OpCase) -> Seconds:
     backward = kernels.embedding_backward_seconds(
         tokens, width, vocabulary=vocabulary, element_bytes=size, rates=case.memory
     )
-    return Seconds(forward=forward, weight_gradient=backward if case.needs_gradient(table) else 0.0)
+    return OpSeconds(
+        forward=forward, weight_gradient=backward if case.needs_gradient(table) else 0.0
+    )
 
 
-def _cross_entropy(case: OpCase) -> Seconds:
+def _cross_entropy(case: OpCase) -> OpSeconds:
     """log_softmax reads and writes the logits; backward fills the loss' gradient, then reads it
     and the probabilities and writes the logits' gradient."""
     if not case.shapes.signature.letters:
@@ -190,7 +363,7 @@ def _cross_entropy(case: OpCase) -> Seconds:
     backward = kernels.cross_entropy_backward_seconds(
         tokens, classes, element_bytes=size, passes=4, rates=case.memory
     )
-    return Seconds(
+    return OpSeconds(
         forward=forward, input_gradient=backward if case.needs_gradient(case.result) else 0.0
     )
 

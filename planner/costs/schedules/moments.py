@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind, columns_of
+from autopar.planner.costs.schedules.orders import Action, ActionKind, columns_of
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     PipelineShape,

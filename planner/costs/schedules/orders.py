@@ -1,16 +1,47 @@
-"""Builds the order of each pipeline schedule, action for action as torch runs it.
-
-Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), interleaved 1F1B
-(arXiv 2104.04473), zero bubble ZB-H1 and ZB-V (arXiv 2401.10241). Where the papers leave freedom
-(warm-up lengths, rounds of microbatches, ties) torch's choice is taken, because the emitted script
-runs torch's schedules and the cost must be of what runs.
-"""
+"""Builds the order of each pipeline schedule, action for action as torch runs it."""
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind, Schedule
+import numpy as np
+import numpy.typing as npt
+
 from autopar.planner.errors import InputError
+
+
+class ActionKind(StrEnum):
+    """What a stage computes for one microbatch, in the letters of torch.distributed.pipelining."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # the gradients of input and weights in one go
+    INPUT_GRADIENT = "I"  # the half of the backward that the previous stage waits for
+    WEIGHT_GRADIENT = "W"  # the half that nobody waits for
+
+
+class Action(NamedTuple):
+    """One stage computes one thing for one microbatch; reads in the order in which it prints."""
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+# For each rank the actions in the order in which it runs them.
+Schedule = tuple[tuple[Action, ...], ...]
+Numbers = npt.NDArray[np.int64]
+
+
+def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the stage, the place of the kind in ActionKind and the microbatch of each action."""
+    stages, kinds, microbatches = zip(*actions, strict=True)
+    places = {kind: place for place, kind in enumerate(ActionKind)}
+    return np.array(stages), np.array([places[kind] for kind in kinds]), np.array(microbatches)
+
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from autopar.planner.costs.schedules.actions import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of, rank_of
 from autopar.planner.costs.schedules.simulation import (
     Flags,

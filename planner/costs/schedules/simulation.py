@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.schedules.actions import ActionKind, Numbers, Schedule, columns_of
+from autopar.planner.costs.schedules.orders import ActionKind, Numbers, Schedule, columns_of
 from autopar.planner.errors import InputError
 
 Floats = npt.NDArray[np.float64]

@@ -1,11 +1,165 @@
-"""A bound of a step's time that holds before anything is solved; the search prunes by it.
-
-It takes a total over all layers and holds for every way to cut the layers into stages.
-"""
+"""Bounds from below what a step and its data parallelism take, before anything is solved."""
 
 from __future__ import annotations
 
-from autopar.planner.costs.prediction import Arrangement
+from dataclasses import dataclass
+
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.costs.collectives.choice import least_seconds
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.stage_load import RankGroups
+from autopar.planner.costs.steps.stage_price import copy_byte_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a pass of layers shares with other ranks: in all, and in each of the equal layers of it.
+
+    `borders` of its stages begin with one of these, and as many end with one.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    each_parameter_bytes: int = 0
+    each_gradient_bytes: int = 0
+    count: int = 0
+    borders: int = 0
+
+    @property
+    def other_parameter_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return max(0, self.parameter_bytes - self.count * self.each_parameter_bytes)
+
+    @property
+    def other_gradient_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return max(0, self.gradient_bytes - self.count * self.each_gradient_bytes)
+
+
+class DataBound:
+    """What sharing data adds to an arrangement's passes at least."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        groups: RankGroups,
+        constants: FrameworkConstants,
+    ) -> None:
+        self.arrangement, self.groups = arrangement, groups
+        self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
+        self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
+
+    @property
+    def is_in_every_pass(self) -> bool:
+        """Whether every microbatch waits for collectives, not the first and last ones alone."""
+        return self.arrangement.zero >= Zero.GRADIENTS and self.arrangement.data > 1
+
+    def forward(self, computing_seconds: float, shared: Shared) -> float:
+        """Return the least of every forward of layers."""
+        if not self._gathers_always:
+            return computing_seconds
+        copied = self._copied_out(shared.parameter_bytes)
+        alone = shared.borders * self._gather(shared.each_parameter_bytes)
+        return self._overlapped(computing_seconds + copied, self._gathers(shared), alone=alone)
+
+    def backward(self, computing_seconds: float, shared: Shared) -> float:
+        """Return the least of every backward of layers."""
+        if not self.is_in_every_pass:
+            return computing_seconds
+        scatter = self._reduced(shared.each_gradient_bytes)
+        scatters = shared.count * scatter + self._reduced(shared.other_gradient_bytes)
+        copied = self._sent(shared.gradient_bytes) * self.copy_byte_seconds
+        if not self._gathers_always:
+            return self._overlapped(computing_seconds, scatters) + copied
+        copied += self._copied_out(shared.parameter_bytes)
+        gather = self._gather(shared.each_parameter_bytes)
+        return self._overlapped(
+            computing_seconds + copied,
+            self._gathers(shared) + scatters,
+            alone=shared.borders * (gather + scatter),
+        )
+
+    def each_forward_more(self, cost: LayerCost) -> float:
+        """Return what one layer adds to a forward by sharing data; these add up to a stage's."""
+        if not self._gathers_always:
+            return 0.0
+        gather = self._gather(cost.parameter_bytes)
+        return self._copied_out(cost.parameter_bytes) + self.slowing * gather
+
+    def each_backward_more(self, cost: LayerCost) -> float:
+        """Return the same for a backward."""
+        if not self.is_in_every_pass:
+            return 0.0
+        copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
+        reduced = self.slowing * self._reduced(cost.gradient_bytes)
+        return copied + reduced + self.each_forward_more(cost)
+
+    def is_waiting(
+        self,
+        *,
+        forward_seconds: float,
+        backward_seconds: float,
+        parameter_bytes: int,
+        gradient_bytes: int,
+    ) -> bool:
+        """Return whether passes of these lengths may be those of their collectives alone."""
+        if not self.is_in_every_pass:
+            return False
+        gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
+        return (
+            self._gathers_always and forward_seconds <= gather
+        ) or backward_seconds <= gather + self._reduced(gradient_bytes)
+
+    def first_forward_more(self, computing_seconds: float, parameter_bytes: int) -> float:
+        """Return what gathering updated parameters adds to the first forward of the only stage."""
+        arrangement = self.arrangement
+        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
+        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
+            return 0.0
+        gather = self._gather(parameter_bytes)
+        if arrangement.zero is Zero.OPTIMIZER:
+            return gather
+        more = self._overlapped(computing_seconds, gather) - computing_seconds
+        return more + self._copied_out(parameter_bytes)
+
+    def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
+        """Return what reducing adds to the last backward of the only stage, if only to that."""
+        arrangement = self.arrangement
+        if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
+            return 0.0
+        reduced = self._reduced(gradient_bytes)
+        return self._overlapped(computing_seconds, reduced) - computing_seconds
+
+    @property
+    def _gathers_always(self) -> bool:
+        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
+
+    def _gathers(self, shared: Shared) -> float:
+        each = shared.count * self._gather(shared.each_parameter_bytes)
+        return each + self._gather(shared.other_parameter_bytes)
+
+    def _overlapped(self, computing: float, communicating: float, *, alone: float = 0.0) -> float:
+        beside = communicating - alone
+        return max(communicating, computing + alone + self.slowing * beside)
+
+    def _copied_out(self, parameter_bytes: int) -> float:
+        """Gathered parameters are copied to where they are used."""
+        return parameter_bytes * self.copy_byte_seconds
+
+    def _sent(self, gradient_bytes: float) -> float:
+        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
+
+    def _gather(self, parameter_bytes: int) -> float:
+        return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+
+    def _reduced(self, gradient_bytes: int) -> float:
+        sent, shard = self._sent(gradient_bytes), self.groups.shard
+        if self.arrangement.zero is Zero.NONE:
+            return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
+        share = sent / self.arrangement.shard
+        summed = least_seconds(Collective.ALL_REDUCE, share, self.groups.replicas)
+        return least_seconds(Collective.REDUCE_SCATTER, sent, shard) + summed
 
 
 def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float:

@@ -1,15 +1,235 @@
-"""Turns the stages of one rank into what the rank holds at its peak, by category."""
+"""Turns the layers of a stage into what the fullest moment of a backward holds beside the state.
+
+A backward runs the layers from the last to the first. It frees what a layer saved once the layer is
+done, and leaves the gradients of its weights:
+
+    most     = max over moments of: activations + gradients + transient + unsharded
+    learning = the moment at which the heaviest gradient of a weight is made, in the weight's type,
+               and copied in fp32
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
 from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.backward_memory import most_in_one_pass, most_of_microbatches
 from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.stage_load import StageLoad
+from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
+
+
+class Most(NamedTuple):
+    """What a rank holds at the fullest moment of a backward, beside the state.
+
+    `unsharded` are parameters that are gathered, and gradients on their way to where they stay.
+    """
+
+    activations: int
+    gradients: int  # made since the backward began, where those of the state are not all
+    transient: int
+    unsharded: int
+
+
+def most_of_microbatches(
+    loads: Sequence[StageLoad], moments: Moments, arrangement: Arrangement
+) -> Most:
+    """Return what is held where several microbatches add to gradients that are there already.
+
+    activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
+                   and Σ saved · microbatches unanswered where the backward is not split
+    work         = of the stage that runs (`_work`)
+
+    Both are of the moment at which they are greatest together.
+    """
+    works = [_work(load, arrangement) for load in loads]
+    held = np.zeros(len(moments.running), dtype=np.int64)
+    for place, load in enumerate(loads):
+        if load.splits_backward:
+            held += load.saved_bytes * moments.forwarded[:, place]
+            held += load.deferred_bytes * moments.halfway[:, place]
+        else:
+            held += load.saved_bytes * moments.unanswered[:, place]
+    fullest = int(np.argmax(held + np.array([sum(work) for work in works])[moments.running]))
+    work = works[int(moments.running[fullest])]
+    return work._replace(activations=work.activations + int(held[fullest]))
+
+
+def _work(load: StageLoad, arrangement: Arrangement) -> Most:
+    """Return what a backward takes beside all that the stage saved; what it freed is subtracted.
+
+    The layer that needs most counts as if nothing were free by then. With ZeRO-0 and 1, gradients
+    of weights are added one by one to what earlier microbatches left:
+
+        learning_l + fp32 and 16-bit gradient of a weight − Σ_{i > l} saved_i
+    """
+    most, freed = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0
+    if arrangement.divides_gradients:
+        return most
+    for work in reversed(load.works):
+        cost = work.cost
+        coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
+        waiting = _waiting_bytes(cost, arrangement)
+        most = max(most, _learning(cost, -freed, 0, waiting + coming), key=sum)
+        freed += work.count * cost.saved_bytes
+    return most
+
+
+def _layer_that_needs_most(load: StageLoad, arrangement: Arrangement) -> tuple[int, int]:
+    """Return transient and unsharded bytes of the layer that needs most of both together."""
+    every = (
+        (
+            work.cost.transient_bytes,
+            layer_unsharded_bytes(work.cost, arrangement) + _ahead_bytes(work, arrangement),
+        )
+        for work in load.works
+    )
+    return max(every, key=sum, default=(0, 0))
+
+
+def work_bytes(load: StageLoad, arrangement: Arrangement) -> int:
+    """Return what the layer of a stage needs that needs most, while it runs."""
+    return sum(_layer_that_needs_most(load, arrangement))
+
+
+def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return what a layer needs beyond its transient memory where ZeRO-2 and 3 divide its state.
+
+    Its gradient comes whole only when what the ops after its last weights need is free again (the
+    loss behind the head), so that counts with what the ops with weights need.
+    """
+    if not arrangement.divides_gradients:
+        return 0
+    needed = cost.learning_bytes + cost.gradient_bytes
+    return _gathered_bytes(cost, arrangement) + max(0, needed - cost.transient_bytes)
+
+
+def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return the parameters that ZeRO-3 gathers for a layer."""
+    is_gathered = arrangement.divides_gradients and arrangement.zero is Zero.PARAMETERS
+    return is_gathered * cost.parameter_bytes
+
+
+def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
+    """Return the parameters of the layer that ZeRO-3 has gathered while this one runs."""
+    is_gathered = arrangement.divides_gradients and arrangement.zero is Zero.PARAMETERS
+    return is_gathered * work.next_parameter_bytes
+
+
+def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
+    """Return what is held within the only backward of a step, which finds no gradients.
+
+    While layer l runs, those behind it have freed what they saved, and left their gradients:
+
+        Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
+        Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last weight has one
+
+    Of equal layers the first and the last are looked at: between them the sums grow or shrink
+    evenly.
+    """
+    held = load.saved_bytes
+    moments: list[Most] = []
+    for moment in moments_of_one_pass(load.works, arrangement):
+        cost = moment.work.cost
+        before = held - moment.done * cost.saved_bytes
+        moments += moment.most(cost, before)
+        if moment.done == moment.work.count - 1:
+            held = before - cost.saved_bytes
+    return max(moments, key=sum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnePassMoment:
+    """One of equal layers runs in the only backward of a step: what lies beside activations."""
+
+    work: LayerWork
+    done: int  # of these layers, in this backward
+    made_bytes: int  # gradients of the layers behind it, beside the state
+    after_bytes: int  # with its own
+    unsharded_bytes: int  # gathered parameters, and gradients that wait for more
+    coming_bytes: int  # of its own gradients, beside what stays of them
+
+    def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
+        """Return what is held while the layer runs in some mode, with what it and others saved."""
+        return (
+            Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
+            _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
+        )
+
+    def needed_bytes(self, cost: LayerCost) -> int:
+        """Return the greater of both, beside what is saved."""
+        return max(map(sum, self.most(cost, 0)))
+
+
+def moments_of_one_pass(
+    works: Sequence[LayerWork], arrangement: Arrangement
+) -> Iterator[OnePassMoment]:
+    """Yield the layers of the only backward of a step, from the last one to the first.
+
+    A layer's gradient lies there twice for a while: whole, beside the part that ZeRO-2 and 3 keep;
+    or one weight's in 16 bits, and in fp32 if a layer in front holds that weight. Where gradients
+    have buckets, these last, and what comes lies beside them until a bucket is complete.
+    """
+    made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
+    for work in reversed(works):
+        cost = work.cost
+        own = _own_part(cost.gradient_bytes, arrangement)
+        bucket = max(arrangement.bucket_bytes, cost.learned_gradient_bytes)
+        for done in sorted({0, work.count - 1}):
+            before = made + done * own
+            unsharded = _gathered_bytes(cost, arrangement) + _ahead_bytes(work, arrangement)
+            if arrangement.divides_gradients and arrangement.zero is Zero.GRADIENTS:
+                unsharded = gathered - done * cost.parameter_bytes
+            yield OnePassMoment(
+                work=work,
+                done=done,
+                made_bytes=_beside_buckets(before, arrangement.bucket_bytes, arrangement),
+                after_bytes=_beside_buckets(before + own, bucket, arrangement),
+                unsharded_bytes=unsharded + _waiting_bytes(cost, arrangement),
+                coming_bytes=_coming_bytes(cost, arrangement),
+            )
+        made += work.count * own
+        gathered -= work.count * cost.parameter_bytes
+
+
+def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return a layer's gradients while they are made, beside what stays of them."""
+    if arrangement.divides_gradients:
+        return cost.gradient_bytes
+    held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
+    return held_elsewhere + _narrow_bytes(cost, arrangement)
+
+
+def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return a weight's gradient in 16 bits, of which it is made in fp32."""
+    return cost.learned_gradient_bytes // 2 if arrangement.precision.is_half else 0
+
+
+def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return the gradients that wait for more; those of fully_shard in the type of the weights."""
+    is_narrow = arrangement.divides_gradients and arrangement.precision.is_half
+    return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
+
+
+def _own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
+    return (
+        -(-gradient_bytes // arrangement.shard) if arrangement.divides_gradients else gradient_bytes
+    )
+
+
+def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
+    """Return how much of the gradients that are made does not lie in buckets."""
+    return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes
+
+
+def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
+    """Return a moment of a weight's gradient: `learning` below 0 is what is free by then."""
+    freed = min(0, cost.learning_bytes)
+    return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
 
 
 def memory_of(

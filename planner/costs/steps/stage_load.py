@@ -1,15 +1,27 @@
-"""Sums the layers of a stage into what the stage computes, sends, holds and reduces."""
+"""Sums the layers of a stage, and tells which ranks share them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import groupby
 
-from autopar.planner.costs.collectives.norm_statistics import Statistics
-from autopar.planner.costs.prediction import LayerCost
+from autopar.planner.cluster.cluster import Cluster, Collective, Device
+from autopar.planner.cluster.shape import (
+    GroupShape,
+    ends_shape,
+    group_shape,
+    kinds_of_blocks,
+    neighbour_shape,
+)
+from autopar.planner.costs.collectives.choice import collective_seconds
+from autopar.planner.costs.collectives.conversions import Statistics
+from autopar.planner.costs.kernels.rates import Throughput, rates_of
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
+from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +34,7 @@ class Repeated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LayerWork:
     """What equal layers take while they run; with ZeRO-3 the one before is gathered already."""
 
     cost: LayerCost
@@ -49,7 +61,7 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
-    works: tuple[Work, ...]  # in the order of the layers
+    works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[Repeated, ...]
 
     @property
@@ -114,13 +126,13 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
         yield alike[0], len(alike)
 
 
-def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[Work]:
+def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[LayerWork]:
     before = 0
     for cost, count in runs:
-        yield Work(cost=cost, count=1, next_parameter_bytes=before)
+        yield LayerWork(cost=cost, count=1, next_parameter_bytes=before)
         before = cost.parameter_bytes
         if count > 1:
-            yield Work(cost=cost, count=count - 1, next_parameter_bytes=before)
+            yield LayerWork(cost=cost, count=count - 1, next_parameter_bytes=before)
 
 
 def _load(cost: LayerCost) -> LayerLoad:
@@ -130,3 +142,111 @@ def _load(cost: LayerCost) -> LayerLoad:
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
     )
+
+
+_NORM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """The shapes of all groups, and the rates of the unlike devices of each pipeline rank."""
+
+    tensor: GroupShape
+    data: GroupShape
+    shard: GroupShape
+    replicas: GroupShape
+    neighbours: GroupShape  # of two stages in a row
+    ends: GroupShape  # of the first and the last stage
+    stages: GroupShape  # all of a pipeline
+    stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
+    peak_flops_per_second: float
+
+    def transfer_seconds(self, size_bytes: int) -> float:
+        """Return the seconds of one tensor from a stage to the next."""
+        return collective_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+
+    def slowest_rates(self, rank: int) -> Throughput:
+        """Return the rates of the device of a pipeline rank that moves bytes slowest."""
+        return min(self.stage_rates[rank], key=_stream)
+
+    @property
+    def fastest_rates(self) -> Throughput:
+        """Return the rates of the pipeline rank whose slowest device is fastest at moving bytes."""
+        return max((min(rates, key=_stream) for rates in self.stage_rates), key=_stream)
+
+
+def _stream(rates: Throughput) -> float:
+    return rates.stream_bytes_per_second
+
+
+def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
+    """Return the seconds to sum a norm, axis by axis, over the ranks with different gradients."""
+    is_sharded = arrangement.zero is not Zero.NONE
+    shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
+    return sum(collective_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape) for shape in shapes)
+
+
+def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
+    """Return the seconds to sum so many bytes over a group."""
+    return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Degrees:
+    pipeline: int
+    data: int
+    tensor: int
+    shard: int
+    precision: Precision
+
+
+def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
+    """Return the groups of an arrangement on a cluster, remembered."""
+    degrees = _Degrees(
+        pipeline=arrangement.pipeline,
+        data=arrangement.data,
+        tensor=arrangement.tensor,
+        shard=arrangement.shard,
+        precision=arrangement.precision,
+    )
+    return _groups(cluster, degrees)
+
+
+@lru_cache(maxsize=1024)
+def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
+    """Return the groups: tensor ranks are neighbours, then shards, replicas, and the pipeline."""
+    tensor, data, pipeline, shard = (
+        degrees.tensor,
+        degrees.data,
+        degrees.pipeline,
+        degrees.shard,
+    )
+    width = tensor * data
+    return RankGroups(
+        tensor=group_shape(cluster, tensor, 1),
+        data=group_shape(cluster, data, tensor),
+        shard=group_shape(cluster, shard, tensor),
+        replicas=group_shape(cluster, data // shard, tensor * shard),
+        neighbours=neighbour_shape(cluster, pipeline, width),
+        ends=ends_shape(cluster, (pipeline - 1) * width),
+        stages=group_shape(cluster, pipeline, width),
+        stage_rates=tuple(
+            tuple(_rates(device, degrees.precision) for device in devices)
+            for devices in kinds_of_blocks(cluster, pipeline)
+        ),
+        peak_flops_per_second=sum(
+            node.devices * _peak(node.device, degrees.precision) for node in cluster.nodes
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def _rates(device: Device, precision: Precision) -> Throughput:
+    return rates_of(device, precision).own
+
+
+def _peak(device: Device, precision: Precision) -> float:
+    """Return the peak of a precision; without bf16 units those of fp16 or fp32 count."""
+    peaks = dict(device.peaks)
+    wanted = (precision.value, "fp16", "fp32") if precision.is_half else ("fp32",)
+    return next(peaks[dtype] for dtype in wanted if dtype in peaks)

@@ -23,14 +23,14 @@ from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_s
 from autopar.planner.costs.schedules.table import PipelineShape, in_flight_microbatches
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
-from autopar.planner.costs.steps.rank_groups import (
+from autopar.planner.costs.steps.stage_load import (
     RankGroups,
     norm_seconds,
     rank_groups,
     summed_seconds,
 )
 from autopar.planner.costs.steps.stage_price import StagePrice, sent_share, stage_price
-from autopar.planner.costs.steps.terms import Step, communication_terms, time_terms
+from autopar.planner.costs.steps.terms import StepTerms, communication_terms, time_terms
 
 
 def predict(
@@ -78,7 +78,7 @@ def step_of(
     constants: FrameworkConstants,
     tied_gradient_bytes: int = 0,
     is_net_measured: bool = False,
-) -> Step:
+) -> StepTerms:
     """Return the step of stages that are priced."""
     loads = tuple(price.load for price in prices)
     ranks = [_rank(stage, arrangement) for stage in range(len(prices))]
@@ -90,7 +90,7 @@ def step_of(
         scheduled,
         transfer_seconds=transfers,
     )
-    return Step(
+    return StepTerms(
         arrangement=arrangement,
         loads=loads,
         data=tuple(price.data for price in prices),
@@ -167,7 +167,7 @@ def _optimizer_seconds(prices: Sequence[StagePrice], ranks: Sequence[int]) -> fl
 
 
 def _stage_predictions(
-    step: Step, shape: PipelineShape, constants: FrameworkConstants
+    step: StepTerms, shape: PipelineShape, constants: FrameworkConstants
 ) -> tuple[StagePrediction, ...]:
     arrangement, loads = step.arrangement, step.loads
     own = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.cluster.link import Collective
-from autopar.planner.costs.collectives.norm_statistics import NO_WAIT
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.costs.collectives.conversions import NO_WAIT
 from autopar.planner.costs.prediction import (
     Arrangement,
     CommunicationTerm,
@@ -15,15 +15,14 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.schedules.pipeline import rank_of
-from autopar.planner.costs.steps.data_parallel import DataSeconds
-from autopar.planner.costs.steps.rank_groups import RankGroups, summed_seconds
-from autopar.planner.costs.steps.stage_load import StageLoad
+from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
+from autopar.planner.costs.steps.stage_price import DataSeconds
 
 _ROUNDING = 1e-12  # of a sum, far below what any bubble is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTerms:
     """Everything that the seconds of one step are made of."""
 
     arrangement: Arrangement
@@ -71,7 +70,7 @@ class Busiest:
         )  # fmt: skip
 
 
-def time_terms(step: Step) -> tuple[TimeTerm, ...]:
+def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     """Return the terms of the busiest rank; what it does not do of the pipeline is its bubble."""
     busiest = busiest_rank(step)
     exposed = (
@@ -95,13 +94,13 @@ def time_terms(step: Step) -> tuple[TimeTerm, ...]:
     return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
 
 
-def _idle_seconds(step: Step, busiest: Busiest) -> float:
+def _idle_seconds(step: StepTerms, busiest: Busiest) -> float:
     """Return what is left of the pipeline; what sums differ by in their last digits is nothing."""
     rest = step.pipeline_seconds - busiest.seconds
     return rest if rest > _ROUNDING * step.pipeline_seconds else 0.0
 
 
-def busiest_rank(step: Step) -> Busiest:
+def busiest_rank(step: StepTerms) -> Busiest:
     """Return what the rank with most to do does."""
     arrangement = step.arrangement
     stages: list[list[int]] = [[] for _ in range(arrangement.pipeline)]
@@ -110,7 +109,7 @@ def busiest_rank(step: Step) -> Busiest:
     return max((_sums(step, own) for own in stages), key=lambda one: one.seconds)
 
 
-def _sums(step: Step, stages: Sequence[int]) -> Busiest:
+def _sums(step: StepTerms, stages: Sequence[int]) -> Busiest:
     microbatches = step.arrangement.microbatches
     loads = [step.loads[stage] for stage in stages]
     data = [step.data[stage] for stage in stages]
@@ -139,7 +138,7 @@ def _provenance(busiest: Busiest) -> Provenance:
 
 
 def communication_terms(
-    step: Step, groups: RankGroups, *, tied_gradient_bytes: int
+    step: StepTerms, groups: RankGroups, *, tied_gradient_bytes: int
 ) -> tuple[CommunicationTerm, ...]:
     """Return each kind of communication of the busiest rank, those that take no time left out."""
     busiest = busiest_rank(step)
@@ -161,7 +160,7 @@ def communication_terms(
     return tuple(term for term in terms if term.seconds > 0)
 
 
-def _tensor_term(step: Step, busiest: Busiest) -> CommunicationTerm:
+def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
     """Return that of the layers' own collectives; the layouts of the plan say which they are."""
     return CommunicationTerm(
         reason="activations split over the tensor axis",
@@ -174,7 +173,7 @@ def _tensor_term(step: Step, busiest: Busiest) -> CommunicationTerm:
     )
 
 
-def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
+def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm]:
     """Yield gathers and reductions; what a backward waits for of both is told with the latter."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
@@ -219,7 +218,7 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
     )
 
 
-def _replicated_term(step: Step, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:
+def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:
     sizes = [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
     seconds = sum(summed_seconds(groups.tensor, size) for size in sizes)
     return CommunicationTerm(
@@ -233,7 +232,7 @@ def _replicated_term(step: Step, busiest: Busiest, groups: RankGroups) -> Commun
     )
 
 
-def _pipeline_term(step: Step, busiest: Busiest) -> CommunicationTerm:
+def _pipeline_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
     """Return what the rank receives: activations from the stage before, gradients from after."""
     received = [
         border

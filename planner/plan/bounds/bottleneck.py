@@ -45,7 +45,7 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class LayerBlock:
     """The layers that repeat most, and the least seconds of each of the others.
 
     The first mode computes nothing again.
@@ -68,7 +68,7 @@ class StageRoom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class PipelineRoom:
     """What the ranks of a pipeline may hold, each on its stages."""
 
     ranks: tuple[tuple[StageRoom, ...], ...]
@@ -79,14 +79,14 @@ class Room:
     is_one_pass: bool = False  # layers are freed on the way: their needs do not meet
 
 
-def block(rows: Sequence[Modes]) -> Block:
+def block(rows: Sequence[Modes]) -> LayerBlock:
     """Return the most frequent of a row of layers, with the others."""
     numbers: dict[int, int] = {}
     for modes in rows:
         numbers[id(modes)] = numbers.get(id(modes), 0) + 1
     most = max(rows, key=lambda modes: numbers[id(modes)])
     plain = most[Recompute.NONE]
-    return Block(
+    return LayerBlock(
         count=numbers[id(most)],
         others=tuple(least_layer_seconds(modes) for modes in rows if modes is not most),
         modes=tuple(
@@ -120,7 +120,7 @@ def free_bottleneck_seconds(
     return _least_time([(endless, ranks)], count, seconds, others, top=top)
 
 
-def least_bottleneck_seconds(repeated: Block, room: Room) -> float:
+def least_bottleneck_seconds(repeated: LayerBlock, room: PipelineRoom) -> float:
     """Return the least time of the slowest rank within the memory; infinite where none fits."""
     ranks = len(room.ranks)
     fastest = min(mode.seconds for mode in repeated.modes)
@@ -173,13 +173,13 @@ class Places:
         return total
 
 
-def places(repeated: Block, room: Room) -> Places:
+def places(repeated: LayerBlock, room: PipelineRoom) -> Places:
     """Return the places of a pipeline's ranks within the memory."""
     known = {rooms: _curve(repeated.modes, rooms, room) for rooms in dict.fromkeys(room.ranks)}
     return Places(ranks=tuple(known[rooms] for rooms in room.ranks))
 
 
-def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: Room) -> _Curve:
+def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: PipelineRoom) -> _Curve:
     """Return the curve of a rank: its stages' pieces, those with most layers per second first."""
     pieces = [piece for one in rooms for piece in _pieces(modes, one, room)]
     times, layers = [0.0], [0.0]
@@ -189,7 +189,9 @@ def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: Room) -> _Cu
     return _Curve(times=tuple(times), layers=tuple(layers))
 
 
-def _pieces(modes: Sequence[Mode], stage: StageRoom, room: Room) -> Iterator[tuple[float, float]]:
+def _pieces(
+    modes: Sequence[Mode], stage: StageRoom, room: PipelineRoom
+) -> Iterator[tuple[float, float]]:
     """Yield seconds and layers from corner to corner: memory filled in one mode, then in another.
 
     A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.

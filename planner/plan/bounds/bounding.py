@@ -2,34 +2,153 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autopar.planner.annotate import state_of
-from autopar.planner.cluster.blocks import Kind, Share
-from autopar.planner.costs.prediction import Arrangement, Modes, Zero
-from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
-from autopar.planner.costs.steps.memory import layer_state_bytes
-from autopar.planner.costs.steps.rank_groups import rank_groups
+from autopar.planner.cluster.shape import Kind, RowShare
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
+from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
+from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bottleneck import (
-    Block,
+    LayerBlock,
+    PipelineRoom,
     Places,
-    Room,
     StageRoom,
+    block,
     least_bottleneck_seconds,
+    least_layer_seconds,
     places,
 )
-from autopar.planner.plan.bounds.layout_facts import LayoutFacts, facts_of, of_any
-from autopar.planner.plan.bounds.least import LeastLayers, least_layers
-from autopar.planner.plan.bounds.relaxed_memory import (
+from autopar.planner.plan.bounds.least import (
+    Ladder,
+    LeastLayers,
     activation_budget_bytes,
     in_flight_by_rank,
+    ladder,
+    least_layers,
     least_recompute_seconds,
     lightest,
 )
-from autopar.planner.plan.bounds.step import Pressed, StepBound
+from autopar.planner.plan.bounds.step import Ends, LeastTotals, Pressed, StepBound
 from autopar.planner.plan.declared.constraints import Objective
+from autopar.planner.plan.solving.candidate import Questions, inside_of
 from autopar.planner.plan.solving.costing import Inside
-from autopar.planner.plan.solving.questions import Questions, inside_of
+
+_DIVIDED = (  # among the ranks of the tensor axis, at most
+    *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFacts:
+    """What the bounds need to know of the layers in some layouts."""
+
+    totals: LeastTotals
+    ladder: Ladder
+    block: LayerBlock
+    ends: Ends
+    repeated: LayerCost  # one of the block's layers
+    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its number
+
+    def state_bytes(self, arrangement: Arrangement) -> int:
+        """Return the state of all layers, as ZeRO divides it."""
+        return sum(
+            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
+            for modes, number in self.kinds
+        )
+
+    def least_alone_bytes(self, arrangement: Arrangement) -> int:
+        """Return what some layer needs at least, were it alone on its rank."""
+        return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
+
+    def transient_bytes(self, arrangement: Arrangement) -> int:
+        """Return what every stage has at least, beside all that it keeps.
+
+        The one of no pipeline has every layer in it. In the only backward of a step, all is kept
+        while the last layer runs alone.
+        """
+        if arrangement.pipeline > 1:
+            return 0
+        if arrangement.is_one_pass:
+            return self.ladder.last_transient_bytes
+        return self.ladder.transient_bytes
+
+
+def facts_of(row: Sequence[Modes]) -> LayoutFacts:
+    """Return the facts of a row of layers, one object for equal ones."""
+    numbers = Counter(map(id, row))
+    kinds = {id(modes): modes for modes in row}
+    repeated = kinds[max(numbers, key=lambda one: numbers[one])]
+    return LayoutFacts(
+        totals=_totals([modes[Recompute.NONE] for modes in row]),
+        ladder=ladder(row),
+        block=block(row),
+        ends=_ends(row, repeated),
+        repeated=repeated[Recompute.NONE],
+        kinds=tuple((kinds[one], number) for one, number in numbers.items()),
+    )
+
+
+def of_any(fastest: Sequence[Modes], unsplit: Sequence[Modes], *, degree: int) -> tuple[Modes, ...]:
+    """Return each layer as no layouts beat it, from the fastest ones and from one rank's."""
+    known: dict[tuple[int, int], Modes] = {}
+    row = []
+    for own, whole in zip(fastest, unsplit, strict=True):
+        key = id(own), id(whole)
+        if key not in known:
+            known[key] = {mode: _at_least(mode, own, whole, degree) for mode in own}
+        row.append(known[key])
+    return tuple(row)
+
+
+def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> LayerCost:
+    own, whole, plain = fastest[mode], unsplit[mode], fastest[Recompute.NONE]
+    again = min(_again_seconds(mode, fastest), _again_seconds(mode, unsplit) / degree)
+    return replace(
+        own,
+        backward_seconds=plain.backward_seconds + max(0.0, again),
+        **{name: min(getattr(own, name), getattr(whole, name) // degree) for name in _DIVIDED},
+    )
+
+
+def _again_seconds(mode: Recompute, modes: Modes) -> float:
+    return modes[mode].backward_seconds - modes[Recompute.NONE].backward_seconds
+
+
+def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
+    plain = modes[Recompute.NONE]
+    held = layer_state_bytes(plain, arrangement) + layer_unsharded_bytes(plain, arrangement)
+    return held + min(one.saved_bytes + one.transient_bytes for one in modes.values())
+
+
+def _ends(row: Sequence[Modes], repeated: Modes) -> Ends:
+    is_repeated = [modes is repeated for modes in row]
+    leading, trailing = is_repeated.index(True), is_repeated[::-1].index(True)
+    return Ends(
+        leading=leading,
+        trailing=trailing,
+        between=is_repeated.count(False) - leading - trailing,
+        first_seconds=least_layer_seconds(row[0]) if leading else 0.0,
+        last_seconds=least_layer_seconds(row[-1]) if trailing else 0.0,
+    )
+
+
+def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
+    return LeastTotals(
+        forward_seconds=sum(one.forward_seconds for one in plain),
+        backward_seconds=sum(one.backward_seconds for one in plain),
+        input_gradient_seconds=sum(
+            one.backward_seconds - one.weight_gradient_seconds for one in plain
+        ),
+        parameter_bytes=sum(one.parameter_bytes for one in plain),
+        gradient_bytes=sum(one.gradient_bytes for one in plain),
+        trainable=sum(one.trainable for one in plain),
+        least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
+    )
+
 
 Kinds = tuple[Kind, ...]  # of pipeline ranks that differ
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
@@ -47,10 +166,10 @@ class Bounds:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
         self.held = state_of(subject.graph.parameters, self.costing.precision)
-        self._least: dict[tuple[int, Share], LeastLayers] = {}
+        self._least: dict[tuple[int, RowShare], LeastLayers] = {}
         self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
-        self._bottlenecks: dict[tuple[Block, Room], float] = {}
+        self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
@@ -63,7 +182,7 @@ class Bounds:
         through = min(max(one.through_seconds for one in own) for own in least)
         return max(through, point.microbatches * slowest)
 
-    def least_on(self, tensor: int, share: Share) -> LeastLayers:
+    def least_on(self, tensor: int, share: RowShare) -> LeastLayers:
         """Return what the layers take at least on a device, for its rows."""
         key = tensor, share
         if key not in self._least:
@@ -121,7 +240,7 @@ class Bounds:
         return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
 
     def _pressed(
-        self, arrangement: Arrangement, facts: LayoutFacts, shared: Block, rooms: Rooms | None
+        self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> Pressed:
         """Return the least time of recomputing and of the slowest rank, within the memory or not.
 
@@ -146,8 +265,8 @@ class Bounds:
             recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
         )
 
-    def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> Room:
-        return Room(
+    def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> PipelineRoom:
+        return PipelineRoom(
             ranks=ranks,
             state_bytes=layer_state_bytes(facts.repeated, arrangement),
             unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
@@ -164,7 +283,7 @@ class Bounds:
             for one, size in zip(in_flight_by_rank(arrangement), sizes, strict=True)
         )
 
-    def _bottleneck(self, shared: Block, room: Room) -> float:
+    def _bottleneck(self, shared: LayerBlock, room: PipelineRoom) -> float:
         key = shared, room
         if key not in self._bottlenecks:
             self._bottlenecks[key] = least_bottleneck_seconds(shared, room)
@@ -208,3 +327,15 @@ class Bounds:
 
     def _row(self, inside: Inside, kinds: Kinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])
+
+
+def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
+    """Whether all that the layers keep is more than the ranks together have room for."""
+    facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
+    size = bounds.questions.most_bytes(arrangement)
+    budget = activation_budget_bytes(
+        arrangement,
+        rank_bytes=size / (1.0 + margin) - facts.transient_bytes(arrangement),
+        state_bytes=facts.state_bytes(arrangement),
+    )
+    return facts.ladder.saved_bytes > budget

@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.costs.steps.bounds import least_step_seconds
-from autopar.planner.costs.steps.data_bound import DataBound, Shared
-from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.optimizer import optimizer_seconds
-from autopar.planner.costs.steps.rank_groups import RankGroups, norm_seconds
-from autopar.planner.plan.bounds.bottleneck import Block, Places
+from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
+from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
+from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
 from autopar.planner.precision import copy_bytes
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class LeastTotals:
     """Sums over all layers on the ranks of one tensor group, each at its least."""
 
     forward_seconds: float
@@ -62,14 +60,14 @@ class StepBound:
         arrangement: Arrangement,
         groups: RankGroups,
         constants: FrameworkConstants,
-        totals: Totals,
+        totals: LeastTotals,
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.constants, self.totals = constants, totals
         self.action_seconds = constants.action_seconds
         self.data = DataBound(arrangement, groups, constants)
 
-    def seconds(self, pressed: Pressed, repeated: Block) -> float:
+    def seconds(self, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return what no choice of stages beats."""
         totals = self.totals
         backward = totals.backward_seconds + pressed.recompute_seconds
@@ -81,7 +79,7 @@ class StepBound:
             + self.constants.step_seconds
         )
 
-    def shared(self, repeated: Block) -> Block:
+    def shared(self, repeated: LayerBlock) -> LayerBlock:
         """Return the layers that repeat with what sharing data adds to every microbatch.
 
         A stage waits for the longer of its computing and its collectives; where that are the
@@ -102,7 +100,7 @@ class StepBound:
         )
         return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
 
-    def _is_waiting(self, repeated: Block) -> bool:
+    def _is_waiting(self, repeated: LayerBlock) -> bool:
         """Whether a stage may wait for its collectives longer than it computes."""
         return any(
             self.data.is_waiting(
@@ -128,7 +126,7 @@ class StepBound:
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
-    def _computing(self, pressed: Pressed, repeated: Block) -> float:
+    def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
         """Whatever the schedule, the slowest rank is busy for m · T.
 
         1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
@@ -149,14 +147,14 @@ class StepBound:
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
         return max(least, self._through(pressed, repeated), even + waiting, filling)
 
-    def _through(self, pressed: Pressed, repeated: Block) -> float:
+    def _through(self, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return what one microbatch takes through all stages and back; split backwards wait."""
         forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
         return forward + backward
 
-    def _passes(self, pressed: Pressed, repeated: Block) -> tuple[float, float]:
+    def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
         Stages begin with different layers, so no more begin with another one than there are others.
@@ -183,7 +181,7 @@ class StepBound:
         is_split = arrangement.schedule is ScheduleKind.INTERLEAVED_ZERO_BUBBLE
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
-    def _filling(self, even: float, pressed: Pressed, repeated: Block) -> float:
+    def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank: it waits while it fills.
 
         Rank r computes K_r = min(m, p − r) forwards before its first backward, which comes after
@@ -259,7 +257,7 @@ class StepBound:
         )
 
 
-def _mean_wait_seconds(arrangement: Arrangement, repeated: Block) -> float:
+def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:
     """Return how long the mean rank waits for the first microbatch, and for the last to go back.
 
     Rank r waits for r stages of one layer or more. Those that hold none of the repeated layers

@@ -1,18 +1,82 @@
-"""Turns a constraints file (TOML, documented in docs/constraints-file.md) into declarations."""
+"""Turns a constraints file, options and the rows of plan.json into declarations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
 
-from autopar.planner.cluster import reading
-from autopar.planner.cluster.places import TOP, line_of, placed
-from autopar.planner.cluster.toml_text import parsed
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from autopar.planner.cluster import toml_reading as reading
+from autopar.planner.cluster.toml_reading import TOP, line_of, nearest, parsed, placed
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.given import read_given
-from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
+from autopar.planner.files import read_given
+from autopar.planner.plan.declared.constraints import (
+    RULES,
+    Constraints,
+    Declared,
+    RecomputePin,
+    SplitRule,
+    StagePin,
+    constraints_of,
+)
 from autopar.planner.plan.declared.settings import declare, keys_of, read_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredDocument:
+    """One constraint as it lies in a file; the field tells the type of the value."""
+
+    place: str
+    field: str
+    value: JsonValue
+    text: str
+    origin: str
+
+
+def declared_document(one: Declared) -> DeclaredDocument:
+    """Return one constraint as it lies in a file."""
+    return DeclaredDocument(
+        place=one.place,
+        field=one.field,
+        value=_adapter(one.field).dump_python(one.value, mode="json"),
+        text=one.text,
+        origin=one.origin,
+    )
+
+
+def declared_of(document: DeclaredDocument) -> Declared:
+    """Return the constraint that a row holds; raise ValueError where there is none such."""
+    if document.field not in _FIELDS:
+        raise ValueError(f"constraints: there is no {document.field!r} to declare")
+    try:
+        value = _adapter(document.field).validate_json(json.dumps(document.value), strict=True)
+    except ValidationError:
+        raise ValueError(
+            f"constraints: {document.value!r} is no value of {document.field}"
+        ) from None
+    return Declared(
+        place=document.place,
+        field=document.field,
+        value=value,
+        text=document.text,
+        origin=document.origin,
+    )
+
+
+_FIELDS = frozenset(field.name for field in fields(Constraints)) - {"declared"}
+
+
+def _adapter(field: str) -> TypeAdapter[Any]:
+    """Return what reads the values of a field of Constraints, or one of its rules."""
+    hint = get_type_hints(Constraints)[field]
+    return TypeAdapter(get_args(hint)[0] if field in RULES else hint)
+
 
 SECTIONS = ("pins", "limits", "choices")
 Rule = SplitRule | StagePin | RecomputePin
@@ -107,3 +171,78 @@ _RULES: Mapping[
     "stages": (("modules", "stage"), _stage),
     "recompute": (("modules", "mode"), _recompute),
 }
+
+
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "limits.tp": "--max-tp",
+        "limits.pp": "--max-pp",
+        "limits.dp": "--max-dp",
+        "limits.memory": "--memory",
+        "objective": "--objective",
+        "tolerance": "--tolerance",
+        "samples": "--samples",
+        "tokens": "--tokens",
+        "deadline": "--deadline",
+        "budget": "--budget",
+        "global_batch": "--global-batch",
+        "precision": "--precision",
+    }
+)
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "pipeline": "pp",
+        "data": "dp",
+        "tensor": "tp",
+        "fsdp": "zero",
+        "batch": "microbatch",
+        "batch_size": "microbatch",
+    }
+)  # what others call the keys of --pin
+
+
+def gathered_constraints(
+    pins: Sequence[str], options: Mapping[str, object], file: Path | None
+) -> Constraints:
+    """Return all that was declared; what the command line says holds against the file.
+
+    `options` are the values of `--max-tp` and its like by their place in a file ("limits.tp");
+    None where an option was not given.
+    """
+    declared = [] if file is None else list(read_constraints(file))
+    declared += parse_pins(pins)
+    for place, (option, value) in _given(options):
+        declared.append(declare(place, value, origin=option, where=option))
+    return constraints_of(declared)
+
+
+def _given(options: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, object]]]:
+    for place, value in options.items():
+        if value is not None:
+            yield place, (OPTIONS[place], value)
+
+
+def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared, ...]:
+    """Return what texts such as "dp=2,tp=4" pin."""
+    pins: dict[str, Declared] = {}
+    for text in texts:
+        for pair in text.split(","):
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            if not equals or not key or not value or "=" in value:
+                raise InputError(
+                    f"{option} {text!r} is not of the form key=value", fix=f"{option} dp=2,tp=4"
+                )
+            name = key.replace("-", "_")
+            known = keys_of("pins")
+            if name not in known:
+                meant = WORDS.get(name)
+                raise InputError(
+                    f"{option}: there is no {key!r} to pin",
+                    expected=f"one of {', '.join(known)}",
+                    fix=f"did you mean {meant!r}?" if meant else nearest(name, known),
+                )
+            if name in pins and pins[name].text != f"{name}={value}":
+                raise InputError(f"{option} pins {key} twice: {pins[name].text} and {pair.strip()}")
+            pins[name] = declare(f"pins.{name}", value, origin=option, where=f"{option} {key}")
+    return tuple(pins.values())

@@ -2,27 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from autopar.planner.cluster.reading import nearest
-from autopar.planner.cluster.units import parse_bytes
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.toml_reading import nearest, parse_bytes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
-from autopar.planner.plan.declared.constraints import Declared, MemoryLimit, Objective
-from autopar.planner.plan.declared.work import read_budget, read_deadline, read_units
+from autopar.planner.graph.graph import Graph
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Declared,
+    MemoryLimit,
+    Objective,
+    RecomputePin,
+    SplitRule,
+    StagePin,
+    covers,
+    read_budget,
+    read_deadline,
+    read_units,
+)
 from autopar.planner.precision import Precision
+
+_MOST_TOLD = 12
+
+
+def check_names(
+    constraints: Constraints,
+    graph: Graph,
+    axes: GraphAxes,
+    *,
+    layers: int,
+) -> None:
+    """Raise one error that tells all names and stages in constraints that the model has not."""
+    faults = [
+        (one.origin, fault)
+        for one in constraints.declared
+        for fault in _faults(one, graph, axes, layers=layers)
+    ]
+    if not faults:
+        return
+    found = [fault for _, fault in faults]
+    raise InputError(
+        found[0] if len(found) == 1 else "\n".join(f"- {fault}" for fault in found),
+        where="; ".join(dict.fromkeys(origin for origin, _ in faults)),
+        fix="autopar inspect MODEL shows the modules and axes of a model",
+    )
+
+
+def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Iterator[str]:
+    rule = one.value
+    if not isinstance(rule, (SplitRule, StagePin, RecomputePin)):
+        return
+    paths = tuple(dict.fromkeys(call.path for call in graph.calls.values() if call.path))
+    if not any(covers(rule.modules, path) for path in paths):
+        yield f"the model has no module {rule.modules!r}{_hint(rule.modules, paths)}"
+    if isinstance(rule, SplitRule):
+        known = axis_names(axes)
+        if rule.axis not in known:
+            yield f"the model has no axis {rule.axis!r}{_hint(rule.axis, known)}"
+    if isinstance(rule, StagePin) and rule.stage >= layers:
+        yield f"there is no stage {rule.stage}: {layers} layers make at most as many stages"
+
+
+def axis_names(axes: GraphAxes) -> tuple[str, ...]:
+    """Return the axes that have a name, as people call them."""
+    named = {name for name in axes.names.values() if not name.isdigit()}
+    return tuple(sorted(named))
+
+
+def _hint(name: str, known: tuple[str, ...]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    if near:
+        return f": did you mean {near[0]!r}?"
+    return f": there are {', '.join(known[:_MOST_TOLD])}{', …' if len(known) > _MOST_TOLD else ''}"
+
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # rows, ranks: what is beyond is a slip of the finger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class DemandSetting:
     """One thing that can be demanded: the field that it sets, how it is read and told."""
 
     field: str
@@ -152,47 +219,55 @@ def _read_bucket(value: object, where: str) -> int:
     return parse_bytes(value, where=where)
 
 
-SETTINGS: Mapping[str, Setting] = MappingProxyType(
+SETTINGS: Mapping[str, DemandSetting] = MappingProxyType(
     {
-        "objective": Setting(field="objective", read=_named(Objective), say="objective {value}"),
-        "tolerance": Setting(
+        "objective": DemandSetting(
+            field="objective", read=_named(Objective), say="objective {value}"
+        ),
+        "tolerance": DemandSetting(
             field="tolerance", read=read_tolerance, say="the simplest plan within {value}"
         ),
-        "precision": Setting(field="precision", read=_named(Precision), say="precision {value}"),
-        "global_batch": Setting(
+        "precision": DemandSetting(
+            field="precision", read=_named(Precision), say="precision {value}"
+        ),
+        "global_batch": DemandSetting(
             field="global_batch", read=read_count, say="a global batch of {value}"
         ),
-        "samples": Setting(field="samples", read=read_units, say="{value} samples in all"),
-        "tokens": Setting(field="tokens", read=read_units, say="{value} tokens in all"),
-        "deadline": Setting(
+        "samples": DemandSetting(field="samples", read=read_units, say="{value} samples in all"),
+        "tokens": DemandSetting(field="tokens", read=read_units, say="{value} tokens in all"),
+        "deadline": DemandSetting(
             field="deadline_seconds", read=read_deadline, say="a deadline of {value}"
         ),
-        "budget": Setting(field="budget_usd", read=read_budget, say="a budget of {value} USD"),
-        "pins.pp": Setting(field="pipeline", read=read_count),
-        "pins.dp": Setting(field="data", read=read_count),
-        "pins.tp": Setting(field="tensor", read=read_count),
-        "pins.shard": Setting(field="shard", read=read_count),
-        "pins.microbatch": Setting(field="microbatch", read=read_count),
-        "pins.stages_per_rank": Setting(field="stages_per_rank", read=read_count),
-        "pins.zero": Setting(field="zero_levels", read=_alone(_read_zero)),
-        "pins.schedule": Setting(field="schedules", read=_alone(_read_schedule)),
-        "limits.pp": Setting(field="max_pipeline", read=read_count, say="at most pp={value}"),
-        "limits.dp": Setting(field="max_data", read=read_count, say="at most dp={value}"),
-        "limits.tp": Setting(field="max_tensor", read=read_count, say="at most tp={value}"),
-        "limits.memory": Setting(field="memory", read=read_memory, say="at most {value} a device"),
-        "choices.schedules": Setting(
+        "budget": DemandSetting(
+            field="budget_usd", read=read_budget, say="a budget of {value} USD"
+        ),
+        "pins.pp": DemandSetting(field="pipeline", read=read_count),
+        "pins.dp": DemandSetting(field="data", read=read_count),
+        "pins.tp": DemandSetting(field="tensor", read=read_count),
+        "pins.shard": DemandSetting(field="shard", read=read_count),
+        "pins.microbatch": DemandSetting(field="microbatch", read=read_count),
+        "pins.stages_per_rank": DemandSetting(field="stages_per_rank", read=read_count),
+        "pins.zero": DemandSetting(field="zero_levels", read=_alone(_read_zero)),
+        "pins.schedule": DemandSetting(field="schedules", read=_alone(_read_schedule)),
+        "limits.pp": DemandSetting(field="max_pipeline", read=read_count, say="at most pp={value}"),
+        "limits.dp": DemandSetting(field="max_data", read=read_count, say="at most dp={value}"),
+        "limits.tp": DemandSetting(field="max_tensor", read=read_count, say="at most tp={value}"),
+        "limits.memory": DemandSetting(
+            field="memory", read=read_memory, say="at most {value} a device"
+        ),
+        "choices.schedules": DemandSetting(
             field="schedules", read=_each(_read_schedule), say="schedules {value}"
         ),
-        "choices.zero": Setting(
+        "choices.zero": DemandSetting(
             field="zero_levels", read=_each(_read_zero), say="ZeRO levels {value}"
         ),
-        "choices.compressed_gradients": Setting(
+        "choices.compressed_gradients": DemandSetting(
             field="compression", read=_read_compression, say="compressed gradients: {value}"
         ),
-        "choices.microbatch_statistics": Setting(
+        "choices.microbatch_statistics": DemandSetting(
             field="statistics_apart", read=_read_truth, say="statistics of microbatches: {value}"
         ),
-        "choices.bucket_sizes": Setting(
+        "choices.bucket_sizes": DemandSetting(
             field="bucket_bytes", read=_each(_read_bucket), say="buckets of {value}"
         ),
     }

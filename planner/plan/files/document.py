@@ -1,30 +1,119 @@
-"""Turns a plan into the text of plan.json and back, and refuses what is not a sound plan."""
+"""Reads and writes plan.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from autopar.planner.cluster.cluster import Cluster, ClusterOrigin, LinkLevel, Machine, Unit
 from autopar.planner.costs.prediction import Arrangement, Prediction
-from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.errors import InputError
-from autopar.planner.given import read_given
-from autopar.planner.layouts import OpLayout, ParameterLayout
-from autopar.planner.plan.declared.document import (
-    DeclaredDocument,
-    declared_document,
-    declared_of,
+from autopar.planner.files import (
+    MOST_DEVICES,
+    Degree,
+    check_format,
+    check_writable,
+    damaged,
+    is_written,
+    read_given,
+    told,
+    write_whole,
 )
-from autopar.planner.plan.files.cluster import ClusterDocument, cluster_document, cluster_of
+from autopar.planner.graph.layouts import OpLayout, ParameterLayout
+from autopar.planner.plan.declared.file import DeclaredDocument, declared_document, declared_of
 from autopar.planner.plan.files.consistency import faults_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
-from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
-from autopar.planner.written import check_format, damaged, is_written, told
+from autopar.planner.plan.plan import (
+    FORMAT,
+    Model,
+    Plan,
+    PlannedMachines,
+    PlannedStage,
+    Proof,
+    RunnerUp,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRun:
+    """So many equal nodes in a row."""
+
+    count: Degree
+    node: Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRun:
+    """So many equal units of a level in a row."""
+
+    count: Degree
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelDocument:
+    """One level of the hierarchy."""
+
+    name: str
+    units: tuple[UnitRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterDocument:
+    """A cluster as it lies in a file: a thousand equal nodes take the room of one."""
+
+    nodes: tuple[NodeRun, ...]
+    levels: tuple[LevelDocument, ...]
+    origin: ClusterOrigin
+
+
+def cluster_document(cluster: Cluster) -> ClusterDocument:
+    """Return a cluster as it lies in a file."""
+    return ClusterDocument(
+        nodes=tuple(
+            NodeRun(count=len(list(run)), node=node) for node, run in groupby(cluster.nodes)
+        ),
+        levels=tuple(
+            LevelDocument(name=level.name, units=_unit_runs(level.units))
+            for level in cluster.levels
+        ),
+        origin=cluster.origin,
+    )
+
+
+def _unit_runs(units: Iterable[Unit]) -> tuple[UnitRun, ...]:
+    return tuple(UnitRun(count=len(list(run)), unit=unit) for unit, run in groupby(units))
+
+
+def cluster_of(document: ClusterDocument) -> Cluster:
+    """Return the cluster that a document holds; ValueError where there is none such."""
+    size = sum(run.count * run.node.devices for run in document.nodes)
+    if not 1 <= size <= MOST_DEVICES:  # before each node is one object
+        raise ValueError(f"cluster.nodes: {size} devices, expected 1 to {MOST_DEVICES}")
+    for number, level in enumerate(document.levels):
+        ranks = sum(run.count * run.unit.ranks for run in level.units)
+        if ranks != size:
+            raise ValueError(f"cluster.levels.{number}: {ranks} ranks for {size} devices")
+    return Cluster(
+        nodes=tuple(chain.from_iterable(repeat(run.node, run.count) for run in document.nodes)),
+        levels=tuple(
+            LinkLevel(
+                name=level.name,
+                units=tuple(
+                    chain.from_iterable(repeat(run.unit, run.count) for run in level.units)
+                ),
+            )
+            for level in document.levels
+        ),
+        origin=document.origin,
+    )
+
 
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
@@ -43,11 +132,11 @@ class PlanDocument:
     format: int
     autopar: str
     model: Model
-    machines: Machines
+    machines: PlannedMachines
     objective: str
     constraints: tuple[DeclaredDocument, ...]
     arrangement: Arrangement
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
     parameters: tuple[ParameterLayout, ...]
     crossing: tuple[ParameterLayout, ...]
@@ -59,7 +148,7 @@ class PlanDocument:
     graph: GraphDocument
 
 
-class _File(BaseModel):
+class _PlanFile(BaseModel):
     """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
 
     model_config = ConfigDict(
@@ -159,7 +248,7 @@ def parse_plan(source: str, *, where: str) -> Plan:
     """Return the plan that a text holds; `where` names the text in messages."""
     _check_envelope(source, where=where)
     try:
-        document = _File.model_validate_json(f'{{"plan":{source}}}').plan
+        document = _PlanFile.model_validate_json(f'{{"plan":{source}}}').plan
     except ValidationError as error:
         raise _damaged(told(error), where) from None
     values = {field.name: getattr(document, field.name) for field in fields(Plan)}

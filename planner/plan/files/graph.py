@@ -19,30 +19,30 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Ge, Le
 from pydantic import JsonValue
 
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
-from autopar.planner.numbers import Figure, Rows, Share
-from autopar.planner.ops import (
+from autopar.planner.files import FigureNumber, Rows, Share
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import (
     Buffer,
-    Call,
     Constant,
     DType,
+    Extent,
     Fields,
     FunctionCall,
     GradientUse,
     Left,
     Listed,
     Mapped,
+    ModuleCall,
     NamedFields,
     Op,
-    Origin,
     OwnGradient,
     Parameter,
     Ref,
     Tensor,
+    TensorOrigin,
     Value,
 )
-from autopar.planner.plan.files.graph_faults import graph_faults
+from autopar.planner.plan.files.consistency import graph_faults
 
 Coefficient = Annotated[int, Ge(-(2**60)), Le(2**60)]
 SizeRow = Coefficient | tuple[Coefficient, ...]
@@ -70,7 +70,7 @@ class TensorRow(NamedTuple):
     shape: tuple[SizeRow, ...]
     dtype: str
     storage: str
-    origin: Origin
+    origin: TensorOrigin
     requires_grad: bool
     counted_by: str = ""
     expected: Share = 1.0
@@ -84,7 +84,7 @@ class ParameterRow(NamedTuple):
     shape: tuple[SizeRow, ...]
     dtype: str
     trainable: bool
-    moments: Figure = 2.0
+    moments: FigureNumber = 2.0
 
 
 class BufferRow(NamedTuple):
@@ -240,7 +240,7 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "parameters": (ParameterRow, Parameter, ""),
         "buffers": (BufferRow, Buffer, ""),
         "constants": (ConstantRow, Constant, "name"),
-        "calls": (CallRow, Call, "key"),
+        "calls": (CallRow, ModuleCall, "key"),
         "functions": (FunctionRow, FunctionCall, ""),
         "own_gradients": (OwnGradientRow, OwnGradient, ""),
     }

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.planner.cluster.cluster import Cluster, content_hash
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Prediction
 from autopar.planner.plan.declared.constraints import Constraints
-from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp
+from autopar.planner.plan.plan import FORMAT, Model, Plan, PlannedMachines, Proof, RunnerUp
 from autopar.planner.plan.search.best_first import Outcome
 from autopar.planner.plan.solving.candidate import Candidate
-from autopar.planner.plan.solving.costing import Costing
-from autopar.planner.plan.telling.explanation import Part, part_seconds
+from autopar.planner.plan.solving.costing import PriceBook
+from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 from autopar.planner.plan.telling.words import recompute_words
 from autopar.planner.programs.solver import default_solver
 from autopar.version import __version__
@@ -38,7 +38,7 @@ def assemble(
     outcome: Outcome[Item, Candidate],
     best: Candidate,
     *,
-    costing: Costing,
+    costing: PriceBook,
     model: Model,
     constraints: Constraints,
     limits: Mapping[str, int],
@@ -71,11 +71,11 @@ def assemble(
     )
 
 
-def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> Machines:
+def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> PlannedMachines:
     """Return the summary of a cluster; of unequal devices, the one with least memory."""
     smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
-    return Machines(
+    return PlannedMachines(
         devices=cluster.size,
         nodes=len(cluster.nodes),
         device=" + ".join(names),
@@ -129,8 +129,8 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
         step_seconds=prediction.step_seconds,
         mfu=prediction.mfu,
         device_bytes=prediction.peak_memory.device_bytes,
-        communication_seconds=part_seconds(prediction, Part.COMMUNICATION),
-        idle_seconds=part_seconds(prediction, Part.BUBBLE),
+        communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
+        idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
         difference=_difference(prediction, best.prediction),
     )
 

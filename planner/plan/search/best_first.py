@@ -24,7 +24,7 @@ Rank = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node(Generic[Item]):
+class SearchNode(Generic[Item]):
     """Something that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
     `is_deep`: whether a search without any leaf yet may dive into it.
@@ -37,7 +37,7 @@ class Node(Generic[Item]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Generic[Leaf]):
+class FoundLeaf(Generic[Leaf]):
     """A leaf with its exact value."""
 
     value: float
@@ -56,8 +56,8 @@ class Unproved:
 class Outcome(Generic[Item, Leaf]):
     """All leaves that were made, the best first; what was left waiting; the best possible value."""
 
-    found: tuple[Found[Leaf], ...]
-    waiting: tuple[Node[Item], ...]  # with what their parents proved
+    found: tuple[FoundLeaf[Leaf], ...]
+    waiting: tuple[SearchNode[Item], ...]  # with what their parents proved
     bound: float
     is_complete: bool
 
@@ -69,8 +69,8 @@ class Outcome(Generic[Item, Leaf]):
 
 
 def best_first(
-    roots: Iterable[Node[Item]],
-    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf] | Unproved]],
+    roots: Iterable[SearchNode[Item]],
+    expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
     *,
     is_late: Callable[[], bool] = lambda: False,
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
@@ -79,21 +79,25 @@ def best_first(
 
     A bound that a parent has already proved holds for its children too.
     """
-    queue: list[tuple[float, int, Rank, int, Node[Item] | Found[Leaf]]] = []
+    queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []
-    nodes: dict[int, tuple[Node[Item], float, int]] = {}  # waiting, with their floors and depths
-    found: list[Found[Leaf]] = []
-    passed: list[Found[Leaf]] = []
+    nodes: dict[
+        int, tuple[SearchNode[Item], float, int]
+    ] = {}  # waiting, with their floors and depths
+    found: list[FoundLeaf[Leaf]] = []
+    passed: list[FoundLeaf[Leaf]] = []
     unproved = float("inf")
     numbers = count()
 
-    def push(entry: Node[Item] | Found[Leaf] | Unproved, floor: float, depth: int) -> None:
+    def push(
+        entry: SearchNode[Item] | FoundLeaf[Leaf] | Unproved, floor: float, depth: int
+    ) -> None:
         nonlocal unproved
         if isinstance(entry, Unproved):
             unproved = min(unproved, max(entry.bound, floor))
             return
         number = next(numbers)
-        if isinstance(entry, Found):
+        if isinstance(entry, FoundLeaf):
             found.append(entry)
             heapq.heappush(queue, (entry.value, 1, entry.rank, number, entry))
             return
@@ -112,7 +116,7 @@ def best_first(
             break
         if found or not dive or dive[0][1] > _FAR * queue[0][0]:
             _, _, _, number, top = heapq.heappop(queue)
-            if isinstance(top, Found):
+            if isinstance(top, FoundLeaf):
                 passed.append(top)
                 continue
         else:
@@ -121,7 +125,7 @@ def best_first(
             node, bound, depth = nodes.pop(number)
             for child in expand(node.item):
                 push(child, bound, depth + 1)
-    queue = [entry for entry in queue if isinstance(entry[4], Found) or entry[3] in nodes]
+    queue = [entry for entry in queue if isinstance(entry[4], FoundLeaf) or entry[3] in nodes]
     first = passed[0].value if passed else float("inf")
     best_possible = min([first, unproved, *(entry[0] for entry in queue)])
     return Outcome(

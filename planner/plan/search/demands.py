@@ -1,32 +1,40 @@
-"""Turns what a person declared into what the programs understand: rules, pins, modes, limits."""
+"""Turns what a person declared into what the programs understand, or says why no plan fits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import or_
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.units import bytes_text
-from autopar.planner.costs.prediction import Recompute
-from autopar.planner.errors import InputError
-from autopar.planner.findings.recomputable import unable
-from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints, covers
+from autopar.planner.cluster.toml_reading import bytes_text
+from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
+from autopar.planner.findings.writes import unable
+from autopar.planner.plan.declared.constraints import (
+    USUAL_MEMORY,
+    Constraints,
+    Declared,
+    conflict_text,
+    constraints_of,
+    covers,
+)
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
-from autopar.planner.plan.solving.costing import Subject
-from autopar.planner.plan.solving.questions import Demands
-from autopar.planner.programs.layouts.rules import Ban, LayoutRules
-from autopar.planner.programs.layouts.rules import Pin as LayoutPin
-from autopar.planner.programs.stages.question import Pin
+from autopar.planner.plan.solving.candidate import Demands
+from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planner.programs.layouts.rules import Ban, LayoutPin, LayoutRules
+from autopar.planner.programs.stages.question import PinnedLayer
 
 BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)
 EVERYWHERE = "*"
 OF_THE_DATA_AXIS = frozenset({"batch"})
 
 
-def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
+def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
     """Return the rules for layouts: axes forbidden in some modules or in all, pinned modules.
 
     The batch is what the data axis splits; the tensor axis splits it where it is asked to, or where
@@ -79,13 +87,13 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     return limits
 
 
-def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Demands:
+def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Demands:
     """Return what every candidate has to respect."""
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
         modes=tuple(_modes(subject, constraints)),
         pins=tuple(
-            Pin(layer=position, stage=pin.stage)
+            PinnedLayer(layer=position, stage=pin.stage)
             for pin in constraints.stages
             for position in _positions(subject)
             if _is_meant(subject, position, pin.modules)
@@ -96,7 +104,7 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
     )
 
 
-def learning(subject: Subject) -> Iterator[bool]:
+def learning(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether it learns, or passes on what others have learned.
 
     What nothing learns from is computed where it is needed: a stage of such layers alone is empty.
@@ -105,7 +113,7 @@ def learning(subject: Subject) -> Iterator[bool]:
         yield any(map(subject.graph.learns, layer.ops))
 
 
-def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
+def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
     """Return the first and last layer of buffers that the forward writes, and several layers use.
 
     Stages would have one of their own each, so these layers are not cut apart.
@@ -119,14 +127,14 @@ def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
     return {name: (used[0], used[-1]) for name, used in homes.items() if used[0] < used[-1]}
 
 
-def _cuttable(subject: Subject) -> Iterator[bool]:
+def _cuttable(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether a stage may end with it."""
     learned, spans = accumulate(learning(subject), or_), shared_buffers(subject).values()
     for position, has_learned in enumerate(learned):
         yield has_learned and not any(first <= position < last for first, last in spans)
 
 
-def choices_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Choices:
+def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Choices:
     """Return what the variants of a point may differ in."""
     return Choices(
         schedules=constraints.schedules,
@@ -139,11 +147,11 @@ def choices_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
     )
 
 
-def _positions(subject: Subject) -> range:
+def _positions(subject: SearchSubject) -> range:
     return range(len(subject.layers.layers))
 
 
-def _modes(subject: Subject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
+def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
     """Yield the recompute modes of each layer: the one of the last rule that means it, or all."""
     every = subject.layers.layers
     for position, without in enumerate(unable(every, subject.graph)):
@@ -165,7 +173,91 @@ def _modes(subject: Subject, constraints: Constraints) -> Iterator[frozenset[Rec
         yield frozenset({mode})
 
 
-def _is_meant(subject: Subject, position: int, modules: str) -> bool:
+def _is_meant(subject: SearchSubject, position: int, modules: str) -> bool:
     call = subject.layers.layers[position].call
     calls = subject.graph.calls
     return covers(modules, calls[call].path if call in calls else "")
+
+
+def too_late(waiting: int) -> TimeLimitError:
+    """Return the error of a search that found nothing in its time."""
+    return TimeLimitError(
+        "the time limit came before any plan was found",
+        expected=f"{waiting} arrangements were still open",
+        fix="allow more time with --time-limit, or pin degrees with --pin",
+    )
+
+
+def nothing_runs(
+    conflict: Sequence[Declared], *, devices: int, layers: int, shared: Sequence[str] = ()
+) -> InfeasibleError:
+    """Return the error of a space without any arrangement, whatever the memory.
+
+    Where constraints are the cause, `conflict` holds some that cannot be had together. `shared`
+    are buffers of several layers, which these write.
+    """
+    if not conflict:
+        return InfeasibleError(
+            f"no arrangement of {devices} devices can run the model",
+            fix="use another number of devices",
+        )
+    return InfeasibleError(
+        f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
+        expected=_expected(conflict, layers=layers, shared=shared),
+        fix="leave one of them out, or change it"
+        if len(conflict) > 1
+        else "leave it out, or change it",
+    )
+
+
+def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str]) -> str:
+    chosen = constraints_of(conflict)
+    splits = all(SCHEDULES[kind].splits_backward for kind in chosen.schedules)
+    if splits and min(chosen.zero_levels) >= Zero.GRADIENTS:
+        return (
+            "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
+            "whole until the last microbatch"
+        )
+    if _is_about_stages(conflict) or shared:
+        return (
+            f"stages of whole layers in the model's order, each with some of its {layers} layers "
+            f"that learn{_beside(shared)}"
+        )
+    return ""
+
+
+def _beside(shared: Sequence[str]) -> str:
+    name = next(iter(shared), "")
+    return f"; all layers that use the buffer {name}, which they write, in one" if name else ""
+
+
+def _is_about_stages(conflict: Sequence[Declared]) -> bool:
+    fields = {one.field for one in conflict}
+    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices to the pipeline
+    return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
+
+
+def too_large(
+    least: Arrangement, *, needed_bytes: int, limit_bytes: int, cluster: Cluster
+) -> InfeasibleError:
+    """Return the error of a memory limit that the smallest plan exceeds, to the byte."""
+    return InfeasibleError(
+        f"no plan fits: every one needs {_exact(needed_bytes)} or more on a device, and "
+        f"{_exact(limit_bytes)} may be used: {_exact(needed_bytes - limit_bytes)} short",
+        where=f"the least is with {arrangement_words(least)}",
+        fix=_nearest_change(needed_bytes, cluster),
+    )
+
+
+def _exact(size_bytes: int) -> str:
+    """Return bytes as people read them, and the number itself where that rounds."""
+    if size_bytes < 2**20:
+        return f"{size_bytes:,} B"
+    return f"{bytes_text(size_bytes)} ({size_bytes:,} B)"
+
+
+def _nearest_change(needed_bytes: int, cluster: Cluster) -> str:
+    memory = min(node.device.memory_bytes for node in cluster.nodes)
+    if needed_bytes <= memory:
+        return f'allow more of the device: --memory "{needed_bytes} B"'
+    return "take more devices, devices with more memory, or a smaller global batch"

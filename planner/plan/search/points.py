@@ -1,39 +1,200 @@
-"""Lists what a search looks at: degrees with microbatches, and the variants of each."""
+"""Lists what a search looks at: points of the space, their variants, orders of unlike nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 
-from autopar.planner.cluster.blocks import Share
-from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.cluster.cluster import Cluster, Device
+from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bounding import Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
-from autopar.planner.plan.declared.lone_rows import least_rows
-from autopar.planner.plan.search.degrees import (
-    BatchFacts,
-    check_degrees,
-    may_share_unevenly,
-)
-from autopar.planner.plan.search.placing import in_orders
-from autopar.planner.plan.search.shares import uneven
+from autopar.planner.plan.declared.limits import least_rows
+from autopar.planner.plan.search.simpler import complexity
 from autopar.planner.plan.search.space import (
+    BatchFacts,
     Choices,
+    check_degrees,
+    divisors,
+    may_share_unevenly,
     microbatches_of,
+    sharding,
     simplest,
     uneven_microbatches_of,
     variants,
 )
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
+
+MOST_SHARES = 6
+MOST_LISTED = 10_000
+
+Rows = Mapping[Device, int]
+Seconds = Callable[[Device, int], float]  # of so many rows, forward and backward
+
+
+def uneven(
+    point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
+) -> Iterator[Arrangement]:
+    """Yield a point of data ranks alone with rows that suit its unlike devices, if it has them.
+
+    `least` are the rows that a microbatch has at least.
+    """
+    counts = Counter(cluster.devices)
+    if len(counts) == 1 or point.data != cluster.size:
+        return
+    for microbatches in divisors(global_batch):
+        for rows in _shares(counts, global_batch // microbatches, least, seconds):
+            each = tuple(rows[device] for device in cluster.devices)
+            yield replace(point, microbatch=max(each), microbatches=microbatches, rows=each)
+
+
+def _shares(
+    counts: Counter[Device], block: int, least: int, seconds: Seconds
+) -> Iterator[Mapping[Device, int]]:
+    """Yield the best shares of a block, but the even one."""
+    found = [rows for rows in _every(counts, block, least) if len(set(rows.values())) > 1]
+    if len(found) > MOST_SHARES:
+        even = max(1, block // counts.total())
+        times = {one: (seconds(one, even), seconds(one, 2 * even)) for one in counts}
+
+        def slowest(rows: Rows) -> float:
+            return max(
+                once + (twice - once) * (rows[one] - even) / even
+                for one, (once, twice) in times.items()
+            )
+
+        found = sorted(found, key=slowest)[:MOST_SHARES]
+    yield from found
+
+
+def _every(counts: Counter[Device], block: int, least: int) -> Iterator[Rows]:
+    """Yield ways to share the rows of a block, up to a great many."""
+    kinds = list(counts.items())
+
+    def shared(place: int, left: int) -> Iterator[dict[Device, int]]:
+        device, number = kinds[place]
+        if place == len(kinds) - 1:
+            if left % number == 0 and left >= least * number:
+                yield {device: left // number}
+            return
+        later = least * sum(count for _, count in kinds[place + 1 :])
+        for rows in range(least, (left - later) // number + 1):
+            for rest in shared(place + 1, left - number * rows):
+                yield {device: rows, **rest}
+
+    for number, rows in enumerate(shared(0, block)):
+        if number == MOST_LISTED:
+            return
+        yield rows
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPoint:
+    """Degrees and microbatch, the variants still open."""
+
+    arrangement: Arrangement
+
+
+class Pressure(IntEnum):
+    """What the bound of a variant knows of memory, each one sharper and slower than the last."""
+
+    NONE = 0  # as if it were endless
+    OF_ANY = 1  # what any layouts need at least
+    OF_LAYOUTS = 2  # what those need that there are
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory."""
+
+    arrangement: Arrangement
+    thriftier: tuple[Arrangement, ...] = ()
+    pressure: Pressure = Pressure.NONE
+    effort: int = 0  # how often it was solved before, without an end
+
+    @property
+    def family(self) -> tuple[Arrangement, ...]:
+        """All of them."""
+        return (self.arrangement, *self.thriftier)
+
+
+SearchItem = SearchPoint | Variant
+
+
+def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
+    """Return each variant alone, but ZeRO-2 and 3 behind the ZeRO-1 that they only save memory on.
+
+    They communicate more than ZeRO-1 and update as fast, so where that fits as it is, they cannot
+    be better.
+    """
+    heads: dict[tuple[object, ...], list[Arrangement]] = {}
+    families = []
+    for one in variants_:
+        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
+        head = heads.get(pipeline)
+        if one.zero >= Zero.GRADIENTS and head is not None:
+            head.append(one)
+            continue
+        family = [one]
+        if one.zero is Zero.OPTIMIZER:
+            heads[pipeline] = family
+        families.append(family)
+    return families
+
+
+def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
+    """Return what orders equals: the simpler one, and of equally simple ones fewer parts."""
+    return (
+        *complexity(arrangement, recomputes=False),
+        arrangement.pipeline,
+        arrangement.tensor,
+        arrangement.data,
+        arrangement.stages_per_rank,
+        arrangement.microbatches,
+        len(set(arrangement.rows)),
+        arrangement.data // arrangement.shard,
+        list(ScheduleKind).index(arrangement.schedule),
+    )
+
+
+def in_orders(
+    point: Arrangement, orders: Sequence[Cluster], choices: Choices
+) -> Iterator[Arrangement]:
+    """Yield the point in every order of the nodes whose groups differ from those before.
+
+    Layouts are solved for the tensor groups of the first order, so that orders in which these lie
+    otherwise are left out.
+    """
+    seen: set[object] = set()
+    shape = group_shape(orders[0], point.tensor, 1)
+    for number, cluster in enumerate(orders):
+        placed = replace(point, order=number)
+        groups = _groups(placed, cluster, choices)
+        if groups not in seen and group_shape(cluster, point.tensor, 1) == shape:
+            seen.add(groups)
+            yield placed
+
+
+def _groups(point: Arrangement, cluster: Cluster, choices: Choices) -> object:
+    """Return everything of an order that a prediction sees."""
+    shards = sorted({shard for _, shard in sharding(point, choices)} | {point.data})
+    return (
+        kinds_of_blocks(cluster, point.pipeline),
+        *(rank_groups(cluster, replace(point, shard=shard)) for shard in shards),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: cached properties need a place
 class Points:
     """The degrees and microbatches that the constraints allow, under one objective."""
 
-    subject: Subject
+    subject: SearchSubject
     cluster: Cluster
     constraints: Constraints  # with a global batch
     choices: Choices
@@ -112,7 +273,7 @@ class Points:
             self.orders[0],
             global_batch=self.constraints.global_batch,
             least=self._least_rows[True],
-            seconds=lambda one, rows: self.bounds.least_on(1, Share(one, rows)).total_seconds,
+            seconds=lambda one, rows: self.bounds.least_on(1, RowShare(one, rows)).total_seconds,
         )
 
     def _most_tensor(self) -> int:

@@ -18,40 +18,54 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.plan.bounds.bounding import Bounds
-from autopar.planner.plan.bounds.recomputation import must_recompute
-from autopar.planner.plan.declared.conflict import minimal_conflict
+from autopar.planner.plan.bounds.bounding import Bounds, must_recompute
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     Objective,
     constraints_of,
+    minimal_conflict,
 )
-from autopar.planner.plan.declared.gradient_limits import with_own_gradients
-from autopar.planner.plan.declared.lone_rows import check_lone_rows
-from autopar.planner.plan.declared.scalars import with_whole_scalars
-from autopar.planner.plan.declared.whole_batch import with_whole_batch
+from autopar.planner.plan.declared.limits import (
+    completed,
+    with_batch,
+)
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import Counts, assemble
-from autopar.planner.plan.search.best_first import Found, Node, Outcome, Unproved, best_first
+from autopar.planner.plan.search.best_first import (
+    FoundLeaf,
+    Outcome,
+    SearchNode,
+    Unproved,
+    best_first,
+)
 from autopar.planner.plan.search.demands import (
     choices_of,
     demands_of,
     layout_rules,
     learning,
+    nothing_runs,
     shared_buffers,
+    too_large,
+    too_late,
 )
-from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
-from autopar.planner.plan.search.points import Points
-from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.search.points import (
+    Points,
+    Pressure,
+    SearchItem,
+    SearchPoint,
+    Variant,
+    families,
+    simplicity,
+)
 from autopar.planner.plan.search.simpler import (
     Complexity,
     Known,
@@ -60,10 +74,14 @@ from autopar.planner.plan.search.simpler import (
     simplest_leaf,
 )
 from autopar.planner.plan.search.space import Choices
-from autopar.planner.plan.solving.candidate import Answer, Candidate, Judge, recomputes
-from autopar.planner.plan.solving.costing import Costing, Prices, Subject, model_flops
-from autopar.planner.plan.solving.questions import Questions
-from autopar.planner.plan.telling.chosen import ROWS_PER_DEVICE
+from autopar.planner.plan.solving.candidate import (
+    ArrangementSolver,
+    Candidate,
+    Questions,
+    SolvedArrangement,
+    recomputes,
+)
+from autopar.planner.plan.solving.costing import PriceBook, Prices, SearchSubject, model_flops
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
 
@@ -73,14 +91,13 @@ EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, in turn
 _BETTER = 1.0 - 1e-9  # of the best step: what is not below this is no better
 EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
 
-
-Searched = Outcome[Item, Candidate]
-Entry = Node[Item] | Found[Candidate] | Unproved
+Searched = Outcome[SearchItem, Candidate]
+Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 
 
 def search(
     graph: Graph,
-    axes: Axes,
+    axes: GraphAxes,
     layers: Layers,
     model: Model,
     cluster: Cluster,
@@ -95,7 +112,7 @@ def search(
 
     Searches on several clusters may share the prices of one model under the same constraints.
     """
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     constraints = completed(constraints, cluster, graph)
     explorer = Explorer(
         subject, cluster, constraints, report=report, measured=measured, prices=prices
@@ -126,24 +143,6 @@ def search(
     )
 
 
-def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
-    """Return the constraints with a global batch, and with what the model itself rules out."""
-    constraints = with_own_gradients(constraints, graph)
-    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
-    check_lone_rows(constraints, graph)
-    return with_whole_scalars(constraints, graph)
-
-
-def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
-    """Return the constraints with a global batch: a few rows for each device where none is set."""
-    if constraints.global_batch is not None:
-        return constraints
-    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
-        return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
-    pinned = constraints.microbatch or 1
-    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
-
-
 def complexity_of(candidate: Candidate) -> Complexity:
     """Return how complex a solved plan is."""
     return complexity(candidate.arrangement, recomputes=recomputes(candidate))
@@ -154,7 +153,7 @@ class Explorer:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: SearchSubject,
         cluster: Cluster,
         constraints: Constraints,
         *,
@@ -168,7 +167,7 @@ class Explorer:
         self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
         devices = (node.device for node in cluster.nodes)
-        self.costing = Costing(
+        self.costing = PriceBook(
             subject,
             cluster,
             precision=constraints.precision,
@@ -182,7 +181,7 @@ class Explorer:
             constants=framework_constants(devices, measured),
         )
         flops = model_flops(subject, constraints.global_batch, constraints.precision)
-        self.judge = Judge(questions=questions, model_flops=flops)
+        self.judge = ArrangementSolver(questions=questions, model_flops=flops)
         self.bounds = Bounds(questions, self.objective)
         self.solved: set[Arrangement] = set()  # some are looked at again, to find a simpler plan
         self.infeasible: set[Arrangement] = set()
@@ -191,7 +190,9 @@ class Explorer:
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
         self._looked_beside = 0  # nodes, since the best was proved
         self._is_choosing = False  # the simplest, once the fastest is proved
-        self._left_out: list[Node[Item]] = []  # no faster than what was known, but perhaps simpler
+        self._left_out: list[
+            SearchNode[SearchItem]
+        ] = []  # no faster than what was known, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
@@ -199,7 +200,7 @@ class Explorer:
 
     def choose(
         self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
-    ) -> Found[Candidate]:
+    ) -> FoundLeaf[Candidate]:
         """Return the simplest plan within the tolerance of the fastest, which is proved."""
         fastest = outcome.found[0]
         if not self._known.tolerance:
@@ -218,15 +219,17 @@ class Explorer:
         """Look only for what is faster: so fast a plan is known elsewhere."""
         self._known = self._known.with_one((), seconds)
 
-    def _complexity_below(self, item: Item) -> Complexity:
+    def _complexity_below(self, item: SearchItem) -> Complexity:
         """Return the least complexity of what a point or a variant can come to."""
         again = isinstance(item, Variant) and must_recompute(self.bounds, item.arrangement)
         return complexity(item.arrangement, recomputes=again)
 
-    def roots(self) -> list[Node[Item]]:
+    def roots(self) -> list[SearchNode[SearchItem]]:
         """Return the points with their bounds."""
         return [
-            Node(bound=self.bounds.of_point(point), rank=simplicity(point), item=Point(point))
+            SearchNode(
+                bound=self.bounds.of_point(point), rank=simplicity(point), item=SearchPoint(point)
+            )
             for point in self.points
         ]
 
@@ -259,9 +262,9 @@ class Explorer:
             bucket_bytes=self.judge.demands.bucket_bytes[0],
         )
 
-    def expand(self, item: Item) -> Iterable[Entry]:
+    def expand(self, item: SearchItem) -> Iterable[Entry]:
         """Return the variants of a point, a variant under memory's pressure, or its solution."""
-        if isinstance(item, Point):
+        if isinstance(item, SearchPoint):
             self.report(f"laying out {degrees_words(item.arrangement)}")
             grouped = families(self.points.variants(item.arrangement))
             return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
@@ -269,13 +272,15 @@ class Explorer:
             return self._bounded(item.family, Pressure(item.pressure + 1))
         self.report(f"solving {arrangement_words(item.arrangement)}")
         found = self.solve(item)
-        leaves = [one for one in found if isinstance(one, Found)]
+        leaves = [one for one in found if isinstance(one, FoundLeaf)]
         if leaves and not recomputes(leaves[0].leaf) and self.objective is not Objective.MEMORY:
             return found
         left = item.thriftier
         return [*found, *(node for one in left for node in self._bounded([one], Pressure.OF_ANY))]
 
-    def _bounded(self, family: Sequence[Arrangement], pressure: Pressure) -> list[Node[Item]]:
+    def _bounded(
+        self, family: Sequence[Arrangement], pressure: Pressure
+    ) -> list[SearchNode[SearchItem]]:
         """Return what of a family memory does not rule out, bounded under a pressure."""
         if pressure is Pressure.OF_ANY and family[0].tensor == 1:
             pressure = Pressure.OF_LAYOUTS  # there is one way not to split anything
@@ -292,7 +297,7 @@ class Explorer:
         first, *rest = possible
         bound = min(bounds[one] for one in possible)
         item = Variant(first, tuple(rest), pressure)
-        return [Node(bound=bound, rank=simplicity(first), item=item)]
+        return [SearchNode(bound=bound, rank=simplicity(first), item=item)]
 
     def solve(self, item: Variant) -> list[Entry]:
         """Return the best candidate of an arrangement, if there is one, and what is still open."""
@@ -318,10 +323,10 @@ class Explorer:
         self.solved.add(arrangement)
         seconds = candidate.prediction.step_seconds
         self._known = self._known.with_one(complexity_of(candidate), seconds)
-        leaf = Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)
+        leaf = FoundLeaf(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)
         return [leaf, *left]
 
-    def _still_open(self, item: Variant, answer: Answer, to_beat: float) -> list[Entry]:
+    def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
         """Return what is left of an arrangement: to be solved with more effort, or unproved.
 
         What is no faster than a plan that is known may still be simpler.
@@ -333,12 +338,12 @@ class Explorer:
         if bound >= min(to_beat, found) * _BETTER:
             if bound < found * _BETTER and not self._is_choosing:
                 again = replace(item, effort=0, thriftier=())
-                self._left_out.append(Node(bound=bound, rank=rank, item=again))
+                self._left_out.append(SearchNode(bound=bound, rank=rank, item=again))
             return []
         if answer.is_final or item.effort + 1 == len(EFFORTS):
             return [Unproved(bound=bound)]
         again = replace(item, effort=item.effort + 1, thriftier=())
-        return [Node(bound=bound, rank=rank, item=again, is_deep=False)]
+        return [SearchNode(bound=bound, rank=rank, item=again, is_deep=False)]
 
     def value(self, candidate: Candidate) -> float:
         """Return what the objective has less of: bytes, or seconds (which money goes with)."""

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.plan.search.best_first import Found, Node, Unproved
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
@@ -67,14 +67,14 @@ class Simplicity(Generic[Item, Leaf]):
 
 
 def simplest_leaf(
-    found: Iterable[Found[Leaf]],
-    waiting: Iterable[Node[Item]],
-    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf] | Unproved]],
+    found: Iterable[FoundLeaf[Leaf]],
+    waiting: Iterable[SearchNode[Item]],
+    expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
     simplicity: Simplicity[Item, Leaf],
     *,
     within: float,
     is_late: Callable[[], bool] = lambda: False,
-) -> Found[Leaf]:
+) -> FoundLeaf[Leaf]:
     """Return the simplest leaf of at most a value, of equally simple ones the least.
 
     What may be simplest is looked at next, so the first leaf that comes to the top is the one, and
@@ -82,20 +82,22 @@ def simplest_leaf(
     """
     numbers = count()
 
-    def entry(one: Node[Item] | Found[Leaf], floor: float) -> Iterator[_Entry[Item, Leaf]]:
-        if isinstance(one, Found):
+    def entry(
+        one: SearchNode[Item] | FoundLeaf[Leaf], floor: float
+    ) -> Iterator[_Entry[Item, Leaf]]:
+        if isinstance(one, FoundLeaf):
             of, value = simplicity.of_leaf(one.leaf), one.value
         else:
             of, value = simplicity.below(one.item), max(one.bound, floor)
         if value <= within:
             yield of, value, one.rank, next(numbers), one
 
-    firsts: tuple[Node[Item] | Found[Leaf], ...] = (*found, *waiting)
+    firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)
     queue = [one for first in firsts for one in entry(first, 0.0)]
     heapq.heapify(queue)
     while queue:
         _, bound, _, _, top = heapq.heappop(queue)
-        if isinstance(top, Found):
+        if isinstance(top, FoundLeaf):
             return top
         if not is_late():
             children = (one for one in expand(top.item) if not isinstance(one, Unproved))
@@ -104,4 +106,4 @@ def simplest_leaf(
     raise AssertionError("the fastest is within any tolerance")
 
 
-_Entry = tuple[Complexity, float, tuple[float, ...], int, Node[Item] | Found[Leaf]]
+_Entry = tuple[Complexity, float, tuple[float, ...], int, SearchNode[Item] | FoundLeaf[Leaf]]

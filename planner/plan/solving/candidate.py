@@ -1,24 +1,126 @@
-"""Solves one arrangement: which layers go on which stage, in which layouts and recompute modes."""
+"""Solves one arrangement: which layers go on which stage, in which layouts and modes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TypeVar
 
-from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
+from autopar.planner.cluster.shape import (
+    Kind,
+    RowShare,
+    different_kinds,
+    kinds_of_blocks,
+    shares_of,
+)
+from autopar.planner.costs.prediction import Arrangement, Modes, Prediction, Recompute
 from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.memory import context_bytes
+from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.plan.plan import Stage
-from autopar.planner.plan.solving.costing import Costing
-from autopar.planner.plan.solving.questions import Demands, Questions, inside_of
+from autopar.planner.plan.plan import PlannedStage
+from autopar.planner.plan.solving.costing import Inside, PriceBook
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
-from autopar.planner.programs.stages.choice import EXACT, QUICK, answered
-from autopar.planner.programs.stages.chooser import Chooser, Effort
+from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
 from autopar.planner.programs.stages.modes import PricedCut
-from autopar.planner.programs.stages.question import StageQuestion
+from autopar.planner.programs.stages.question import PinnedLayer, StageQuestion
 from autopar.planner.programs.stages.smallest import smallest_stages
+
+Item = TypeVar("Item")
+Rows = tuple[tuple[Modes, ...], ...]  # of each pipeline rank, one object for equal ranks
+CLOSE_BYTES = 2**20  # more than what a bound may round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What every candidate has to respect, beside its arrangement."""
+
+    limit_bytes: Mapping[str, int]  # of each device by name
+    modes: tuple[frozenset[Recompute], ...]  # that each layer may use
+    pins: tuple[PinnedLayer, ...]
+    is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
+    may_waste_ranks: bool  # of the tensor axis, on computing the same: its degree is pinned
+    bucket_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """What the stage program is asked about arrangements of one model on one cluster."""
+
+    costing: PriceBook
+    demands: Demands
+    constants: FrameworkConstants
+
+    def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
+        """Return the question of an arrangement in one of the layouts."""
+        sizes = self.demands.bucket_bytes
+        return StageQuestion(
+            arrangement=arrangement,
+            groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
+            constants=self.constants,
+            rows=self.rows(arrangement, solution),
+            allowed=self.demands.modes,
+            is_cuttable=self.demands.is_cuttable,
+            pins=self.demands.pins,
+            limit_bytes=self.limit_bytes(arrangement),
+            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside_of(arrangement, solution)),
+            bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
+        )
+
+    def most_bytes(self, arrangement: Arrangement) -> int:
+        """Return what any rank may hold beside what libraries take, a little more than allowed."""
+        return max(self.room_bytes(arrangement))
+
+    def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each pipeline rank may hold likewise."""
+        more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
+        return tuple(limit + more for limit in self.limit_bytes(arrangement))
+
+    def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each pipeline rank may use: the least that any of its devices allows."""
+        limits = self.demands.limit_bytes
+        kinds = self.kinds(arrangement)
+        least = [min(limits[share.device.name] for share in own) for own in kinds]
+        return self._each(arrangement, least)
+
+    def rows(self, arrangement: Arrangement, solution: int) -> Rows:
+        """Return what the layers cost each pipeline rank, which waits for its slowest device."""
+        inside = inside_of(arrangement, solution)
+        kinds = self.kinds(arrangement)
+        return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
+
+    def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
+        """Return the different groups of devices, with their rows, that pipeline ranks have.
+
+        Data ranks with unlike numbers of rows wait for those with most, but on unlike devices.
+        """
+        cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
+        if arrangement.rows and arrangement.data == arrangement.ranks:
+            return (shares_of(cluster.devices, arrangement.rows),)
+        kinds = different_kinds(cluster, arrangement.pipeline)
+        return tuple(tuple(RowShare(device, rows) for device in own) for own in kinds)
+
+    def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
+        """Return for each pipeline rank what is known of its kind."""
+        if len(values) == 1:
+            return (values[0],) * arrangement.pipeline
+        degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
+        known = dict(zip(different_kinds(*degrees), values, strict=True))
+        return tuple(known[own] for own in kinds_of_blocks(*degrees))
+
+
+def inside_of(arrangement: Arrangement, solution: int) -> Inside:
+    """Return what the inside of the layers depends on."""
+    return Inside(
+        tensor=arrangement.tensor,
+        microbatch=arrangement.microbatch,
+        solution=solution,
+        is_one_stage=arrangement.pipeline == 1,
+    )
+
 
 _ENDLESS = float("inf")
 
@@ -29,12 +131,12 @@ class Candidate:
 
     arrangement: Arrangement
     solution: int
-    stages: tuple[Stage, ...]
+    stages: tuple[PlannedStage, ...]
     prediction: Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SolvedArrangement:
     """What came of an arrangement: a candidate, and what no other one of it beats.
 
     An infinite bound without a candidate: nothing fits. `is_final`: more effort finds nothing else.
@@ -52,7 +154,7 @@ def _nothing(_: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class ArrangementSolver:
     """Solves and predicts candidates."""
 
     questions: Questions
@@ -62,12 +164,12 @@ class Judge:
         default_factory=dict, init=False
     )
 
-    def under(self, demands: Demands) -> Judge:
+    def under(self, demands: Demands) -> ArrangementSolver:
         """Return the judge under other demands."""
         return replace(self, questions=replace(self.questions, demands=demands))
 
     @property
-    def costing(self) -> Costing:
+    def costing(self) -> PriceBook:
         """What layers cost."""
         return self.questions.costing
 
@@ -83,7 +185,7 @@ class Judge:
         least: Callable[[int], float] = _nothing,
         known_seconds: float = _ENDLESS,
         effort: Effort = EXACT,
-    ) -> Answer:
+    ) -> SolvedArrangement:
         """Return the fastest candidate of an arrangement, as far as the effort goes.
 
         The fastest layouts come first. Slower ones may need less memory, or have less to reduce;
@@ -108,7 +210,9 @@ class Judge:
             bound = min(bound, answer.bound_seconds)
             if answer.best is not None and answer.best.seconds < found_seconds:
                 best = self._candidate(chooser.question, number, answer.best)
-        return Answer(candidate=best, bound_seconds=bound, report=report, is_final=is_final)
+        return SolvedArrangement(
+            candidate=best, bound_seconds=bound, report=report, is_final=is_final
+        )
 
     def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
         """Return what has looked at an arrangement in one of the layouts, or will do so."""
@@ -126,7 +230,7 @@ class Judge:
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
         yield from sorted(range(1, len(solutions)), key=least)
 
-    def solve_smallest(self, arrangement: Arrangement) -> Answer:
+    def solve_smallest(self, arrangement: Arrangement) -> SolvedArrangement:
         """Return the candidate that needs least memory on its fullest rank, if that fits."""
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
         best: Candidate | None = None
@@ -138,7 +242,7 @@ class Judge:
             one = self._candidate(question, number, found) if found else None
             if one and self._fits(question, one) and (best is None or _needed(one) < _needed(best)):
                 best = one
-        return Answer(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
+        return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
     def _wastes_ranks(self, arrangement: Arrangement, solution: int) -> bool:
         """Whether fewer devices would do what the ranks of a tensor axis do, each all of it."""
@@ -152,7 +256,7 @@ class Judge:
         for number, (first, stop) in enumerate(pairwise(found.cut)):
             modes = found.offers[number].modes
             rank = question.ranks[number]
-            stages.append(Stage(rank=rank, first=first, count=stop - first, recompute=modes))
+            stages.append(PlannedStage(rank=rank, first=first, count=stop - first, recompute=modes))
             own = question.rows[rank][first:stop]
             costs.append([one[mode] for one, mode in zip(own, modes, strict=True)])
         prediction = predict(

@@ -11,28 +11,29 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.planner.annotate import annotate
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.blocks import Kind, Share
-from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.orders import half_peak, node_orders
-from autopar.planner.cluster.shape import GroupShape, group_shape
-from autopar.planner.costs.layers.layer import layer_costs
-from autopar.planner.costs.layers.parameters import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.slowest import slowest
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Cluster, Device
+from autopar.planner.cluster.shape import (
+    GroupShape,
+    Kind,
+    RowShare,
+    group_shape,
+    half_peak,
+    node_orders,
+)
+from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
+from autopar.planner.costs.layers.layer import layer_costs, slowest
 from autopar.planner.costs.ops.measurements import Measurements
-from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement, Modes
-from autopar.planner.crossing import Residence, residence
-from autopar.planner.graph import Graph
-from autopar.planner.layers import Layer, Layers
-from autopar.planner.layouts import OpLayout
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import OpLayout
+from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.precision import Precision
-from autopar.planner.programs.layouts.building import Place
+from autopar.planner.programs.layouts.building import LayoutPlace
 from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
 from autopar.planner.programs.layouts.edges import structure_of
-from autopar.planner.programs.layouts.rules import LayoutRules
-from autopar.planner.programs.layouts.slots import own_layouts
+from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
 # A 16-bit weight of 2 bytes comes with 16 more of gradient and optimizer state.
@@ -42,11 +43,11 @@ GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class SearchSubject:
     """A traced model as the search sees it."""
 
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
 
 
@@ -67,19 +68,19 @@ _Place = tuple[int, int, GroupShape, Device, LayoutRules]
 class Prices:
     """What was priced and laid out of one model so far, for searches on other machines to share."""
 
-    pricers: dict[tuple[int, Device], Pricer] = field(default_factory=dict)
+    pricers: dict[tuple[int, Device], OpPricer] = field(default_factory=dict)
     programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
     fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
     fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
-    rows: dict[tuple[_Place, Inside, Share], tuple[Modes, ...]] = field(default_factory=dict)
+    rows: dict[tuple[_Place, Inside, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
 
 
-class Costing:
+class PriceBook:
     """The prices of the layers of one model."""
 
     def __init__(
         self,
-        subject: Subject,
+        subject: SearchSubject,
         cluster: Cluster,
         *,
         precision: Precision,
@@ -99,14 +100,14 @@ class Costing:
         self._slowest_device = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
-        self._rows: dict[tuple[Inside, Share], tuple[Modes, ...]] = {}
+        self._rows: dict[tuple[Inside, RowShare], tuple[Modes, ...]] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
-    def pricer(self, microbatch: int, device: Device) -> Pricer:
+    def pricer(self, microbatch: int, device: Device) -> OpPricer:
         """Return the pricer of a microbatch on a device."""
         key, pricers = (microbatch, device), self.prices.pricers
         if key not in pricers:
-            pricers[key] = Pricer(
+            pricers[key] = OpPricer(
                 self.subject.graph,
                 self.subject.axes,
                 batch=microbatch,
@@ -164,7 +165,7 @@ class Costing:
         """Return the program on the slowest device of the cluster, which the others wait for."""
         key, programs = self._place(tensor, microbatch), self.prices.programs
         if key not in programs:
-            place = Place(
+            place = LayoutPlace(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
@@ -178,7 +179,7 @@ class Costing:
             programs[key] = LayoutProgram(place, _BUDGET)
         return programs[key]
 
-    def rows(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
+    def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
         key = inside, share
         if key not in self._rows:
@@ -195,7 +196,7 @@ class Costing:
             self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
         return self._slowest[key]
 
-    def _priced(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
+    def _priced(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
@@ -264,7 +265,7 @@ def slowest_device(cluster: Cluster) -> Device:
     return min((node.device for node in cluster.nodes), key=half_peak)
 
 
-def model_flops(subject: Subject, global_batch: int, precision: Precision) -> int:
+def model_flops(subject: SearchSubject, global_batch: int, precision: Precision) -> int:
     """Return the FLOPs of one step without anything computed twice."""
     batch = subject.graph.fixed_batch or 1
     done = annotate(subject.graph, subject.axes, batch=batch, precision=precision)

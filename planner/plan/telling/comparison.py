@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.layers import Layers
-from autopar.planner.plan.plan import Plan, Stage
-from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, Part, part_seconds
-from autopar.planner.plan.telling.split_lines import ClassLayouts, class_layouts
+from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.plan.telling.explanation import (
+    MEMORY_CATEGORIES,
+    ClassLayouts,
+    StepPart,
+    class_layouts,
+    part_seconds,
+)
 from autopar.planner.plan.telling.words import (
     recompute_words,
     schedule_words,
@@ -29,7 +34,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class ComparedFigure:
     """One quantity of both plans; `unit` is "s", "B", "1/s", "USD" or "" for a share."""
 
     name: str
@@ -39,20 +44,24 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PlanComparison:
     """Everything that `autopar diff` tells."""
 
     warnings: tuple[str, ...]
     changes: tuple[Change, ...]
     layouts: tuple[Change, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[ComparedFigure, ...]
 
 
 def compare(
-    before: Plan, after: Plan, *, parts: tuple[Axes, Layers], other_parts: tuple[Axes, Layers]
-) -> Comparison:
+    before: Plan,
+    after: Plan,
+    *,
+    parts: tuple[GraphAxes, Layers],
+    other_parts: tuple[GraphAxes, Layers],
+) -> PlanComparison:
     """Return what moved between two plans; `parts` are axes and layers of each one's graph."""
-    return Comparison(
+    return PlanComparison(
         warnings=tuple(_warnings(before, after)),
         changes=tuple(_changes(before, after)),
         layouts=tuple(
@@ -110,7 +119,7 @@ def _sum_words(compressed: bool) -> str:
     return "in 16 bits" if compressed else "in 32 bits"
 
 
-def _borders(stages: tuple[Stage, ...]) -> str:
+def _borders(stages: tuple[PlannedStage, ...]) -> str:
     """Return how many layers each stage has: "9 + 8 + 8 + 7 layers"."""
     return " + ".join(str(stage.count) for stage in stages) + " layers"
 
@@ -137,15 +146,15 @@ def _modules(one: ClassLayouts | None) -> dict[str, str]:
     return {m: f"split along {', '.join(dict.fromkeys(a))}" for m, a in axes.items()}
 
 
-def _figures(before: Plan, after: Plan) -> Iterator[Figure]:
+def _figures(before: Plan, after: Plan) -> Iterator[ComparedFigure]:
     plans = (before, after)
     predictions = [plan.prediction for plan in plans]
 
-    def figure(name: str, unit: str, values: list[float]) -> Figure:
-        return Figure(name=name, unit=unit, before=values[0], after=values[1])
+    def figure(name: str, unit: str, values: list[float]) -> ComparedFigure:
+        return ComparedFigure(name=name, unit=unit, before=values[0], after=values[1])
 
     yield figure("step", "s", [one.step_seconds for one in predictions])
-    for part in Part:
+    for part in StepPart:
         yield figure(f"  {part}", "s", [part_seconds(one, part) for one in predictions])
     rates = [units_per_second(p.arrangement, p.model, p.prediction.step_seconds) for p in plans]
     yield figure("throughput", "1/s", rates)

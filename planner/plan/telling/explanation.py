@@ -1,23 +1,150 @@
-"""Says why a plan is what it is: what its step is made of, what bounds it, where memory goes."""
+"""Says why a plan is what it is: its step, its bounds, its memory, its layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import MemoryPrediction, Prediction
-from autopar.planner.layers import Layers
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, conversion
+from autopar.planner.graph.ops import Op
+from autopar.planner.layers import Layer, Layers
 from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.telling.percents import added_up
-from autopar.planner.plan.telling.split_lines import ClassLayouts, class_layouts
-from autopar.planner.plan.telling.words import other_words
+from autopar.planner.plan.telling.words import added_up, layout_words, other_words
 
 
-class Part(StrEnum):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLine:
+    """One op that is split along an axis, and what comes out."""
+
+    module: str  # within the layer, "" for the layer itself
+    op: str
+    axis: str
+    gives: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionLine:
+    """One tensor that is converted before an op of a module needs it."""
+
+    module: str
+    tensor: str
+    produced: str
+    needed: str
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLayouts:
+    """The layouts of all layers of one class."""
+
+    name: str
+    first: str  # call of its first layer
+    layers: int
+    ops: int
+    splits: tuple[SplitLine, ...]
+    conversions: tuple[ConversionLine, ...]
+
+
+def class_layouts(plan: Plan, axes: GraphAxes, layers: Layers) -> tuple[ClassLayouts, ...]:
+    """Return what a plan does inside each class of layers, told of its first layer."""
+    produced = _produced(plan, axes, layers)
+    return tuple(
+        _class(one.name, len(one.layers), layers.layers[one.layers[0]], layouts, produced, axes)
+        for one, layouts in zip(layers.classes, plan.layouts, strict=True)
+    )
+
+
+def _class(
+    name: str,
+    count: int,
+    layer: Layer,
+    layouts: Sequence[OpLayout],
+    produced: Mapping[str, Layout],
+    axes: GraphAxes,
+) -> ClassLayouts:
+    splits = [
+        _split_line(op, layout, layer, axes)
+        for op, layout in zip(layer.ops, layouts, strict=True)
+        if layout.letter
+    ]
+    return ClassLayouts(
+        name=name,
+        first=layer.call,
+        layers=count,
+        ops=len(layer.ops),
+        splits=tuple(splits),
+        conversions=tuple(_conversions(layer, layouts, produced, axes)),
+    )
+
+
+def _split_line(op: Op, layout: OpLayout, layer: Layer, axes: GraphAxes) -> SplitLine:
+    return SplitLine(
+        module=_inner(op.call, layer.call),
+        op=op_name(op.target),
+        axis=axes.names.get(layout.axis, layout.axis),
+        gives=", ".join(dict.fromkeys(layout_words(_named(one, axes)) for one in layout.gives)),
+    )
+
+
+def _conversions(
+    layer: Layer, layouts: Sequence[OpLayout], produced: Mapping[str, Layout], axes: GraphAxes
+) -> Iterator[ConversionLine]:
+    """Yield each conversion once, however many ops need its result."""
+    seen: set[tuple[str, Layout]] = set()
+    for op, layout in zip(layer.ops, layouts, strict=True):
+        for tensor, need in zip(op.inputs, layout.needs, strict=True):
+            before, after = produced.get(tensor, WHOLE), _named(need, axes)
+            made = conversion(before, after)
+            if made is None or (tensor, after) in seen:
+                continue
+            seen.add((tensor, after))
+            yield ConversionLine(
+                module=_inner(op.call, layer.call),
+                tensor=tensor,
+                produced=layout_words(before),
+                needed=layout_words(after),
+                forward=str(made.forward),
+                backward=str(made.backward),
+            )
+
+
+def _produced(plan: Plan, axes: GraphAxes, layers: Layers) -> Mapping[str, Layout]:
+    """Return the layout of every tensor as its producer leaves it, in people's names.
+
+    The axes of equal layers differ in their leaves but not in their names, so names compare.
+    """
+    produced = {one.name: _named(one.layout, axes) for one in plan.parameters}
+    for layer in layers.layers:
+        for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
+            given = (_named(one, axes) for one in layout.gives)
+            produced.update(zip(op.outputs, given, strict=True))
+    return produced
+
+
+def _named(layout: Layout, axes: GraphAxes) -> Layout:
+    if layout.kind is not LayoutKind.SPLIT:
+        return layout
+    return Layout(layout.kind, axes.names.get(layout.axis, layout.axis), layout.dim)
+
+
+def _inner(call: str, layer: str) -> str:
+    """Return the path of a call within its layer."""
+    return call.removeprefix(layer).removeprefix(".") if call.startswith(layer) else call
+
+
+def op_name(target: str) -> str:
+    """Return the plain name of an op: "aten.linear.default" is "linear"."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+class StepPart(StrEnum):
     """What a device does with a share of the step."""
 
     COMPUTE = "compute"
@@ -26,14 +153,14 @@ class Part(StrEnum):
     OVERHEAD = "overhead"
 
 
-TERM_PARTS: Mapping[str, Part] = MappingProxyType(
+TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
     {
-        "compute": Part.COMPUTE,
-        "recompute": Part.COMPUTE,
-        "optimizer": Part.COMPUTE,
-        "tensor communication": Part.COMMUNICATION,
-        "exposed data parallel": Part.COMMUNICATION,
-        "pipeline bubble": Part.BUBBLE,
+        "compute": StepPart.COMPUTE,
+        "recompute": StepPart.COMPUTE,
+        "optimizer": StepPart.COMPUTE,
+        "tensor communication": StepPart.COMMUNICATION,
+        "exposed data parallel": StepPart.COMMUNICATION,
+        "pipeline bubble": StepPart.BUBBLE,
     }
 )
 MEMORY_CATEGORIES = (
@@ -48,12 +175,12 @@ MEMORY_CATEGORIES = (
     ("context", "context_bytes"),
 )
 _TIGHT = 0.9  # of the limit: above that, memory has ruled out what would be faster
-_HELP: Mapping[Part, str] = MappingProxyType(
+_HELP: Mapping[StepPart, str] = MappingProxyType(
     {
-        Part.COMPUTE: "a faster device would help, a faster network would not",
-        Part.COMMUNICATION: "a faster network, or more work for each byte sent, would help most",
-        Part.BUBBLE: "more microbatches or fewer pipeline ranks would help most",
-        Part.OVERHEAD: "larger microbatches would help most: the host cannot keep up",
+        StepPart.COMPUTE: "a faster device would help, a faster network would not",
+        StepPart.COMMUNICATION: "a faster network, or more work for each byte, would help most",
+        StepPart.BUBBLE: "more microbatches or fewer pipeline ranks would help most",
+        StepPart.OVERHEAD: "larger microbatches would help most: the host cannot keep up",
     }
 )
 _HELP_RECOMPUTING = (
@@ -62,10 +189,10 @@ _HELP_RECOMPUTING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class StepShare:
     """One part of the step."""
 
-    part: Part
+    part: StepPart
     seconds: float
     share: float
 
@@ -84,8 +211,8 @@ class StageMemory:
 class Explanation:
     """Everything that `autopar explain` tells, beside what the plan itself says."""
 
-    shares: tuple[Share, ...]
-    bound: Part
+    shares: tuple[StepShare, ...]
+    bound: StepPart
     reasons: tuple[str, ...]
     critical_stage: int
     memory: tuple[StageMemory, ...]
@@ -93,7 +220,7 @@ class Explanation:
     proof: str
 
 
-def explain(plan: Plan, axes: Axes, layers: Layers) -> Explanation:
+def explain(plan: Plan, axes: GraphAxes, layers: Layers) -> Explanation:
     """Return why a plan is what it is."""
     shares = shares_of(plan.prediction)
     memory = tuple(
@@ -111,21 +238,21 @@ def explain(plan: Plan, axes: Axes, layers: Layers) -> Explanation:
     )
 
 
-def shares_of(prediction: Prediction) -> tuple[Share, ...]:
+def shares_of(prediction: Prediction) -> tuple[StepShare, ...]:
     """Return what the terms of a step come to, part by part."""
     return tuple(
-        Share(part=part, seconds=seconds, share=seconds / prediction.step_seconds)
-        for part in Part
+        StepShare(part=part, seconds=seconds, share=seconds / prediction.step_seconds)
+        for part in StepPart
         for seconds in [part_seconds(prediction, part)]
     )
 
 
-def part_seconds(prediction: Prediction, part: Part) -> float:
+def part_seconds(prediction: Prediction, part: StepPart) -> float:
     """Return the seconds of one part of the step."""
     return sum(
         term.seconds
         for term in prediction.terms
-        if TERM_PARTS.get(term.name, Part.OVERHEAD) is part
+        if TERM_PARTS.get(term.name, StepPart.OVERHEAD) is part
     )
 
 
@@ -155,7 +282,7 @@ def _stage_memory(number: int, memory: MemoryPrediction, limit_bytes: int) -> St
     )
 
 
-def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
+def _reasons(plan: Plan, shares: tuple[StepShare, ...]) -> tuple[str, ...]:
     most = max(shares, key=lambda share: share.seconds)
     rank, memory = plan.fullest
     used, limit = memory.device_bytes, plan.limit_bytes(rank)
@@ -170,21 +297,21 @@ def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _part_words(prediction: Prediction, part: Part) -> str:
+def _part_words(prediction: Prediction, part: StepPart) -> str:
     """Say how much of the step a part is, and which of its terms that adds up."""
     own = [
         (term, percent)
         for term, percent in zip(prediction.terms, term_percents(prediction), strict=True)
-        if TERM_PARTS.get(term.name, Part.OVERHEAD) is part and percent
+        if TERM_PARTS.get(term.name, StepPart.OVERHEAD) is part and percent
     ]
     names = [term.name for term, _ in own]
     added = f" ({' + '.join(names)})" if names != [part.value] else ""
     return f"{part}{added} takes {sum(percent for _, percent in own)}% of the step"
 
 
-def _help(prediction: Prediction, part: Part) -> str:
+def _help(prediction: Prediction, part: StepPart) -> str:
     recomputes = any(term.name == "recompute" and term.seconds for term in prediction.terms)
-    return _HELP_RECOMPUTING if part is Part.COMPUTE and recomputes else _HELP[part]
+    return _HELP_RECOMPUTING if part is StepPart.COMPUTE and recomputes else _HELP[part]
 
 
 def _against(plan: Plan, other: RunnerUp) -> str:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
+from autopar.planner.graph.ops import refs
 from autopar.planner.layers import Layers
-from autopar.planner.layouts import WHOLE, Kind, Layout
-from autopar.planner.ops import refs
-from autopar.planner.programs.layouts.problem import Alike, Choice, Node
+from autopar.planner.programs.layouts.program import LayoutNode, SameChoices, Strategy
 
-_Way = Callable[[Choice], Hashable]
+_Way = Callable[[Strategy], Hashable]
 _Ends = list[tuple[int, _Way]]  # nodes, and by what their choices go together
 
 
@@ -28,14 +28,14 @@ class Kinds:
     """What tells where an op stands in its layer, and how it may be split there."""
 
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
 
-    def alike(self, nodes: Sequence[Node]) -> Iterator[Alike]:
+    def alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
         """Yield the choices of nodes of several layer classes that go together."""
         places: dict[Hashable, _Ends] = defaultdict(list)
         counts: Counter[Hashable] = Counter()
-        made_by = {out: (number, k) for number, k, out in _made(nodes)}
+        made_by = {out: (number, k) for number, k, out in _made_tensors(nodes)}
         for number, node in enumerate(nodes):
             place = self._place_of_op(node)
             if place is not None:
@@ -49,7 +49,7 @@ class Kinds:
             for other in others:
                 yield from _together(first, other, nodes)
 
-    def _place_of_op(self, node: Node) -> Hashable | None:
+    def _place_of_op(self, node: LayoutNode) -> Hashable | None:
         """Return where an op stands in the layers of its class; None if these are no modules."""
         layer, calls = self._layer_of(node.layer_class), self.graph.calls
         if layer is None or layer not in self.graph.index.around(node.op.call):
@@ -80,29 +80,29 @@ class Kinds:
         around = self.graph.calls[layer]
         return around.class_name, self.graph.calls[call].path.removeprefix(around.path)
 
-    def _strategy(self, choice: Choice) -> Hashable:
+    def _strategy(self, choice: Strategy) -> Hashable:
         own = choice.strategy
         return own.letter, tuple(map(self._told, (*own.needs, *own.gives)))
 
-    def _gives(self, output: int, choice: Choice) -> Hashable:
+    def _gives(self, output: int, choice: Strategy) -> Hashable:
         return self._told(choice.strategy.gives[output])
 
     def _told(self, layout: Layout) -> Hashable:
         """Return what a layout is, but for the gradient, which one of two layers may not have."""
-        if layout.kind is Kind.SPLIT:
+        if layout.kind is LayoutKind.SPLIT:
             return layout.dim, self.axes.names[layout.axis]
-        return WHOLE.kind if layout.kind is Kind.REPLICATED else layout.kind
+        return WHOLE.kind if layout.kind is LayoutKind.REPLICATED else layout.kind
 
 
-def _made(nodes: Sequence[Node]) -> Iterator[tuple[int, int, str]]:
+def _made_tensors(nodes: Sequence[LayoutNode]) -> Iterator[tuple[int, int, str]]:
     for number, node in enumerate(nodes):
         for place, out in enumerate(node.op.outputs):
             yield number, place, out
 
 
 def _together(
-    one: tuple[int, _Way], other: tuple[int, _Way], nodes: Sequence[Node]
-) -> Iterator[Alike]:
+    one: tuple[int, _Way], other: tuple[int, _Way], nodes: Sequence[LayoutNode]
+) -> Iterator[SameChoices]:
     """Yield for each way that two nodes both have the choices that are it."""
     ways: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for side, (number, way) in enumerate((one, other)):
@@ -110,4 +110,4 @@ def _together(
             ways[way(choice)][side].append(place)
     for mine, theirs in ways.values():
         if mine and theirs:
-            yield Alike(first=(one[0], tuple(mine)), second=(other[0], tuple(theirs)))
+            yield SameChoices(first=(one[0], tuple(mine)), second=(other[0], tuple(theirs)))

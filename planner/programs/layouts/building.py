@@ -3,41 +3,92 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layers
-from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
-from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.alike import Kinds
 from autopar.planner.programs.layouts.conversions import Conversions
-from autopar.planner.programs.layouts.edges import Need, Structure, structure_of
-from autopar.planner.programs.layouts.keeps import keeps_of
-from autopar.planner.programs.layouts.pricing import Pricer
-from autopar.planner.programs.layouts.problem import Alike, Choice, Demand, Node, Problem, Source
-from autopar.planner.programs.layouts.reach import Edge, reachable
-from autopar.planner.programs.layouts.rules import LayoutRules, permitted
+from autopar.planner.programs.layouts.edges import LayoutPricer, Need, Structure, structure_of
+from autopar.planner.programs.layouts.program import (
+    ChoiceSource,
+    Demand,
+    Keep,
+    LayoutNode,
+    Problem,
+    SameChoices,
+    Strategy,
+)
+from autopar.planner.programs.layouts.rules import Edge, LayoutRules, permitted, reachable
 from autopar.planner.programs.layouts.strategies import strategies
+
+BytesOf = Callable[[str, Layout], int]
+_Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in each choice
+
+
+def keeps_of(
+    nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
+) -> Iterator[Keep]:
+    """Yield each memory that the ops of a layer keep, with those that hold it.
+
+    An op keeps its input as it needs it: after a gather, the gathered copy.
+    """
+    held: dict[tuple[int, str], list[_Held]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        for name in pricer.kept(node.op).seen:
+            root = pricer.memory.root(name)
+            held[node.layer_class, root].append((i, name, _layouts(node, name)))
+    for holders in held.values():
+        yield _keep(holders, nodes[holders[0][0]].count, memory_bytes)
+
+
+def _keep(holders: Sequence[_Held], count: int, memory_bytes: BytesOf) -> Keep:
+    sizes: dict[str, int] = {}
+    for _, name, layouts in holders:
+        for layout in layouts:
+            sizes.setdefault(_form(layout), memory_bytes(name, layout))
+    return Keep(
+        holders=tuple(node for node, _, _ in holders),
+        forms=tuple(tuple(map(_form, layouts)) for _, _, layouts in holders),
+        saved_bytes=sizes,
+        count=count,
+    )
+
+
+def _layouts(node: LayoutNode, name: str) -> tuple[Layout, ...]:
+    """Return the layout of an op's input (else output) in each of its choices."""
+    if name in node.op.inputs:
+        place = node.op.inputs.index(name)
+        return tuple(choice.needs[place] for choice in node.choices)
+    place = node.op.outputs.index(name)
+    return tuple(choice.gives[place] for choice in node.choices)
+
+
+def _form(layout: Layout) -> str:
+    return layout.axis if layout.kind is LayoutKind.SPLIT else ""
+
 
 # A sum after the step is never dearer than one in every microbatch: where they cost alike it wins.
 ONCE_PER_STEP = 0.999
 
-Choices = Mapping[int, Sequence[Choice]]
+Choices = Mapping[int, Sequence[Strategy]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LayoutPlace:
     """What the layouts are chosen for: a graph, and the ranks of its tensor axis."""
 
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
-    pricer: Pricer
+    pricer: LayoutPricer
     degree: int
     shape: GroupShape
     rules: LayoutRules
@@ -50,13 +101,13 @@ class Place:
         return self.graph.fixed_batch or self.pricer.batch
 
 
-def build_problem(place: Place) -> Problem:
+def build_problem(place: LayoutPlace) -> Problem:
     """Return the layout problem of a graph."""
     return _Builder(place).problem()
 
 
 class _Builder:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LayoutPlace) -> None:
         self.place, self.graph, self.axes = place, place.graph, place.axes
         structure = place.structure or structure_of(place.graph, place.axes, place.layers)
         self.slots, self.numbering = structure.slots, structure.numbering
@@ -88,13 +139,13 @@ class _Builder:
             alike=tuple(self._alike(nodes)),
         )
 
-    def _alike(self, nodes: Sequence[Node]) -> Iterator[Alike]:
+    def _alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
         kinds = Kinds(graph=self.graph, axes=self.axes, layers=self.place.layers)
         return kinds.alike(nodes)
 
     # --- choices
 
-    def _choices(self, op: Op) -> tuple[Choice, ...]:
+    def _choices(self, op: Op) -> tuple[Strategy, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
         if self.given.issuperset(op.outputs):  # masks and positions: made whole, and then sliced
@@ -102,8 +153,8 @@ class _Builder:
         left = permitted(op, found, place.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
 
-    def _choice(self, strategy: OpLayout) -> Choice:
-        return Choice(
+    def _choice(self, strategy: OpLayout) -> Strategy:
+        return Strategy(
             strategy=strategy,
             needs=tuple(map(self.slots.common, strategy.needs)),
             gives=tuple(map(self.slots.common, strategy.gives)),
@@ -115,7 +166,7 @@ class _Builder:
         return all(
             self.slots.tells_apart(name, layout.dim, self.axes)
             for name, layout in pairs
-            if layout.kind is Kind.SPLIT
+            if layout.kind is LayoutKind.SPLIT
         )
 
     # --- what lies between them
@@ -134,13 +185,13 @@ class _Builder:
 
     def _possible(self, slot: str, wanted: Mapping[Layout, None]) -> tuple[Layout, ...]:
         tensors = [self.graph.tensors[name] for name in self.members[slot]]
-        outside = [tensor for tensor in tensors if tensor.origin is not Origin.OP]
+        outside = [tensor for tensor in tensors if tensor.origin is not TensorOrigin.OP]
         if not outside:
             return tuple(wanted)
-        if not all(t.origin is Origin.PARAMETER or t.name in self.written for t in outside):
+        if not all(t.origin is TensorOrigin.PARAMETER or t.name in self.written for t in outside):
             return (WHOLE,)
         replicated = (REPLICATED,) if any(t.requires_grad for t in outside) else ()
-        return (WHOLE, *replicated, *(x for x in wanted if x.kind is Kind.SPLIT))
+        return (WHOLE, *replicated, *(x for x in wanted if x.kind is LayoutKind.SPLIT))
 
     def _edge(self, need: Need, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
         tensor, _ = self.needs[need]
@@ -157,7 +208,7 @@ class _Builder:
 
     # --- costs
 
-    def _node(self, number: int, choices: tuple[Choice, ...]) -> Node:
+    def _node(self, number: int, choices: tuple[Strategy, ...]) -> LayoutNode:
         op, pricer = self.numbering.ops[number], self.place.pricer
         kept = pricer.kept(op)
         priced = []
@@ -165,7 +216,7 @@ class _Builder:
             split = _op_split(choice.strategy, self.place.degree)
             cost = pricer.cost(op, split)
             priced.append(
-                Choice(
+                Strategy(
                     strategy=choice.strategy,
                     needs=choice.needs,
                     gives=choice.gives,
@@ -173,7 +224,7 @@ class _Builder:
                     saved_bytes=kept.own_bytes(split),
                 )
             )
-        return Node(
+        return LayoutNode(
             op=op,
             layer_class=self.numbering.classes[number],
             count=self.numbering.counts[number],
@@ -182,22 +233,22 @@ class _Builder:
 
     def _sources(
         self, layouts: Mapping[str, tuple[Layout, ...]]
-    ) -> dict[tuple[int, int] | str, Source]:
+    ) -> dict[tuple[int, int] | str, ChoiceSource]:
         """Return what ops make, by (node, output), and the slots."""
-        made: dict[tuple[int, int] | str, Source] = {}
+        made: dict[tuple[int, int] | str, ChoiceSource] = {}
         for need, (tensor, _) in self.needs.items():
             if need.producer is not None:
-                made.setdefault(need.producer, Source(tensor=tensor, producer=need.producer))
+                made.setdefault(need.producer, ChoiceSource(tensor=tensor, producer=need.producer))
         return made | {slot: self._slot_source(slot, own) for slot, own in layouts.items()}
 
-    def _slot_source(self, slot: str, layouts: tuple[Layout, ...]) -> Source:
+    def _slot_source(self, slot: str, layouts: tuple[Layout, ...]) -> ChoiceSource:
         weights = [
             name
             for name in self.members[slot]
-            if self.graph.tensors[name].origin is Origin.PARAMETER
+            if self.graph.tensors[name].origin is TensorOrigin.PARAMETER
         ]
         tensor = weights[0] if weights else slot
-        return Source(
+        return ChoiceSource(
             tensor=tensor,
             layouts=layouts,
             seconds=tuple(len(weights) * self._gradient_seconds(tensor, x) for x in layouts),
@@ -206,7 +257,7 @@ class _Builder:
 
     def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
         """An R parameter's gradient is summed over the ranks, once for all microbatches."""
-        if self.graph.tensors[tensor].origin is not Origin.PARAMETER or layout != REPLICATED:
+        if self.graph.tensors[tensor].origin is not TensorOrigin.PARAMETER or layout != REPLICATED:
             return 0.0
         once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
         return once * ONCE_PER_STEP
@@ -259,7 +310,7 @@ def _op_split(strategy: OpLayout, degree: int) -> OpSplit | None:
 
 def _given(graph: Graph) -> frozenset[str]:
     """Return the tensors that come from inputs and constants alone."""
-    outside = (Origin.INPUT, Origin.CONSTANT, Origin.BUFFER)
+    outside = (TensorOrigin.INPUT, TensorOrigin.CONSTANT, TensorOrigin.BUFFER)
     given = {tensor.name for tensor in graph.tensors.values() if tensor.origin in outside}
     for op in graph.ops:
         if given.issuperset(op.inputs):

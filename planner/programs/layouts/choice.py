@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.errors import InfeasibleError, TimeLimitError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import OpLayout, ParameterLayout
 from autopar.planner.layers import Layers
-from autopar.planner.layouts import OpLayout, ParameterLayout
-from autopar.planner.programs.layouts.building import Place, build_problem
-from autopar.planner.programs.layouts.edges import crossing_tensors, structure_of
-from autopar.planner.programs.layouts.pricing import Pricer
-from autopar.planner.programs.layouts.problem import Assignment, Problem, totals
-from autopar.planner.programs.layouts.program import LayoutModel, Weights
-from autopar.planner.programs.layouts.rules import FREE, LayoutRules, check_rules
-from autopar.planner.programs.layouts.slots import Slots
+from autopar.planner.programs.layouts.building import LayoutPlace, build_problem
+from autopar.planner.programs.layouts.edges import LayoutPricer, crossing_tensors, structure_of
+from autopar.planner.programs.layouts.program import (
+    Assignment,
+    LayoutModel,
+    Problem,
+    ProgramUnits,
+    totals,
+)
+from autopar.planner.programs.layouts.rules import FREE, LayoutRules, Slots, check_rules
 from autopar.planner.programs.solver import (
     Infeasible,
     SolverName,
@@ -76,9 +79,9 @@ class LayoutSolution:
 
 def solve_layouts(
     graph: Graph,
-    axes: Axes,
+    axes: GraphAxes,
     layers: Layers,
-    pricer: Pricer,
+    pricer: LayoutPricer,
     *,
     degree: int,
     shape: GroupShape,
@@ -89,7 +92,7 @@ def solve_layouts(
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
     """Return the layouts worth considering, the fastest first, each smaller than those before."""
-    place = Place(
+    place = LayoutPlace(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
         rules=rules, microbatches=microbatches,
     )  # fmt: skip
@@ -102,7 +105,7 @@ class LayoutProgram:
 
     def __init__(
         self,
-        place: Place,
+        place: LayoutPlace,
         budget: Budget,
         *,
         time_limit_seconds: float = 60.0,
@@ -125,12 +128,12 @@ class LayoutProgram:
         """Return the layouts worth considering, the fastest first."""
         return tuple(map(self._told, self._front.points()))
 
-    def _told(self, point: Point) -> LayoutSolution:
+    def _told(self, point: SolvedPoint) -> LayoutSolution:
         return _solution(self._problem, point, self._place, self._slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SolvedPoint:
     """One solved program: what was chosen, and what it costs."""
 
     assignment: Assignment
@@ -159,11 +162,11 @@ class Front:
         self._model = LayoutModel(problem, self._weights)
 
     @cached_property
-    def fastest(self) -> Point:
+    def fastest(self) -> SolvedPoint:
         """The fastest point; among equally fast ones the smallest."""
         return self._cheapest(second_price=1.0, byte_price=_TIE)
 
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[SolvedPoint, ...]:
         """Return the front: the fastest first, dominated and near-equal points left out.
 
         Without budgets: the ends of the front, then what lies furthest below the line between two
@@ -187,7 +190,7 @@ class Front:
                 front = sorted([*front, point], key=lambda p: (p.seconds, p.counted_bytes))
         return _pareto(front)
 
-    def _between(self, fast: Point, small: Point) -> Point | None:
+    def _between(self, fast: SolvedPoint, small: SolvedPoint) -> SolvedPoint | None:
         """Return the point furthest below the line between two, None where there is none."""
         slope = (small.seconds - fast.seconds) / (fast.counted_bytes - small.counted_bytes)
         price = slope * self._weights.byte_unit / self._weights.second_unit
@@ -199,10 +202,10 @@ class Front:
         )
         return point if is_new else None
 
-    def _fastest(self, budget_bytes: float) -> Point | None:
+    def _fastest(self, budget_bytes: float) -> SolvedPoint | None:
         return self._solved(second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes)
 
-    def _cheapest(self, *, second_price: float, byte_price: float) -> Point:
+    def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
         point = self._solved(second_price=second_price, byte_price=byte_price, budget_bytes=None)
         if point is None:  # without pins, not splitting anything is a solution
             raise InfeasibleError(
@@ -214,7 +217,7 @@ class Front:
 
     def _solved(
         self, *, second_price: float, byte_price: float, budget_bytes: float | None
-    ) -> Point | None:
+    ) -> SolvedPoint | None:
         program = self._model.program(
             second_price=second_price, byte_price=byte_price, budget_bytes=budget_bytes
         )
@@ -230,7 +233,7 @@ class Front:
         cost = totals(self._problem, assignment)
         assert cost is not None, "the program allows what its problem does not"
         weights = self._weights
-        return Point(
+        return SolvedPoint(
             assignment=assignment,
             seconds=cost.seconds,
             saved_bytes=cost.saved_bytes,
@@ -242,12 +245,12 @@ class Front:
         )
 
 
-def _weights(problem: Problem, budget: Budget) -> Weights:
+def _weights(problem: Problem, budget: Budget) -> ProgramUnits:
     """Choose units in which the terms of the program are near one."""
     seconds = [c.seconds for node in problem.nodes for c in node.choices if c.seconds > 0]
     sizes = [s for keep in problem.keeps for s in keep.saved_bytes.values() if s > 0]
     sizes += [s for source in problem.sources for s in source.weight_bytes if s > 0]
-    return Weights(
+    return ProgramUnits(
         second_unit=sum(seconds) / len(seconds) if seconds else 1.0,
         byte_unit=sum(sizes) / len(sizes) if sizes else 1.0,
         saved_factor=budget.saved_factor,
@@ -255,7 +258,9 @@ def _weights(problem: Problem, budget: Budget) -> Weights:
     )
 
 
-def _widest_gap(pairs: Sequence[tuple[Point, Point]]) -> tuple[Point, Point] | None:
+def _widest_gap(
+    pairs: Sequence[tuple[SolvedPoint, SolvedPoint]],
+) -> tuple[SolvedPoint, SolvedPoint] | None:
     """Return the neighbours that lie furthest apart in memory, None where all lie close."""
     far = [
         (fast, small)
@@ -266,20 +271,22 @@ def _widest_gap(pairs: Sequence[tuple[Point, Point]]) -> tuple[Point, Point] | N
     return max(far, key=lambda pair: pair[0].counted_bytes / pair[1].counted_bytes, default=None)
 
 
-def _ends(pair: tuple[Point, Point]) -> tuple[float, float]:
+def _ends(pair: tuple[SolvedPoint, SolvedPoint]) -> tuple[float, float]:
     return pair[0].seconds, pair[1].seconds
 
 
-def _pareto(points: Sequence[Point]) -> tuple[Point, ...]:
+def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
     """Sort by time; keep what is clearly smaller than everything faster."""
-    front: list[Point] = []
+    front: list[SolvedPoint] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
         if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:
             front.append(point)
     return tuple(front)
 
 
-def _solution(problem: Problem, point: Point, place: Place, slots: Slots) -> LayoutSolution:
+def _solution(
+    problem: Problem, point: SolvedPoint, place: LayoutPlace, slots: Slots
+) -> LayoutSolution:
     classes: list[list[OpLayout]] = [[] for _ in place.layers.classes]
     for node, choice in zip(problem.nodes, point.assignment.choices, strict=True):
         classes[node.layer_class].append(node.choices[choice].strategy)

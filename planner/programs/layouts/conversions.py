@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import CONVERSIONS, Kind, Layout
-from autopar.planner.ops import Origin
-from autopar.planner.programs.layouts.cuts import is_contiguous, is_cuttable
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import CONVERSIONS, Layout, LayoutKind
+from autopar.planner.graph.ops import TensorOrigin
+from autopar.planner.programs.layouts.strategies import is_contiguous, is_cuttable
 
 
 class Conversions:
@@ -18,7 +18,7 @@ class Conversions:
     makes a tensor of its own, which later writes would miss; nor memory that is read by strides.
     """
 
-    def __init__(self, graph: Graph, axes: Axes, *, batch: int) -> None:
+    def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int) -> None:
         self._graph, self._axes, self._batch = graph, axes, batch
         self._written = frozenset(buffer.name for buffer in graph.buffers if buffer.updated)
         self._fixed = _written_and_read(graph) | _strided(graph)
@@ -31,11 +31,11 @@ class Conversions:
             return False
         if self._graph.tensors[tensor].storage in self._fixed:
             return False
-        if self._graph.tensors[tensor].origin in (Origin.PARAMETER, Origin.BUFFER):
-            if produced.kind is Kind.SPLIT or tensor in self._written:
+        if self._graph.tensors[tensor].origin in (TensorOrigin.PARAMETER, TensorOrigin.BUFFER):
+            if produced.kind is LayoutKind.SPLIT or tensor in self._written:
                 return False
-            return needed.kind is not Kind.SPLIT or self._is_cuttable(tensor, needed)
-        if produced.kind is needed.kind is Kind.SPLIT and produced.dim == needed.dim:
+            return needed.kind is not LayoutKind.SPLIT or self._is_cuttable(tensor, needed)
+        if produced.kind is needed.kind is LayoutKind.SPLIT and produced.dim == needed.dim:
             return False  # an all-to-all takes one dim apart and puts another together
         return all(self._is_contiguous(tensor, layout) for layout in (produced, needed))
 
@@ -43,7 +43,7 @@ class Conversions:
         return is_cuttable(self._axes.dims[tensor][layout.dim], layout.axis)
 
     def _is_contiguous(self, tensor: str, layout: Layout) -> bool:
-        if layout.kind is not Kind.SPLIT:
+        if layout.kind is not LayoutKind.SPLIT:
             return True
         return is_contiguous(self._axes.dims[tensor][layout.dim], layout.axis, self._batch)
 

@@ -1,16 +1,80 @@
-"""Finds what the ops of each layer need of which tensor, counted over equal layers."""
+"""Conversions and prices of the choices of a layout problem."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Layout
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers
-from autopar.planner.ops import Op
-from autopar.planner.programs.layouts.slots import Slots, find_slots
+from autopar.planner.programs.layouts.rules import Slots, find_slots
+
+
+class SecondsOf(Protocol):
+    """The seconds of one op on one rank."""
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of the forward."""
+
+    @property
+    def backward_seconds(self) -> float:
+        """Of the backward, the gradient of weights with it."""
+
+
+class KeptOfOp(Protocol):
+    """What an op keeps for the backward."""
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The tensors, as the op's arguments or results."""
+
+    def own_bytes(self, split: OpSplit | None) -> int:
+        """Return the bytes of what is no tensor of the graph: masks, statistics."""
+
+
+class MemoryOf(Protocol):
+    """In whose memory tensors lie."""
+
+    def root(self, name: str) -> str:
+        """Return the tensor whose memory this one lies in."""
+
+
+class LayoutPricer(Protocol):
+    """Prices one graph at one batch, on one device."""
+
+    @property
+    def batch(self) -> int:
+        """The rows of a microbatch."""
+
+    @property
+    def memory(self) -> MemoryOf:
+        """In whose memory the tensors lie."""
+
+    def cost(self, op: Op, split: OpSplit | None) -> SecondsOf:
+        """Return the seconds of an op, whole or split."""
+
+    def kept(self, op: Op) -> KeptOfOp:
+        """Return what an op keeps for the backward."""
+
+    def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes of a tensor on one rank."""
+
+    def memory_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes on one rank of the memory that a tensor lies in."""
+
+    def conversion_seconds(
+        self, tensor: str, produced: Layout, needed: Layout, degree: int, shape: GroupShape
+    ) -> tuple[float, float]:
+        """Return the seconds of a conversion, forward and backward."""
+
 
 Ends = tuple[tuple[int, int], ...]
 
@@ -48,7 +112,7 @@ class Structure:
     needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and in how many layers
 
 
-def structure_of(graph: Graph, axes: Axes, layers: Layers) -> Structure:
+def structure_of(graph: Graph, axes: GraphAxes, layers: Layers) -> Structure:
     """Return the structure of a graph."""
     slots, numbering = find_slots(graph, axes, layers), number_nodes(layers)
     needs = count_needs(graph, layers, slots, numbering)

@@ -1,43 +1,181 @@
-"""The integer program of the layouts, in PuLP.
-
-    x[v,c] ∈ {0,1}     op v runs as its choice c
-    u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
-    w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
-    h[g,f] ≥ 0         the kept tensor g is held in form f
-
-    Families, each a function below:
-    one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
-    conversions        Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]
-                       where p[e,k] is Σ_(c gives k) x[v,c] of the op that makes e, or u[e,k];
-                       a slot that e crosses into is a consumer that needs its own layout;
-                       with one consumer, both are sums and equal: the relaxation is then tight
-    holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
-    alike              Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]
-                       for nodes at the same place in layers of one kind
-    budget             saved and weight bytes ≤ budget
-
-    minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
-
-A conversion is paid once per tensor and layer, however many consumers share it.
-"""
+"""The integer program of the layouts, in PuLP, and the plain numbers that it is made from."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pulp
 
-from autopar.planner.layouts import WHOLE, Layout
-from autopar.planner.programs.layouts.problem import Assignment, Demand, Problem
+from autopar.planner.graph.layouts import WHOLE, Layout, OpLayout
+from autopar.planner.graph.ops import Op
 from autopar.planner.programs.solver import chosen, new_program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One strategy of an op; its layouts are in the common names of the axes (slots.py)."""
+
+    strategy: OpLayout
+    needs: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    seconds: float = 0.0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutNode:
+    """An op at its place in the layers of one class; its costs count `count` times."""
+
+    op: Op
+    layer_class: int
+    count: int
+    choices: tuple[Strategy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceSource:
+    """A tensor that an op makes (node, output), or a slot that lies in one of some layouts.
+
+    Layout l of a slot costs seconds[l] and takes weight_bytes[l]: nothing but for parameters.
+    """
+
+    tensor: str
+    producer: tuple[int, int] | None = None
+    layouts: tuple[Layout, ...] = ()
+    seconds: tuple[float, ...] = ()
+    weight_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the ops of one layer (node, input) need of a source, in `count` layers.
+
+    `crosses` is the slot (a source) in whose layout the tensor leaves the layer, -1 if it stays.
+    `seconds` has the conversions that there are, from the produced to the needed layout.
+    Needed by nothing, it is the loss, which has to be whole.
+    """
+
+    source: int
+    tensor: str
+    consumers: tuple[tuple[int, int], ...]
+    crosses: int
+    count: int
+    seconds: Mapping[tuple[Layout, Layout], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """A tensor kept by some nodes of one layer: in form f it takes saved_bytes[f].
+
+    `forms[k]` has for holder k the form in each of its choices: an axis, or "" for the whole.
+    """
+
+    holders: tuple[int, ...]
+    forms: tuple[tuple[str, ...], ...]
+    saved_bytes: Mapping[str, int]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameChoices:
+    """Some choices of two nodes: if one of the nodes has one of its own, so has the other."""
+
+    first: tuple[int, tuple[int, ...]]
+    second: tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """All of it."""
+
+    nodes: tuple[LayoutNode, ...]
+    sources: tuple[ChoiceSource, ...]
+    demands: tuple[Demand, ...]
+    keeps: tuple[Keep, ...]
+    alike: tuple[SameChoices, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One choice of each node, and the layout of each slot (−1 for what an op makes)."""
+
+    choices: tuple[int, ...]
+    layouts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentTotals:
+    """What an assignment costs, all layers together."""
+
+    seconds: float
+    saved_bytes: int
+    weight_bytes: int
+
+
+def totals(problem: Problem, assignment: Assignment) -> AssignmentTotals | None:
+    """Return what an assignment costs, None where it is not allowed.
+
+    That is where a needed conversion does not exist, or nodes that go together do not.
+    """
+    if not all(_go_together(assignment, one) for one in problem.alike):
+        return None
+    picked = [n.choices[c] for n, c in zip(problem.nodes, assignment.choices, strict=True)]
+    produced = _produced(problem, assignment, picked)
+    seconds = sum(node.count * c.seconds for node, c in zip(problem.nodes, picked, strict=True))
+    weights = 0
+    for source, place in zip(problem.sources, assignment.layouts, strict=True):
+        if place >= 0:
+            seconds += source.seconds[place]
+            weights += source.weight_bytes[place]
+    for demand in problem.demands:
+        needed = {picked[node].needs[place] for node, place in demand.consumers}
+        needed |= {produced[demand.crosses]} if demand.crosses >= 0 else set()
+        for layout in needed or {WHOLE}:
+            cost = demand.seconds.get((produced[demand.source], layout))
+            if cost is None:
+                return None
+            seconds += demand.count * cost
+    return AssignmentTotals(
+        seconds=seconds, saved_bytes=_saved_bytes(problem, assignment), weight_bytes=weights
+    )
+
+
+def _go_together(assignment: Assignment, alike: SameChoices) -> bool:
+    (i, mine), (j, theirs) = alike.first, alike.second
+    return (assignment.choices[i] in mine) == (assignment.choices[j] in theirs)
+
+
+def _produced(problem: Problem, assignment: Assignment, picked: Sequence[Strategy]) -> list[Layout]:
+    return [
+        source.layouts[layout]
+        if source.producer is None
+        else picked[source.producer[0]].gives[source.producer[1]]
+        for source, layout in zip(problem.sources, assignment.layouts, strict=True)
+    ]
+
+
+def _saved_bytes(problem: Problem, assignment: Assignment) -> int:
+    own = sum(
+        node.count * node.choices[choice].saved_bytes
+        for node, choice in zip(problem.nodes, assignment.choices, strict=True)
+    )
+    for keep in problem.keeps:
+        forms = {
+            forms[assignment.choices[node]]
+            for node, forms in zip(keep.holders, keep.forms, strict=True)
+        }
+        own += keep.count * sum(keep.saved_bytes[form] for form in forms)
+    return own
+
 
 Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class ProgramUnits:
     """The units of the program, and what of the bytes counts.
 
     The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit, where
@@ -53,7 +191,7 @@ class Weights:
 @dataclass(slots=True)
 class _Model:
     problem: Problem
-    weights: Weights
+    weights: ProgramUnits
     program: pulp.LpProblem
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     u: list[list[pulp.LpVariable]] = field(default_factory=list)
@@ -67,7 +205,7 @@ class _Model:
 class LayoutModel:
     """The program of one problem; it is solved with several budgets and prices."""
 
-    def __init__(self, problem: Problem, weights: Weights) -> None:
+    def __init__(self, problem: Problem, weights: ProgramUnits) -> None:
         self._model = _Model(problem, weights, new_program("layouts"))
         _make_choices(self._model)
         _require_one_choice(self._model)
@@ -126,7 +264,7 @@ def _require_one_choice(model: _Model) -> None:
 def _require_conversions(model: _Model) -> None:
     """Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]."""
     for d, demand in enumerate(model.problem.demands):
-        produced = _produced(model, demand.source)
+        produced = _produced_by(model, demand.source)
         needed = _needed(model, demand)
         layouts = list(dict.fromkeys(layout for own in needed for layout in own))
         made = _conversion_variables(model, d, demand, list(produced), layouts)
@@ -187,7 +325,7 @@ def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:
     model.require(size <= budget_bytes / model.weights.byte_unit, "budget")
 
 
-def _produced(model: _Model, e: int) -> dict[Layout, Sum]:
+def _produced_by(model: _Model, e: int) -> dict[Layout, Sum]:
     """Return p[e,l]: how much a source is in each layout."""
     source = model.problem.sources[e]
     if source.producer is None:
@@ -205,7 +343,7 @@ def _needed(model: _Model, demand: Demand) -> list[dict[Layout, Sum]]:
         for node, place in demand.consumers
     ]
     if demand.crosses >= 0:
-        found.append(_produced(model, demand.crosses))
+        found.append(_produced_by(model, demand.crosses))
     return found or [{WHOLE: pulp.LpAffineExpression(constant=1)}]
 
 

@@ -1,28 +1,173 @@
-"""What a person allows of the layouts: axes forbidden or allowed by name, modules pinned.
-
-Layers of one class are split alike, so a rule means all of them or none.
-"""
+"""What a person allows of the layouts, and which tensors stand in the same place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from autopar.planner.axes.infer import Axes
+from networkx.utils import UnionFind
+
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import InfeasibleError, InputError
-from autopar.planner.graph import Graph
-from autopar.planner.layers import Layers
-from autopar.planner.layouts import OpLayout
-from autopar.planner.ops import Op
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Op
+from autopar.planner.layers import Layer, Layers
+from autopar.planner.programs.layouts.program import Strategy
 from autopar.planner.rules.rule import Traffic
+from autopar.planner.rules.signature import FlattenedDims, leaves
 from autopar.planner.rules.table import rule_of
-from autopar.planner.rules.terms import Product, leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
+class Slots:
+    """Every tensor's slot and every axis' common name, each the name of one of its members."""
+
+    tensors: Mapping[str, str]
+    axes: Mapping[str, str]
+
+    def common(self, layout: Layout) -> Layout:
+        """Return a layout in the common name of its axis."""
+        if layout.kind is not LayoutKind.SPLIT:
+            return layout
+        return Layout(layout.kind, self.axes[layout.axis], layout.dim)
+
+    def own(self, layout: Layout, tensor: str, axes: GraphAxes) -> Layout:
+        """Return a layout in the axis of one tensor itself."""
+        if layout.kind is not LayoutKind.SPLIT:
+            return layout
+        common = self.axes[layout.axis]
+        inside = [leaf.name for leaf in leaves(axes.dims[tensor][layout.dim])]
+        axis = next(name for name in inside if self.axes[name] == common)
+        return Layout(layout.kind, axis, layout.dim)
+
+    def tells_apart(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
+        """Whether the axes in a dim still have different common names."""
+        inside = {leaf.name for leaf in leaves(axes.dims[tensor][dim])}
+        return len({self.axes[name] for name in inside}) == len(inside)
+
+
+def find_slots(graph: Graph, axes: GraphAxes, layers: Layers) -> Slots:
+    """Return the slots of all tensors and axes of a graph."""
+    tensors, names = UnionFind(graph.tensors), UnionFind(axes.names)
+    for first, other in _places(layers):
+        tensors.union(first, other)
+        for mine, theirs in zip(axes.dims[first], axes.dims[other], strict=True):
+            for a, b in zip(leaves(mine), leaves(theirs), strict=False):
+                names.union(a.name, b.name)
+    return Slots(tensors=_firsts(tensors), axes=_firsts(names))
+
+
+def _firsts(unions: UnionFind) -> Mapping[str, str]:
+    """Return for each name the first of those that it is united with."""
+    first: dict[str, str] = {}
+    return {name: first.setdefault(unions[name], name) for name in unions}
+
+
+def own_layouts(
+    layouts: tuple[tuple[OpLayout, ...], ...], layer: Layer, axes: GraphAxes, slots: Slots
+) -> tuple[OpLayout, ...]:
+    """Return the layouts of the ops of one layer, in the axes of its own tensors."""
+
+    def translated(
+        strategy: OpLayout, inputs: tuple[str, ...], outputs: tuple[str, ...]
+    ) -> OpLayout:
+        needs = tuple(map(slots.own, strategy.needs, inputs, (axes,) * len(inputs)))
+        gives = tuple(map(slots.own, strategy.gives, outputs, (axes,) * len(outputs)))
+        axis = next((x.axis for x in (*gives, *needs) if x.axis), "")
+        return OpLayout(letter=strategy.letter, axis=axis, needs=needs, gives=gives)
+
+    chosen = layouts[layer.layer_class]
+    return tuple(
+        translated(strategy, op.inputs, op.outputs)
+        for op, strategy in zip(layer.ops, chosen, strict=True)
+    )
+
+
+def _places(layers: Layers) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of the first layer of each class with those of the others."""
+    for layer_class in layers.classes:
+        first, *others = (layers.layers[i] for i in layer_class.layers)
+        for other in others:
+            for mine, theirs in zip(first.ops, other.ops, strict=True):
+                yield from zip(mine.inputs, theirs.inputs, strict=True)
+                yield from zip(mine.outputs, theirs.outputs, strict=True)
+
+
+Converts = Callable[[Layout, Layout], bool]
+
+
+@dataclass(slots=True, kw_only=True)
+class Edge:
+    """A tensor between the op that makes it, or the layouts of its slot, and the ops of one layer.
+
+    Ends are (node, place); `layouts` is None for what an op makes. Without consumers, it is the
+    loss.
+    """
+
+    producer: tuple[int, int] | None
+    layouts: tuple[Layout, ...] | None
+    consumers: tuple[tuple[int, int], ...]
+    converts: Converts
+    known: dict[tuple[Layout, Layout], bool] = field(default_factory=dict)
+
+    def reaches(self, produced: Layout, needed: Layout) -> bool:
+        """Whether one layout becomes the other."""
+        pair = (produced, needed)
+        if pair not in self.known:
+            self.known[pair] = self.converts(produced, needed)
+        return self.known[pair]
+
+
+def reachable(
+    choices: Mapping[int, Sequence[Strategy]], edges: Sequence[Edge]
+) -> dict[int, tuple[Strategy, ...]]:
+    """Return the choices that are left when each has a partner at both ends of all its edges.
+
+    Nothing that a solution has is dropped: a dropped choice has no partner at some edge.
+    """
+    left = {node: tuple(own) for node, own in choices.items()}
+    changed = True
+    while changed:
+        changed = False
+        for edge in edges:
+            for node, kept in _narrowed(edge, left):
+                if len(kept) < len(left[node]):
+                    left[node], changed = kept, True
+    return left
+
+
+def _narrowed(
+    edge: Edge, left: Mapping[int, tuple[Strategy, ...]]
+) -> list[tuple[int, tuple[Strategy, ...]]]:
+    found = []
+    made = _made(edge, left)
+    wanted = [{c.needs[place] for c in left[node]} for node, place in edge.consumers] or [{WHOLE}]
+    if edge.producer is not None:
+        node, place = edge.producer
+        usable = {
+            m for m in made if all(any(edge.reaches(m, need) for need in own) for own in wanted)
+        }
+        found.append((node, tuple(c for c in left[node] if c.gives[place] in usable)))
+    having = {need for own in wanted for need in own if any(edge.reaches(m, need) for m in made)}
+    found += [
+        (node, tuple(c for c in left[node] if c.needs[place] in having))
+        for node, place in edge.consumers
+    ]
+    return found
+
+
+def _made(edge: Edge, left: Mapping[int, tuple[Strategy, ...]]) -> set[Layout]:
+    if edge.producer is None:
+        return set(edge.layouts or ())
+    node, place = edge.producer
+    return {choice.gives[place] for choice in left[node]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPin:
     """The ops of these modules (`h.*.mlp`) are split along this axis where they can be.
 
     With the axis "" they are not split at all.
@@ -46,7 +191,7 @@ class LayoutRules:
 
     forbidden: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
-    pins: tuple[Pin, ...] = ()
+    pins: tuple[LayoutPin, ...] = ()
     bans: tuple[Ban, ...] = ()
 
 
@@ -54,7 +199,7 @@ FREE = LayoutRules()
 
 
 def permitted(
-    op: Op, found: Sequence[OpLayout], rules: LayoutRules, graph: Graph, axes: Axes
+    op: Op, found: Sequence[OpLayout], rules: LayoutRules, graph: Graph, axes: GraphAxes
 ) -> tuple[OpLayout, ...]:
     """Return the strategies of an op that the rules leave; not splitting it is always one.
 
@@ -71,19 +216,19 @@ def permitted(
     return tuple(left)
 
 
-def _merges(op: Op, axis: str, axes: Axes) -> bool:
+def _merges(op: Op, axis: str, axes: GraphAxes) -> bool:
     """Whether an op is a view that flattens an axis, or takes one apart, as an inner factor."""
     if rule_of(op.target).traffic is not Traffic.NONE:
         return False
     dims = [dim for name in (*op.inputs, *op.outputs) for dim in axes.dims[name]]
-    inner = [d for dim in dims if isinstance(dim, Product) for d in dim.factors[1:]]
+    inner = [d for dim in dims if isinstance(dim, FlattenedDims) for d in dim.factors[1:]]
     return any(axes.names[leaf.name] == axis for dim in inner for leaf in leaves(dim))
 
 
-def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) -> None:
+def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layers) -> None:
     """Raise InputError for an unknown axis or module, and for a rule that cannot be kept."""
     names = {name for name in axes.names.values() if not name.isdigit()}
-    scoped: tuple[Pin | Ban, ...] = (*rules.pins, *rules.bans)
+    scoped: tuple[LayoutPin | Ban, ...] = (*rules.pins, *rules.bans)
     named = [*rules.forbidden, *(rules.allowed or ()), *(rule.axis for rule in scoped)]
     for name in named:
         if name and name not in axes.names.values():
@@ -119,7 +264,7 @@ def _in_all(modules: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in modules.split("."))
 
 
-def _check_axis(pin: Pin, rules: LayoutRules, graph: Graph, axes: Axes) -> None:
+def _check_axis(pin: LayoutPin, rules: LayoutRules, graph: Graph, axes: GraphAxes) -> None:
     """Refuse a pin along an axis that is forbidden there, or that no tensor in its modules has."""
     if not pin.axis:
         return
@@ -151,7 +296,7 @@ def _is_allowed(name: str, rules: LayoutRules) -> bool:
     return name not in rules.forbidden and (rules.allowed is None or name in rules.allowed)
 
 
-def _name(strategy: OpLayout, axes: Axes) -> str:
+def _name(strategy: OpLayout, axes: GraphAxes) -> str:
     return axes.names[strategy.axis] if strategy.axis else ""
 
 

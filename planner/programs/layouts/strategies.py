@@ -1,47 +1,189 @@
-"""Lists the strategies of one op: the layouts that its inputs need and those its results get.
-
-Why each is right, with x the inputs, y the results, gx and gy their gradients, per rank r:
-
-    whole        x I, y I: every rank does the same; gy is whole, so gx is.
-    replicated   x R, y R: the backward is linear in gy, so the partial sums gy_r make partial sums
-                 gx_r. All inputs with gradient are R: one in I would get a partial gradient.
-    partial      f linear in x jointly: Σ f(x_r) = f(Σ x_r), and gx = fᵀ(gy) is whole on every rank.
-                 f(a, b) bilinear, a partial: Σ f(a_r, b) = f(Σ a_r, b); ga is whole, but gb is made
-                 from a_r, so it is a partial sum: b is R. What is added (a bias) is P too: in any
-                 other layout every rank would add it.
-    split        a letter of the op's rule, along an axis of the model that lies in it. What has the
-                 letter is S. A result without it is a sum over it, so P. An input without it meets
-                 only a part of the positions, so its gradient is a partial sum: R; but what is
-                 added to a partial result is P.
-
-A tensor without gradient is never R: I says the same of it.
-"""
+"""Lists the strategies of one op: the layouts that its inputs need and those its results get."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
-from autopar.planner.ops import Op, Origin, Ref, refs
-from autopar.planner.programs.layouts.letters import Candidate, candidates, occurrences
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Extent, Op, Ref, TensorOrigin, refs
 from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import Linear, OpKind
+from autopar.planner.rules.signature import (
+    Concat,
+    Dim,
+    Dims,
+    FlattenedDims,
+    Leaf,
+    leaves,
+    size_of,
+    substituted,
+)
 from autopar.planner.rules.table import has_rule, rule_of
+
+Parts = tuple[tuple[int, int], ...]
+
+
+def has_axis(dim: Dim, axis: str) -> bool:
+    """Whether an axis occurs in a dim."""
+    return any(leaf.name == axis for leaf in leaves(dim))
+
+
+def is_cuttable(dim: Dim, axis: str) -> bool:
+    """Whether keeping some positions of the axis keeps a part of the dim: once in each part."""
+    if isinstance(dim, Leaf):
+        return dim.name == axis
+    if isinstance(dim, Concat):
+        return all(is_cuttable(part, axis) for part in dim.parts)
+    holders = [factor for factor in dim.factors if has_axis(factor, axis)]
+    return len(holders) == 1 and is_cuttable(holders[0], axis)
+
+
+def is_contiguous(dim: Dim, axis: str, batch: int) -> bool:
+    """Whether a shard is one block of each part: nothing but ones lies outside the axis."""
+    if isinstance(dim, Leaf):
+        return dim.name == axis
+    if isinstance(dim, Concat):
+        return all(is_contiguous(part, axis, batch) for part in dim.parts)
+    larger = [factor for factor in dim.factors if size_of(factor).at(batch) != 1]
+    return bool(larger) and is_contiguous(larger[0], axis, batch)
+
+
+def axis_size(dim: Dim, axis: str) -> Extent:
+    """Return the number of positions of an axis that occurs in a dim."""
+    return next(leaf.size for leaf in leaves(dim) if leaf.name == axis)
+
+
+def parts_of(dim: Dim, axis: str, batch: int) -> Parts:
+    """Return how a dim is cut along an axis: parts laid end to end, each (blocks, block size).
+
+    Every part has as many blocks as the axis has positions, so all are cut at the same ones.
+    """
+    if isinstance(dim, Leaf):
+        assert dim.name == axis, f"{axis} does not occur in every part of the dim"
+        return ((dim.size.at(batch), 1),)
+    if isinstance(dim, Concat):
+        return tuple(part for inner in dim.parts for part in parts_of(inner, axis, batch))
+    return _product_parts(dim, axis, batch)
+
+
+def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
+    """What lies outside the axis repeats its parts; what lies inside makes their blocks larger."""
+    place = next(i for i, factor in enumerate(dim.factors) if has_axis(factor, axis))
+    sizes = [size_of(factor).at(batch) for factor in dim.factors]
+    own = parts_of(dim.factors[place], axis, batch)
+    inside = prod(sizes[place + 1 :])
+    return tuple((count, unit * inside) for count, unit in own) * prod(sizes[:place])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LetterSplit:
+    """Letters that are split together along an axis that lies in all of them.
+
+    They are one letter, or those whose concatenation is a dim (the parts of a chunk).
+    """
+
+    letters: tuple[str, ...]
+    axis: str
+
+    @property
+    def letter(self) -> str:
+        """The first letter, by which the strategy goes."""
+        return self.letters[0]
+
+    def includes(self, dim: Dim | None) -> bool:
+        """Whether one of the letters occurs in a dim of the signature."""
+        return dim is not None and any(leaf.name in self.letters for leaf in leaves(dim))
+
+
+def candidates(
+    op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int
+) -> Iterator[LetterSplit]:
+    """Yield what the rule of an op and the dims of its tensors allow to split."""
+    own = axes.ops[op.name]
+    places = (*own.signature.operands, *own.signature.results)
+    for group in _groups(places):
+        if own.signature.whole.intersection(group) or not all(x in own.letters for x in group):
+            continue
+        for axis in dict.fromkeys(leaf.name for leaf in leaves(own.letters[group[0]])):
+            size = axis_size(own.letters[group[0]], axis).at(graph.fixed_batch or batch)
+            candidate = LetterSplit(letters=group, axis=axis)
+            if size >= degree and _fits(candidate, places, axes, op):
+                yield candidate
+
+
+def occurrences(
+    names: Sequence[str], places: Sequence[tuple[str, Dims]], candidate: LetterSplit
+) -> list[int | None]:
+    """Return for each tensor the dim that has the letters; None where it has none of them.
+
+    A tensor that stands twice in the op stands twice in its signature, in the same order.
+    """
+    rest = list(places)
+    found: list[int | None] = []
+    for name in names:
+        own = next((place for place in rest if place[0] == name), None)
+        if own is not None:
+            rest.remove(own)
+        dims = own[1] if own is not None else ()
+        found.append(next((i for i, dim in enumerate(dims) if candidate.includes(dim)), None))
+    return found
+
+
+def _groups(places: Sequence[tuple[str, Dims]]) -> list[tuple[str, ...]]:
+    """Return the letters; those that are laid end to end somewhere belong together."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for _, dims in places:
+        for dim in dims:
+            for leaf in leaves(dim):
+                groups.setdefault(leaf.name, (leaf.name,))
+            for joined in _concatenated(dim):
+                merged = tuple(dict.fromkeys(x for name in joined for x in groups[name]))
+                groups.update(dict.fromkeys(merged, merged))
+    return list(dict.fromkeys(groups.values()))
+
+
+def _concatenated(dim: Dim) -> Iterator[tuple[str, ...]]:
+    if isinstance(dim, Concat):
+        yield tuple(leaf.name for leaf in leaves(dim))
+    elif not isinstance(dim, Leaf):
+        for factor in dim.factors:
+            yield from _concatenated(factor)
+
+
+def _fits(
+    candidate: LetterSplit, places: Sequence[tuple[str, Dims]], axes: GraphAxes, op: Op
+) -> bool:
+    """Whether each tensor has the letters in one dim at most, and the axis cuts that dim."""
+    letters = axes.ops[op.name].letters
+    for name, dims in places:
+        touched = [i for i, dim in enumerate(dims) if candidate.includes(dim)]
+        if len(touched) > 1:
+            return False
+        for i in touched:
+            dim = axes.dims[name][i]
+            meant = substituted(dims[i], lambda leaf: letters.get(leaf.name, leaf))
+            # where inference found a conflict, the dim is not what the letters say
+            if not is_cuttable(dim, candidate.axis) or list(leaves(meant)) != list(leaves(dim)):
+                return False
+    return True
+
 
 _SUM_REDUCTION = 2
 
 
 def strategies(
-    op: Op, graph: Graph, axes: Axes, *, degree: int, batch: int
+    op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int
 ) -> tuple[OpLayout, ...]:
     """Return every way to run an op on the ranks of the tensor axis, the simplest first."""
     return _Strategies(op, graph, axes, degree=degree, batch=batch).all()
 
 
 class _Strategies:
-    def __init__(self, op: Op, graph: Graph, axes: Axes, *, degree: int, batch: int) -> None:
+    def __init__(self, op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int) -> None:
         self.op, self.graph, self.axes = op, graph, axes
         self.degree, self.batch = degree, batch
         self.rule = rule_of(op.target)
@@ -120,7 +262,7 @@ class _Strategies:
             elif not self._is_refused(candidate):
                 yield from self._split_along(candidate)
 
-    def _is_refused(self, candidate: Candidate) -> bool:
+    def _is_refused(self, candidate: LetterSplit) -> bool:
         """Letters that the rule leaves open, but this op's arguments do not."""
         given, named = dict(self.op.arguments), self.signature.letters
         if self.rule.kind is OpKind.BATCH_NORM:
@@ -131,7 +273,7 @@ class _Strategies:
             return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
         return False
 
-    def _split_along(self, candidate: Candidate) -> Iterator[OpLayout]:
+    def _split_along(self, candidate: LetterSplit) -> Iterator[OpLayout]:
         found = occurrences(self.op.outputs, self.signature.results, candidate)
         results = dict(zip(self.op.outputs, found, strict=True))
         read = {name: dim for name, dim in results.items() if self._is_read(name)}
@@ -156,7 +298,7 @@ class _Strategies:
             return PARTIAL
         return self._unsplit(self.op.inputs[place])
 
-    def _split_loss(self, candidate: Candidate) -> Iterator[OpLayout]:
+    def _split_loss(self, candidate: LetterSplit) -> Iterator[OpLayout]:
         """The vocabulary-parallel loss, or rows where the loss is a sum.
 
         A mean over rows is not split: its parts are means over unequal numbers of valid targets.
@@ -189,7 +331,7 @@ class _Strategies:
         return self.arguments[place] == self.rule.added
 
     def _is_parameter(self, place: int) -> bool:
-        return self.graph.tensors[self.op.inputs[place]].origin is Origin.PARAMETER
+        return self.graph.tensors[self.op.inputs[place]].origin is TensorOrigin.PARAMETER
 
     def _is_float(self, name: str) -> bool:
         return not self.graph.tensors[name].is_whole_numbered
@@ -200,11 +342,11 @@ class _Strategies:
         return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
 
     def _strategy(
-        self, needs: list[Layout], gives: list[Layout], candidate: Candidate | None = None
+        self, needs: list[Layout], gives: list[Layout], candidate: LetterSplit | None = None
     ) -> OpLayout:
         letter, axis = (candidate.letter, candidate.axis) if candidate else ("", "")
         return OpLayout(letter=letter, axis=axis, needs=tuple(needs), gives=tuple(gives))
 
 
-def _layout(candidate: Candidate, dim: int | None, otherwise: Layout) -> Layout:
-    return otherwise if dim is None else Layout(Kind.SPLIT, candidate.axis, dim)
+def _layout(candidate: LetterSplit, dim: int | None, otherwise: Layout) -> Layout:
+    return otherwise if dim is None else Layout(LayoutKind.SPLIT, candidate.axis, dim)

@@ -1,26 +1,16 @@
-"""Bounds a pipeline as if its layers were divisible: what no cut beats, where ranks share memory.
-
-    layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
-    stages_are_not_empty   Σ x  ≥  1
-    stages_take            t  =  what an action takes  +  Σ seconds · x
-    chains_are_no_longer   Σ count · t  ≤  L
-    memory_is_kept         Σ (state + held · saved) · x  ≤  the rank's limit, at its full moments
-
-The least L. Rows come one by one: the moment at which a rank holds too much in the optimum; and the
-longest chain of the schedule, simulated with what stages take there, until that is hardly longer
-than L. Chains hold whatever the stages take, so those that other questions have found come first.
-"""
+"""Bounds the stages by a linear program whose layers are divisible."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from autopar.planner.costs.schedules.actions import ActionKind
+from autopar.planner.costs.prediction import LayerCost
+from autopar.planner.costs.schedules.orders import ActionKind, Numbers
 from autopar.planner.costs.schedules.paths import (
     KINDS,
     TRANSFER,
@@ -31,10 +21,128 @@ from autopar.planner.costs.schedules.paths import (
 )
 from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.data_bound import DataBound
-from autopar.planner.programs.growing import GrowingProgram, Term
-from autopar.planner.programs.stages.parts import MemoryRow, Piece, RankMoments, parts_of
+from autopar.planner.costs.steps.bounds import DataBound
+from autopar.planner.costs.steps.memory import (
+    layer_state_bytes,
+    layer_unsharded_bytes,
+    most_tensor_bytes,
+)
+from autopar.planner.programs.solver import GrowingProgram, Term
+from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import StageQuestion
+
+_SLACK = 1e-6  # of a rank's memory: what is rounded up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerPiece:
+    """Layers of a class in one mode; `is_split`: with their backward in two halves."""
+
+    number: int  # of the class
+    cost: LayerCost
+    is_split: bool
+    state_bytes: float
+    working_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PieceOnStage:
+    """A piece on a stage."""
+
+    stage: int
+    piece: LayerPiece
+    column: int  # of the program
+
+
+def parts_of(question: StageQuestion, program: GrowingProgram) -> list[list[PieceOnStage]]:
+    """Return what each stage may have, each with a column; layer i is on stage i or before."""
+    last, stages = len(question.classes) - 1, question.shape.stages
+    pieces = cache(partial(_pieces, question))
+    parts = []
+    for stage, kind in enumerate(question.kinds):
+        own = dict.fromkeys(question.classes[stage : last + 2 - stages + stage])
+        found = (piece for number in own for piece in pieces(kind, number, stage > 0))
+        parts.append(
+            [PieceOnStage(stage=stage, piece=one, column=program.column()) for one in found]
+        )
+    return parts
+
+
+def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -> list[LayerPiece]:
+    """Return how layers of a class may run on a kind of rank; the first stage splits nothing."""
+    arrangement = question.arrangement
+    splits = has_before and SCHEDULES[arrangement.schedule].splits_backward
+    costs = [question.layer(kind, number)[mode] for mode in question.modes_of(kind, number)]
+    return [
+        LayerPiece(
+            number=number,
+            cost=cost,
+            is_split=is_split,
+            state_bytes=float(layer_state_bytes(cost, arrangement)),
+            working_bytes=float(cost.transient_bytes + layer_unsharded_bytes(cost, arrangement)),
+        )
+        for cost in costs
+        for is_split in ((True, False) if splits and not cost.recompute_seconds else (False,))
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryRow:
+    """Σ bytes · x ≤ what is left, as shares of a rank's limit."""
+
+    columns: Numbers
+    shares: Floats
+    most: float
+
+
+class RankMoments:
+    """What one rank holds at each of its full moments, for a layer of each part of its stages."""
+
+    def __init__(
+        self, question: StageQuestion, rank: int, parts: Sequence[Sequence[PieceOnStage]]
+    ) -> None:
+        arrangement, moments = question.arrangement, question.moments[rank]
+        stages, places = question.stages_of[rank], list(fullest(moments))
+        own = [(place, part) for place, stage in enumerate(stages) for part in parts[stage]]
+        pieces = [part.piece for _, part in own]
+        at = np.array([place for place, _ in own])
+        is_split = np.array([one.is_split for one in pieces])
+        saved = np.array([float(one.cost.saved_bytes) for one in pieces])
+        deferred = np.array([float(one.cost.deferred_bytes) for one in pieces])
+        state = np.array([one.state_bytes for one in pieces])
+        split = saved * moments.forwarded[places][:, at] + deferred * moments.halfway[places][:, at]
+        whole = saved * moments.unanswered[places][:, at]
+        working = np.array(
+            [min(part.piece.working_bytes for part in parts[stage]) for stage in stages]
+        )
+        limit = most_tensor_bytes(question.limit_bytes[rank], arrangement, question.constants)
+        self._columns = np.array([part.column for _, part in own])
+        self._held = (state + np.where(is_split, split, whole)) / limit
+        self._most = 1.0 - working[moments.running[places]] / limit + _SLACK
+        self._added: set[int] = set()
+
+    @property
+    def likely(self) -> int:
+        """The moment that is the fullest where all parts are equally many."""
+        return int(np.argmax(self._held.sum(axis=1) - self._most))
+
+    def row_at(self, moment: int) -> MemoryRow:
+        """Return the row of a moment."""
+        self._added.add(moment)
+        held = np.flatnonzero(self._held[moment])
+        return MemoryRow(
+            columns=self._columns[held],
+            shares=self._held[moment, held],
+            most=float(self._most[moment]),
+        )
+
+    def exceeded(self, program: GrowingProgram) -> Iterator[MemoryRow]:
+        """Yield the row of the moment at which most is too much in the optimum, if any is."""
+        over = self._held @ program.values(self._columns) - self._most
+        worst = int(np.argmax(over))
+        if over[worst] > _SLACK and worst not in self._added:
+            yield self.row_at(worst)
+
 
 _MOST_PROGRAMS = 40
 _MOST_SIMULATED = 12  # to find chains that no other question has found
@@ -172,7 +280,7 @@ class Divisible:
             table.append(row)
         return table
 
-    def _piece_seconds(self, piece: Piece) -> tuple[float, float, float, float]:
+    def _piece_seconds(self, piece: LayerPiece) -> tuple[float, float, float, float]:
         """Return what a layer adds to its stage's passes, at least: as chains count them."""
         cost = piece.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)

@@ -1,24 +1,20 @@
-"""Lists how many layers of each class of a stage run in each mode, the fastest mixes first.
-
-Layers of one class are alike, so only numbers count; of equal layers, those that keep most come
-first. In the only backward of a step they come last, for it frees what they keep while gradients
-come. The sums here are close, not exact: what a stage really takes and holds is priced for few.
-"""
+"""Lists how many layers of each class of a stage run in each mode, and moves borders."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
-from autopar.planner.programs.stages.question import Content, StageQuestion
+from autopar.planner.costs.schedules.simulation import Floats
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes
+from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
-Floats = npt.NDArray[np.float64]
+MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 _FEW = 64  # mixes: so many are all looked at
 
@@ -29,9 +25,9 @@ class Mixes:
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
-    seconds: Floats
-    saved: Floats
-    work: Floats
+    seconds: MixFloats
+    saved: MixFloats
+    work: MixFloats
     again: npt.NDArray[np.bool_]  # whether it computes anything again
 
     def __len__(self) -> int:
@@ -157,3 +153,49 @@ def _is_above(
     """Whether the middle corner lies on or above the line between its neighbours."""
     whole = (seconds[other] - seconds[one]) * (saved[one] - saved[middle])
     return (seconds[middle] - seconds[one]) * (saved[one] - saved[other]) >= whole
+
+
+def least_seconds(question: StageQuestion) -> Floats:
+    """Return what each layer takes at least, in any mode on any rank."""
+    kinds = dict.fromkeys(question.kinds)
+    least = [
+        min(
+            cost.forward_seconds + cost.backward_seconds
+            for kind in kinds
+            for cost in question.layer(kind, number).values()
+        )
+        for number in range(len(question.examples))
+    ]
+    return np.array([least[number] for number in question.classes])
+
+
+def even_cut(question: StageQuestion) -> Cut:
+    """Return a cut whose stages take about the same, where they may meet; or none."""
+    stages = question.shape.stages
+    sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
+    wanted = sums[-1] * np.arange(1, stages) / stages
+    return nearest_cut(question, np.interp(wanted, sums, np.arange(len(sums))).tolist())
+
+
+def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
+    """Return the cut whose borders lie nearest to some, where stages may meet; or none."""
+    cut = [0]
+    for stage, wanted in enumerate(borders, start=1):
+        first, last = question.windows[stage]
+        places = [
+            place for place in range(max(first, cut[-1] + 1), last + 1) if question.is_border[place]
+        ]
+        if not places:
+            return ()
+        cut.append(min(places, key=lambda place: abs(place - wanted)))
+    return (*cut, len(question.classes))
+
+
+def moved_cuts(question: StageQuestion, cut: Cut) -> Iterator[Cut]:
+    """Yield the cuts in which one border lies a layer off."""
+    for border in range(1, len(cut) - 1):
+        first, last = question.windows[border]
+        for place in (cut[border] - 1, cut[border] + 1):
+            is_between = cut[border - 1] < place < cut[border + 1]
+            if is_between and first <= place <= last and question.is_border[place]:
+                yield (*cut[:border], place, *cut[border + 1 :])

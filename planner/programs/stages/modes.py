@@ -22,10 +22,9 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of
-from autopar.planner.programs.stages.columns import Columns, with_transfer
-from autopar.planner.programs.stages.offers import Offer
+from autopar.planner.programs.stages.floors import Columns, with_transfer
+from autopar.planner.programs.stages.offers import Offer, RankMemory
 from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
-from autopar.planner.programs.stages.rank_memory import RankMemory
 
 _MOST_WAYS = 64  # of one rank
 _MOST_ACTIONS = 1 << 15  # simulated for one cut, forwards and backwards of all its ways
@@ -70,7 +69,7 @@ class Floor:
         return float(self.chains.lengths(np.array(times)).max()) + self.once_seconds
 
 
-class Pricer:
+class CutPricer:
     """Prices the cuts of one question; what ranks can do is remembered from cut to cut."""
 
     def __init__(self, columns: Columns) -> None:

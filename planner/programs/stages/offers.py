@@ -1,15 +1,10 @@
-"""Prices what layers can be as a stage: offers, each with its seconds, its bytes and its modes.
-
-One stage per rank has all memory of its rank, so only what fits is offered. Several share it: then
-all mixes are offered that no other betters, and the rank's memory is a matter of the program.
-A stage whose layers fit as they are computes none of them again.
-"""
+"""Lists what stages may be: their mixes, priced, and what ranks can hold of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -18,12 +13,12 @@ from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.backward_memory import work_bytes
 from autopar.planner.costs.steps.memory import (
     lasting_bytes,
     memory_of,
     most_tensor_bytes,
     state_bytes,
+    work_bytes,
 )
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
 from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
@@ -327,3 +322,51 @@ class Offers:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
         return max(float(plain.times[1]), alone + more + hidden.wait_seconds)
+
+
+@lru_cache(maxsize=4096)
+def fullest(moments: Moments) -> tuple[int, ...]:
+    """Return the moments at which no other one, of the same running stage, holds as much of all."""
+    held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
+    kept: list[int] = []
+    for running in np.unique(moments.running):
+        rows = np.flatnonzero(moments.running == running)
+        _, places = np.unique(held[rows], axis=0, return_index=True)
+        own = held[rows[places]]
+        is_below = np.ones((len(own), len(own)), dtype=np.bool_)
+        for amounts in own.T:  # a stage at a time: of all at once, numpy adds up few very often
+            is_below &= amounts[:, None] <= amounts
+        kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # but itself
+    return tuple(kept)
+
+
+class RankMemory:
+    """The bytes of one rank by the offers of its stages."""
+
+    def __init__(
+        self, question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]
+    ) -> None:
+        moments = question.moments[rank]
+        kept = list(fullest(moments))
+        self.limit_bytes = most_tensor_bytes(
+            question.limit_bytes[rank], question.arrangement, question.constants
+        )
+        self._running = moments.running[kept]
+        self._held = [
+            np.array([one.held_bytes(moments, place)[kept] for one in own])
+            for place, own in enumerate(offers)
+        ]
+        self._work = [np.array([one.work_bytes for one in own]) for own in offers]
+
+    def needed_bytes(self, way: Sequence[int]) -> float:
+        """Return the most that is held at once when each stage takes one of its offers."""
+        return float(self.needed_with(way, 0)[way[0]])
+
+    def needed_with(self, way: Sequence[int], changed: int) -> Floats:
+        """Return the same for every offer of one stage, the other stages as they are."""
+        others = [place for place in range(len(way)) if place != changed]
+        held = self._held[changed] + sum(self._held[place][way[place]] for place in others)
+        for place in others:
+            held = held + np.where(self._running == place, self._work[place][way[place]], 0.0)
+        held = held + np.where(self._running == changed, self._work[changed][:, None], 0.0)
+        return np.asarray(held.max(axis=1))

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.steps.backward_memory import moments_of_one_pass
+from autopar.planner.costs.steps.memory import moments_of_one_pass
 from autopar.planner.costs.steps.stage_load import stage_load
-from autopar.planner.programs.stages.mixes import Floats, Mixes, Numbers, ordered_modes
+from autopar.planner.programs.stages.mixes import Mixes, MixFloats, Numbers, ordered_modes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 
@@ -36,18 +36,18 @@ class _Mode:
 class _Ways:
     """Ways to run the first layers: what each takes, what it keeps, the mode of each layer."""
 
-    taken: Floats
-    held: Floats
+    taken: MixFloats
+    held: MixFloats
     modes: Numbers  # [way, layer], places among the modes of the layer's class
 
 
-_Taking = Callable[[Floats, Floats, _Mode], Floats]  # taken before, held with it → taken
+_Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]  # taken before, held with it → taken
 
 
 def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
     """Return the mixes that fit beside the state, the fastest first; none that another betters."""
 
-    def seconds(taken: Floats, held: Floats, mode: _Mode) -> Floats:
+    def seconds(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
         return np.where(held + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
 
     return _mixes(question, kind, content, _unbeaten_ways(question, kind, content, seconds))
@@ -56,7 +56,7 @@ def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_byt
 def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
     """Return the one mix whose peak is the lowest."""
 
-    def peak(taken: Floats, held: Floats, mode: _Mode) -> Floats:
+    def peak(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
         return np.maximum(taken, held + mode.needed_bytes)
 
     ways = _unbeaten_ways(question, kind, content, peak)
@@ -89,7 +89,7 @@ def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
     )
 
 
-def _unbeaten(taken: Floats, held: Floats) -> Numbers:
+def _unbeaten(taken: MixFloats, held: MixFloats) -> Numbers:
     """Return the places of what fits and is not bettered in both, by what it takes."""
     order = np.lexsort((held, taken))
     order = order[np.isfinite(taken[order])]

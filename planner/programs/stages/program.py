@@ -47,9 +47,9 @@ from autopar.planner.programs.solver import (
     new_program,
     solve,
 )
-from autopar.planner.programs.stages.columns import Column
+from autopar.planner.programs.stages.floors import Column
+from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
-from autopar.planner.programs.stages.rank_memory import fullest
 
 _FEW_COLUMNS = 400  # a program with no more is solved at once
 _CLOSE = 1e-7  # of the objective: what is nearer to the optimum than that is as good

@@ -17,7 +17,7 @@ from autopar.planner.costs.schedules.moments import Moments, rank_moments
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.table import PipelineShape
 from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.rank_groups import RankGroups
+from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.step import pipeline_shape
 
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of layers behind them
@@ -26,7 +26,7 @@ Place = tuple[bool, int]  # whether inside a run of equal layers, and which run,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
+class PinnedLayer:
     """A layer that must be on a given stage."""
 
     layer: int
@@ -43,7 +43,7 @@ class StageQuestion:
     rows: tuple[tuple[Modes, ...], ...]  # the layers on each rank of the pipeline
     allowed: tuple[frozenset[Recompute], ...]  # the modes of each layer
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
-    pins: tuple[Pin, ...]
+    pins: tuple[PinnedLayer, ...]
     limit_bytes: tuple[int, ...]  # of each rank of the pipeline
     tied_gradient_bytes: int  # of weights that the first and the last layer share
     bucket_bytes: tuple[int, ...]  # sizes to choose from

@@ -1,20 +1,24 @@
-"""Keeps the numbers of real tensors that a constructor reads: as copies, or where a file has them.
-
-What a process maps from a file takes no memory of its own until it is written to, so it is not
-copied: a slice of it can be read later. What is written to is copied before.
-"""
+"""Real tensors among recorded ones, and where they come from."""
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TypeAlias
+from threading import Thread, local
+from typing import Any, TypeAlias
+from unittest.mock import patch
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Span: TypeAlias = tuple[int, int]  # of addresses
 MAPS = Path("/proc/self/maps")
@@ -22,7 +26,7 @@ LEAST_MAPPED_BYTES = 2**16  # less is copied at once, rather than looked up
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _ReadTensor:
     """A real tensor as it was read."""
 
     source: weakref.ref[Tensor]
@@ -37,7 +41,7 @@ class Constants:
         self._numbers: dict[int, Tensor] = {}
         self._mapped: dict[int, Span] = {}  # where those lie that are not copied
         self._files: dict[int, Span] = {}  # around them: they keep these in place
-        self._taken: dict[int, _Taken] = {}
+        self._taken: dict[int, _ReadTensor] = {}
 
     def __contains__(self, storage: int) -> bool:
         return storage in self._numbers
@@ -60,7 +64,7 @@ class Constants:
 
     def take(self, real: Tensor, storage: int, stand_in: Tensor) -> None:
         """Keep a tensor's numbers, laid out as what stands for it."""
-        self._taken[id(real)] = _Taken(weakref.ref(real), real._version, storage)
+        self._taken[id(real)] = _ReadTensor(weakref.ref(real), real._version, storage)
         detached = real.detach()
         file = self._file(real) if real.stride() == stand_in.stride() else None
         if file is not None:
@@ -132,3 +136,60 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(bytes_of(one), bytes_of(other))
+
+
+@contextmanager
+def loading_maps() -> Iterator[None]:
+    """Let torch.load in here map what it can, and make its tensors outside of any recording."""
+    original = torch.load
+
+    @wraps(original)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(f, (str, os.PathLike))
+        if is_path and kwargs.get("mmap") is None and is_zipfile(f):
+            kwargs["mmap"] = True
+        with _disable_current_modes():
+            return original(f, *args, **kwargs)
+
+    with patch.object(torch, "load", load):
+        yield
+
+
+@contextmanager
+def in_all_threads(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter a region here, in threads that are started in the body, and in work handed to pools.
+
+    torch's modes belong to one thread, so what another one computed would pass them by.
+    """
+    here = local()
+    start, submit = Thread.start, ThreadPoolExecutor.submit
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(here, "is_inside", False):
+                return function(*args, **kwargs)
+            here.is_inside = True
+            try:
+                with enter():
+                    return function(*args, **kwargs)
+            finally:
+                here.is_inside = False
+
+        return run
+
+    def started(thread: Thread) -> None:
+        thread.run = inside(thread.run)  # type: ignore[method-assign]
+        start(thread)
+
+    def submitted(
+        pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        return submit(pool, inside(function), *args, **kwargs)
+
+    with (
+        patch.object(Thread, "start", started),
+        patch.object(ThreadPoolExecutor, "submit", submitted),
+    ):
+        here.is_inside = True
+        with enter():
+            yield

@@ -16,19 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from autopar.runtime.tensor.contents import put_into
-from autopar.runtime.weights.draws import rejecting_by
-from autopar.runtime.weights.recording.files import loading_maps
+from autopar.runtime.tensor.shards import put_into
+from autopar.runtime.weights.plain_model import rejecting_by
+from autopar.runtime.weights.recording.constants import in_all_threads, loading_maps
 from autopar.runtime.weights.recording.recorded_ops import CPU, UnrecordableError, plainly
-from autopar.runtime.weights.recording.recording import META, Recorder, Recording
-from autopar.runtime.weights.recording.threads import in_all_threads
+from autopar.runtime.weights.recording.recording import META, ConstructorRecording, Recorder
 
 Arguments: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
-Answer: TypeAlias = Callable[[Recording, Any, Arguments, Keywords], Any]
+Answer: TypeAlias = Callable[[ConstructorRecording, Any, Arguments, Keywords], Any]
 
 
-def _read(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _read(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Answer what depends on a tensor's numbers by what it holds."""
     answer = func(*recording.real(args), **kwargs)
     if hasattr(answer, "flags"):
@@ -37,7 +36,7 @@ def _read(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) ->
     return answer
 
 
-def _indexed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _indexed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Have real indices and values recorded: torch would lay them on meta, unseen."""
     rest = [recording.on_meta(_as_tensor(value, args[0].dtype)) for value in args[2:]]
     index = args[1]
@@ -51,7 +50,7 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> Any:
     return torch.tensor(value, dtype=dtype) if is_number and not _is_tensor(value) else value
 
 
-def _as_tensors(recording: Recording, index: Any) -> Any:
+def _as_tensors(recording: ConstructorRecording, index: Any) -> Any:
     """Return an index whose lists and arrays are tensors."""
     if isinstance(index, tuple):
         return tuple(_as_tensors(recording, one) for one in index)
@@ -73,7 +72,7 @@ def _is_plain(item: Any, *, is_flat: bool = False) -> bool:
     return isinstance(item, (int, bool))
 
 
-def _moved(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _moved(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Do `tensor.to(…)`: a recorded tensor is on the CPU, so going there changes nothing."""
     del func
     tensor, *given = args
@@ -101,14 +100,14 @@ def _is_number(one: Any) -> bool:
     return isinstance(one, int) and not isinstance(one, bool)
 
 
-def _stayed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _stayed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Do `tensor.cpu()`."""
     del recording, func
     layout = kwargs.get("memory_format", torch.preserve_format)
     return torch.Tensor.to(args[0], args[0].dtype, memory_format=layout)
 
 
-def _typed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Do `tensor.type(…)`, whose legacy types have a device."""
     del recording, func
     with plainly():
@@ -117,21 +116,23 @@ def _typed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -
     return as_told if isinstance(as_told, str) else torch.Tensor.to(args[0], as_told.dtype)
 
 
-def _made_of_numbers(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _made_of_numbers(
+    recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
+) -> Any:
     """Make a new tensor of plain numbers, of the type of another one."""
     del recording
     with plainly():
         return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
 
 
-def _is_alike(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _is_alike(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Tell whether one tensor may take the place of another's data."""
     if any(map(recording.is_recorded, args)):
         return recording.is_bare(args[0]) is recording.is_bare(args[1])
     return func(*args, **kwargs)
 
 
-def _assigned(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _assigned(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Do `tensor.data = other`."""
     tensor, other = args
     if recording.is_bare(tensor) is not recording.is_bare(other):
@@ -141,7 +142,7 @@ def _assigned(recording: Recording, func: Any, args: Arguments, kwargs: Keywords
     return _become(recording, tensor, other)
 
 
-def _set(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _set(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Do `tensor.set_(other or storage, …)`."""
     tensor, *rest = args
     source = rest[0] if rest else next(iter(kwargs.values()), tensor)
@@ -156,20 +157,22 @@ def _set(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> 
     return tensor
 
 
-def _become(recording: Recording, tensor: Tensor, other: Tensor) -> None:
+def _become(recording: ConstructorRecording, tensor: Tensor, other: Tensor) -> None:
     """Have a real tensor become a recorded one, or the other way round."""
     with plainly():
         put_into(tensor, other)
     recording.adopted.append(tensor)
 
 
-def _unchanged(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _unchanged(
+    recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
+) -> Any:
     """Do what moves a tensor to memory of another kind."""
     del recording, func, kwargs
     return args[0]
 
 
-def _located(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+def _located(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Say where a tensor's numbers lie."""
     del func, kwargs
     tensor = args[0]
@@ -214,7 +217,7 @@ ABOUT_ANY: Mapping[Any, Answer] = {
 class _PretendedCpu(TorchFunctionMode):
     """Answers questions about recorded tensors as real ones would."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: ConstructorRecording) -> None:
         self._recording = recording
 
     def __torch_function__(
@@ -260,7 +263,7 @@ class _PretendedCpu(TorchFunctionMode):
 
 
 @contextmanager
-def recorded(recording: Recording) -> Iterator[None]:
+def recorded(recording: ConstructorRecording) -> Iterator[None]:
     """Record what a constructor does in here."""
 
     @contextmanager
@@ -289,7 +292,7 @@ def recorded(recording: Recording) -> Iterator[None]:
 
 
 @contextmanager
-def _settled_states(recording: Recording) -> Iterator[None]:
+def _settled_states(recording: ConstructorRecording) -> Iterator[None]:
     """Have the state of torch's generator be what it is in plain PyTorch where it is asked for."""
 
     def settled(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,7 +311,7 @@ def _settled_states(recording: Recording) -> Iterator[None]:
 
 
 @contextmanager
-def _refused_storages(recording: Recording) -> Iterator[None]:
+def _refused_storages(recording: ConstructorRecording) -> Iterator[None]:
     """Refuse what goes to the memory of a recorded tensor itself, and answer where that is."""
     kind: Any = torch.UntypedStorage
 

@@ -1,20 +1,64 @@
-"""Turns a constructor into a model on the meta device, and the record of how it was built."""
+"""Runs a constructor with a recording around it; a model without memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import gc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
+from autopar.runtime.model.held_tensors import replace_held
 from autopar.runtime.ranks.randomness import seeded
-from autopar.runtime.tensor.shards import Place, group_aliases, hang
+from autopar.runtime.tensor.shards import (
+    TensorPlace,
+    group_aliases,
+    hang,
+    made_like,
+    places,
+    put_into,
+)
 from autopar.runtime.weights.recording.pretended_cpu import recorded
-from autopar.runtime.weights.recording.recording import META, Recording
+from autopar.runtime.weights.recording.recording import META, ConstructorRecording
 
 
-def recorded_model(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recording]:
+@contextmanager
+def new_objects_apart() -> Iterator[None]:
+    """Let the garbage collector tell objects that are made in the body from those before.
+
+    There are some hundred thousands of those, and to look at each takes half a second.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> None:
+    """Give numbers to all recorded tensors but those of some ids.
+
+    They are plain attributes, or lie in lists, closures, caches or other objects. Each object stays
+    what it is, and those that share memory share it again.
+    """
+    gc.collect()  # what nobody holds is not to be made
+    found = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
+    held = {id(one): one for one in (*found, *recording.adopted)}
+    left = [
+        one for key, one in held.items() if key not in except_for and recording.is_recorded(one)
+    ]
+    values = [recording.value(one) for one in left]
+    with torch.no_grad():
+        for one, made in zip(left, recording.history.replay(values), strict=True):
+            put_into(one, made)
+
+
+def recorded_model(
+    factory: Callable[[], nn.Module], seed: int
+) -> tuple[nn.Module, ConstructorRecording]:
     """Build a model whose tensors have no memory, but for those that come from elsewhere."""
-    recording = Recording(seed)
+    recording = ConstructorRecording(seed)
     with seeded(seed), recorded(recording):
         model = factory()
     if recording.failure is not None:  # a constructor that goes on has done something else
@@ -22,8 +66,38 @@ def recorded_model(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Modu
     return model, recording
 
 
-def move_to_meta(found: Collection[Place], on_meta: Callable[[Tensor], Tensor]) -> None:
+def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Tensor]) -> None:
     """Let go of the numbers of real tensors."""
     for group in group_aliases(found):
         if group[0].tensor.device != META:
             hang(group, on_meta(group[0].tensor.detach()))
+
+
+def meta_model(
+    factory: Callable[[], nn.Module], check: Callable[[nn.Module], None], *, seed: int = 0
+) -> nn.Module:
+    """Build a model that takes no memory, and is otherwise as plain PyTorch builds it.
+
+    What the constructor reads is right: files, numbers of its tensors, the devices of these. What
+    it leaves elsewhere, as in caches, has its numbers. The model is checked while its tensors are
+    still those of the constructor.
+    """
+    with new_objects_apart():
+        model, recording = recorded_model(factory, seed)
+        if isinstance(model, nn.Module):
+            check(model)
+            strip(model)
+        kept = {id(place.tensor) for place in places(model)} if isinstance(model, nn.Module) else ()
+        make_real(recording, kept)
+    return model
+
+
+def strip(model: nn.Module) -> None:
+    """Move all tensors of a model to the meta device: registered ones, and others that it holds."""
+    move_to_meta(list(places(model)), lambda tensor: torch.empty_like(tensor, device=META))
+    replace_held(model, _without_memory)
+
+
+def _without_memory(_: str, tensor: Tensor) -> Tensor:
+    fresh = torch.empty_like(tensor, device=META, requires_grad=tensor.requires_grad)
+    return made_like(fresh, tensor)

@@ -1,11 +1,8 @@
-"""Turns the recorded ops of a constructor into what its tensors hold, for real.
-
-Tensors are known by their storage: an op is recorded when it makes a storage or writes to one;
-views need no record. What a storage needs is found by walking the ops backwards.
-"""
+"""The ops of a constructor that were recorded, run again, and summed up."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.runtime.weights.draws import REJECTING, Draw
-from autopar.runtime.weights.recording.constants import Constants
+from autopar.runtime.weights.plain_model import REJECTING, GeneratorState
+from autopar.runtime.weights.recording.constants import Constants, bytes_of
 
 CPU = torch.device("cpu")
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"} | {
@@ -52,7 +49,7 @@ class RecordedOp:
     """One op of the constructor; if it is random, where its generator stood."""
 
     function: Callable[..., Any]
-    draw: Draw | None
+    draw: GeneratorState | None
     arguments: tuple[Any, ...]  # Values stand for tensors
     keywords: Mapping[str, Any]
     makes: tuple[Value | None, ...]  # its outputs that are new storages
@@ -130,7 +127,7 @@ class History:
         needed = self._needed({value.storage for value in values}, len(self.ops))
         return [self.ops[number] for number in needed]
 
-    def origin(self, draw: Draw) -> tuple[Draw, int]:
+    def origin(self, draw: GeneratorState) -> tuple[GeneratorState, int]:
         """Return the draw whose state is known, and how many later the given one is."""
         steps = 0
         while draw.behind is not None:
@@ -194,7 +191,7 @@ class History:
             if value is not None:
                 storages[value.storage] = _laid_out_as(value, tensor).untyped_storage()
 
-    def _set_generator(self, draw: Draw) -> None:
+    def _set_generator(self, draw: GeneratorState) -> None:
         """Have the default generator stand where it stood before a draw."""
         generator = torch.default_generator
         if draw.seed is not None:
@@ -292,3 +289,75 @@ def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
         return tensor
     fresh = torch.empty_strided(value.size, value.stride, dtype=value.dtype)
     return fresh.copy_(tensor)
+
+
+_SEEN = 1024  # numbers of a large tensor that are looked at
+_SEEN_IN_FILE = 8  # of one that lies in a file, of which little is to be read
+
+
+def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
+    """Return a number that tells a tensor from others, by all of its numbers or by many."""
+    seen = tensor.detach()
+    if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
+        seen = seen.view(-1)[:: seen.numel() // seen_numbers]
+    return _number(bytes_of(seen).numpy().tobytes(), tuple(tensor.shape), tensor.dtype)
+
+
+def digest_of_value(history: History, value: Value) -> int:
+    """Return a number that tells how a tensor is made: by its ops, draws and constants."""
+    numbers = _Numbers()
+    made = [_told(history, op, numbers) for op in history.ops_for([value])]
+    used = sorted(numbers.items(), key=lambda item: item[1])
+    constants = [_of_constant(history, one) for one, _ in used if one in history.constants]
+    return _number(made, constants, numbers.named(value))
+
+
+def _of_constant(history: History, storage: int) -> int:
+    in_file = history.constants.is_in_file(storage)
+    seen = _SEEN_IN_FILE if in_file else _SEEN
+    return digest_of(history.constants[storage], seen_numbers=seen)
+
+
+class _Numbers(dict[int, int]):
+    """Storages by the order in which they are met, which other ops before do not change."""
+
+    def named(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Value):
+            return leaf
+        place = self.setdefault(leaf.storage, len(self))
+        return place, leaf.dtype, leaf.size, leaf.stride, leaf.offset
+
+
+def _told(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
+    given = tree_map(numbers.named, (op.arguments, sorted(op.keywords.items())))
+    if op.draw is None:
+        return op.name, given
+    origin, steps = history.origin(op.draw)
+    state = None if origin.state is None else digest_of(origin.state)
+    return op.name, given, origin.seed, state, steps
+
+
+def _number(*parts: Any) -> int:
+    data = b"/".join(one if isinstance(one, bytes) else repr(one).encode() for one in parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1
+
+
+def asks_for_values(func: Any) -> bool:
+    """Tell .item() and equal() from ops that make tensors."""
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
+
+
+def takes(func: Any, name: str) -> bool:
+    """Whether an op has an argument of this name."""
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an op changes what it is given for this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def storages_of(arguments: Any) -> set[int]:
+    """Return the storages of all recorded tensors in some arguments."""
+    return {leaf.storage for leaf in tree_leaves(arguments) if isinstance(leaf, Value)}

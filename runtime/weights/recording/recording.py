@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.runtime.tensor.contents import has_own_ops, has_plain_memory
-from autopar.runtime.weights.draws import Draw, Draws, is_default, is_random
+from autopar.runtime.tensor.shards import has_own_ops, has_plain_memory
+from autopar.runtime.weights.plain_model import Draws, GeneratorState, is_default, is_random
 from autopar.runtime.weights.recording.constants import stand_in_of
 from autopar.runtime.weights.recording.recorded_ops import (
     OVERWRITES,
@@ -29,9 +29,13 @@ from autopar.runtime.weights.recording.recorded_ops import (
     RecordedOp,
     UnrecordableError,
     Value,
+    asks_for_values,
     generator_kept,
+    is_written,
     on_cpu,
     plainly,
+    storages_of,
+    takes,
 )
 
 META = torch.device("meta")
@@ -44,7 +48,7 @@ MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20  # ops, in all and for each that 
 FROM_ELSEWHERE = {torch.ops.aten.from_file.default}
 
 
-class Recording:
+class ConstructorRecording:
     """What a constructor did, from op to op, and what its tensors hold."""
 
     def __init__(self, seed: int) -> None:
@@ -178,7 +182,7 @@ class Recording:
         """Whether an op copies real numbers that lie in a file: it is recorded, not run."""
         returns, arguments = func._schema.returns, func._schema.arguments
         makes = any("Tensor" in str(one.type) and one.alias_info is None for one in returns)
-        if not makes or any(_is_written(one) for one in arguments):
+        if not makes or any(is_written(one) for one in arguments):
             return False
         with plainly():
             return any(map(self.history.constants.is_mapped, given))
@@ -202,10 +206,10 @@ class Recording:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_made: bool
     ) -> Any:
         written = list(_written(func, args, kwargs))
-        if _asks_for_values(func) or not all(map(self.is_recorded, written)):
+        if asks_for_values(func) or not all(map(self.is_recorded, written)):
             return self._run_for_real(func, args, kwargs)
         args, kwargs = tree_map(self.on_meta, (args, kwargs))
-        if "device" in kwargs or (is_made and _takes(func, "device")):
+        if "device" in kwargs or (is_made and takes(func, "device")):
             kwargs = {**kwargs, "device": META}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
@@ -230,13 +234,13 @@ class Recording:
         with plainly(), generator_kept():
             return tree_map(_stand_in, func(*real[0], **real[1]))
 
-    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
         """Note where the generator of an op stands, and let a given one go on as it would."""
         self._check_thread()
         generator = kwargs.get("generator")
         if generator is None or is_default(generator):
             return self.draws.noted(len(self.history.ops))
-        draw = Draw(state=generator.get_state())
+        draw = GeneratorState(state=generator.get_state())
         real = self.real(args), on_cpu(self.real(kwargs))
         with plainly(), torch.no_grad():
             func(*real[0], **real[1])
@@ -259,7 +263,7 @@ class Recording:
                 raise UnrecordableError("a tensor is written to whose numbers an array shows")
 
     def _write_down(
-        self, func: Any, args: Any, kwargs: Any, *, outputs: Any, draw: Draw | None
+        self, func: Any, args: Any, kwargs: Any, *, outputs: Any, draw: GeneratorState | None
     ) -> None:
         written = list(_written(func, args, kwargs))
         made = [out for out in tree_leaves(outputs) if isinstance(out, Tensor)]
@@ -276,7 +280,7 @@ class Recording:
         blind = set()
         if func.__name__.split(".")[0] in OVERWRITES:
             blind = {v.storage for v, t in changed.items() if _covers_its_storage(t)}
-            blind -= _storages_of(named[0][1:])
+            blind -= storages_of(named[0][1:])
         makes = tuple(self.value(t) if new else None for t, new in zip(made, fresh, strict=True))
         self.history.add(
             RecordedOp(
@@ -286,7 +290,7 @@ class Recording:
                 keywords=named[1],
                 makes=makes,
                 writes=frozenset(writes | {value.storage for value in makes if value}),
-                reads=frozenset(_storages_of(named) - blind),
+                reads=frozenset(storages_of(named) - blind),
                 overwrites=frozenset(blind),
                 default_dtype=torch.get_default_dtype(),
             )
@@ -307,7 +311,7 @@ class Recording:
 class Address:
     """Where a recorded tensor would lie in memory: to be compared, for nothing lies there."""
 
-    def __init__(self, storage: int, offset_bytes: int, recording: Recording) -> None:
+    def __init__(self, storage: int, offset_bytes: int, recording: ConstructorRecording) -> None:
         self._place = (storage << 48) + offset_bytes
         self._recording = recording
 
@@ -334,7 +338,7 @@ class Address:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A region in which ops run as a recording has them: one for each thread."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: ConstructorRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
@@ -367,20 +371,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage() if has_plain_memory(tensor) else None
 
 
-def _asks_for_values(func: Any) -> bool:
-    """Tell .item() and equal() from ops that make tensors."""
-    returns = func._schema.returns
-    return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
-
-
-def _takes(func: Any, name: str) -> bool:
-    return any(argument.name == name for argument in func._schema.arguments)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Find the arguments that the op's schema says it changes."""
     if not isinstance(func, OpOverload):  # an initialiser
@@ -390,13 +380,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         return  # it looks at other numbers, and leaves its own
     unmarked = UNMARKED if func.__name__.split(".")[0] in BATCH_NORMS else ()
     for position, argument in enumerate(func._schema.arguments):
-        if _is_written(argument) or argument.name in unmarked:
+        if is_written(argument) or argument.name in unmarked:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
-
-
-def _storages_of(arguments: Any) -> set[int]:
-    return {leaf.storage for leaf in tree_leaves(arguments) if isinstance(leaf, Value)}
 
 
 def _covers_its_storage(tensor: Tensor) -> bool:

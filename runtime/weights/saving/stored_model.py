@@ -1,15 +1,283 @@
-"""Finds tensors of a model in files: under its own names, or those of its `save_pretrained`."""
+"""Reads a model from files of `save_pretrained`, slice by slice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
-from autopar.runtime.weights.saving.pieced_tensors import PiecedTensor, StoredPiece
-from autopar.runtime.weights.saving.saved_form import SavedForm
-from autopar.runtime.weights.saving.saved_pieces import Piece, pieces_by_name
+import torch
+from torch import Tensor
+
+from autopar.runtime.weights.filling import ShapeError
+from autopar.runtime.weights.saving.saved_form import SavedForm, SavedTensor, SavingOp, View
+
+Range: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A view that is a box of a tensor: where it begins, and the tensor's dim for each of its own.
+
+    A dim of one element has none.
+    """
+
+    start: tuple[int, ...]
+    dims: tuple[int | None, ...]
+
+    def overlap(self, ranges: Sequence[Range], size: tuple[int, ...]) -> list[Range]:
+        """Return what ranges of the tensor's dims have in common with a box of that size."""
+        sizes = dict(zip(self.dims, size, strict=True))
+        return [
+            (low := max(first, begin), max(low, min(last, begin + sizes.get(dim, 1))))
+            for dim, (begin, (first, last)) in enumerate(zip(self.start, ranges, strict=True))
+        ]
+
+
+def box_of(view: View, tensor: View) -> Box | None:
+    """Return the box of a tensor that a view of its memory is, or None if it is none."""
+    start = [0] * len(tensor.size)
+    offset = view.offset - tensor.offset
+    for dim in sorted(range(len(start)), key=lambda one: -tensor.stride[one]):
+        if tensor.size[dim] > 1:
+            start[dim], offset = divmod(offset, tensor.stride[dim])
+    dims = tuple(
+        None if size == 1 else _dim_of(stride, tensor)
+        for size, stride in zip(view.size, view.stride, strict=True)
+    )
+    taken = [dim for dim in dims if dim is not None]
+    is_box = offset == 0 and len(set(taken)) == sum(size != 1 for size in view.size)
+    sizes = {dim: size for dim, size in zip(dims, view.size, strict=True) if dim is not None}
+    fits = all(
+        begin >= 0 and begin + sizes.get(dim, 1) <= tensor.size[dim]
+        for dim, begin in enumerate(start)
+    )
+    return Box(start=tuple(start), dims=dims) if is_box and fits else None
+
+
+def _dim_of(stride: int, tensor: View) -> int | None:
+    found = [d for d, own in enumerate(tensor.stride) if own == stride and tensor.size[d] > 1]
+    return found[0] if len(found) == 1 else None
+
+
+def same_view(view: View, of: View, other: View) -> View | None:
+    """Return a view of another tensor of equal sizes that is what `view` is of a first one."""
+    box = box_of(view, of)
+    if box is None:
+        return None
+    offset = sum(begin * stride for begin, stride in zip(box.start, other.stride, strict=True))
+    strides = tuple(0 if dim is None else other.stride[dim] for dim in box.dims)
+    return replace(other, size=view.size, stride=strides, offset=other.offset + offset)
+
+
+def is_whole(view: View, tensor: View) -> bool:
+    """Whether a view has all of a tensor in its order, in whatever sizes."""
+    return (
+        view.offset == tensor.offset
+        and math.prod(view.size) == math.prod(tensor.size)
+        and view.stride == _contiguous(view.size)
+        and tensor.stride == _contiguous(tensor.size)
+    )
+
+
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor of that size whose numbers lie row by row."""
+    return tuple(max(math.prod(size[dim + 1 :]), 1) for dim in range(len(size)))
+
+
+COPIES = {"alias", "clone", "detach", "_to_copy"}
+JOINS = {"cat", "stack"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPiece:
+    """A box of a tensor in a file, and where its numbers lie in a tensor of the model."""
+
+    name: str  # in the file
+    shape: tuple[int, ...]
+    viewed: tuple[int, ...]  # the sizes in which it is seen here
+    start: tuple[int, ...]
+    view: View  # of the model's tensor; it has the sizes of the box
+
+
+def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
+    """Return the pieces of each tensor of a model that files have in whole."""
+    names = {view.memory: name for name, view in form.sources.items()}
+    taking, found = _Taking(form), defaultdict[str, list[SavedPiece]](list)
+    for tensor in form.tensors:
+        for piece in taking.pieces(tensor):
+            found[names[piece.view.memory]].append(piece)
+    sizes = {name: math.prod(view.size) for name, view in form.sources.items()}
+    return {name: own for name, one in found.items() if (own := _tiling(one, sizes[name]))}
+
+
+def _tiling(pieces: Sequence[SavedPiece], size: int) -> tuple[SavedPiece, ...]:
+    """Return pieces that are a tensor of so many elements together, one alone if that is whole."""
+    whole = next((one for one in pieces if math.prod(one.view.size) == size), None)
+    if whole is not None:
+        return (whole,)
+    return tuple(pieces) if sum(math.prod(one.view.size) for one in pieces) == size else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TakenBox:
+    """A box of a tensor, and the view of a tensor of the model that it was taken from."""
+
+    start: tuple[int, ...]
+    view: View
+
+
+class _Taking:
+    """Follows tensors of files back to the tensors of the model that they were taken from."""
+
+    def __init__(self, form: SavedForm) -> None:
+        self._sources = {view.memory for view in form.sources.values()}
+        self._ops = defaultdict[int, list[SavingOp]](list)
+        for op in form.ops.ops:
+            for memory in op.writes:
+                self._ops[memory].append(op)
+
+    def pieces(self, tensor: SavedTensor) -> Iterator[SavedPiece]:
+        """Yield the pieces of a tensor; of one that was computed in another way, none."""
+        seen = tensor.view
+        found = self._taken(seen)
+        made = self._made(seen.memory)
+        if not found and made is not None and is_whole(seen, made[1]):
+            seen = made[1]  # which has been viewed in other sizes since
+            found = self._taken(seen)
+        for one in found:
+            yield SavedPiece(
+                name=tensor.name,
+                shape=tensor.view.size,
+                viewed=seen.size,
+                start=one.start,
+                view=one.view,
+            )
+
+    def _taken(self, view: View) -> list[_TakenBox]:
+        if view.memory in self._sources:
+            return [_TakenBox(start=(0,) * len(view.size), view=view)]
+        made = self._made(view.memory)
+        if made is None:
+            return []
+        op, out = made
+        kind, first = op.name, op.arguments[0]
+        if kind in COPIES and isinstance(first, View) and first.size == out.size:
+            inner = same_view(view, of=out, other=first)
+            return [] if inner is None else self._taken(inner)
+        if kind in JOINS and view == out:
+            dim = op.arguments[1] if len(op.arguments) > 1 else 0
+            parts = [_unsqueezed(one, dim) if kind == "stack" else one for one in first]
+            return list(self._joined(parts, dim % len(out.size)))
+        return []
+
+    def _joined(self, parts: Sequence[View], dim: int) -> Iterator[_TakenBox]:
+        """Yield where views that are laid side by side along a dim come from."""
+        begin = 0
+        for part in parts:
+            for one in self._taken(part):
+                start = (*one.start[:dim], one.start[dim] + begin, *one.start[dim + 1 :])
+                yield replace(one, start=start)
+            begin += part.size[dim]
+
+    def _made(self, memory: int) -> tuple[SavingOp, View] | None:
+        """Return the op that made a memory and its result, if nothing else has written to it."""
+        ops = self._ops[memory]
+        results = [one for op in ops for one in op.results if one.memory == memory]
+        is_alone = len(ops) == len(results) == 1 and memory not in ops[0].reads
+        return (ops[0], results[0]) if is_alone else None
+
+
+def _unsqueezed(view: View, dim: int) -> View:
+    """Return a view with one more dim, of one element."""
+    dim %= len(view.size) + 1
+    size = (*view.size[:dim], 1, *view.size[dim:])
+    return replace(view, size=size, stride=(*view.stride[:dim], 0, *view.stride[dim:]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """A piece, and the tensor of a file that it is in, of which slices are read."""
+
+    piece: SavedPiece
+    stored: Any
+
+    def box(self, tensor: View) -> Box | None:
+        """Return where it lies in the model's tensor, or None if its numbers lie otherwise."""
+        is_as_stored = self.piece.viewed == self.piece.shape
+        return box_of(self.piece.view, tensor) if is_as_stored else None
+
+    def read(self) -> Tensor:
+        """Read all of it."""
+        piece = self.piece
+        whole: Tensor = self.stored[...]
+        ends = zip(piece.start, piece.view.size, strict=True)
+        return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
+
+    def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
+        """Read what a box of the model's tensor has of it, with the dims of that."""
+        slices, order = [], []
+        for start, dim in zip(self.piece.start, box.dims, strict=True):
+            low, high = (0, 1) if dim is None else common[dim]
+            begin = start if dim is None else start - box.start[dim]
+            slices.append(slice(begin + low, begin + high))
+            order += [] if dim is None else [dim]
+        part: Tensor = self.stored[tuple(slices) if slices else ...]
+        sizes = [high - low for low, high in common]
+        part = part.reshape([sizes[dim] for dim in order])
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return part.permute(places).reshape(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiecedTensor:
+    """A tensor of the model, read from its pieces.
+
+    Of each piece only that is read which a slice has of it. If the numbers of a piece lie in
+    another order, the whole tensor is put together first.
+    """
+
+    tensor: View
+    pieces: tuple[StoredPiece, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the tensor; raise where a file's is none that belongs to it."""
+        for one in self.pieces:
+            found, wanted = tuple(one.stored.get_shape()), one.piece.shape
+            if found != wanted:
+                raise ShapeError(f"{one.piece.name} is {wanted} here and {found} in its source")
+        return list(self.tensor.size)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        boxes = [box for one in self.pieces if (box := one.box(self.tensor)) is not None]
+        if len(boxes) < len(self.pieces):
+            return self._whole[index]
+        given = index if isinstance(index, tuple) else ()
+        slices = (*given, *[slice(None)] * (len(self.tensor.size) - len(given)))
+        wanted = [one.indices(size)[:2] for one, size in zip(slices, self.tensor.size, strict=True)]
+        found: Tensor | None = None
+        for one, box in zip(self.pieces, boxes, strict=True):
+            common = box.overlap(wanted, one.piece.view.size)
+            if any(low >= high for low, high in common):
+                continue
+            part = one.read_part(common, box)
+            if found is None:
+                found = part.new_empty([last - first for first, last in wanted])
+            place = zip(common, wanted, strict=True)
+            found[tuple(slice(low - at, high - at) for (low, high), (at, _) in place)] = part
+        return torch.empty([last - first for first, last in wanted]) if found is None else found
+
+    @cached_property
+    def _whole(self) -> Tensor:
+        parts = [one.read() for one in self.pieces]
+        whole = torch.empty_strided(self.tensor.size, self.tensor.stride, dtype=parts[0].dtype)
+        for one, part in zip(self.pieces, parts, strict=True):
+            view = one.piece.view
+            whole.as_strided(view.size, view.stride, view.offset).copy_(part)
+        return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +347,7 @@ class StoredModel:
         return next((one for one in names if one in self.stored), None)
 
     @cached_property
-    def _pieces(self) -> Mapping[str, tuple[Piece, ...]]:
+    def _pieces(self) -> Mapping[str, tuple[SavedPiece, ...]]:
         """The pieces of the model's tensors that are in the files as a whole."""
         every = pieces_by_name(self._form) if self._form is not None else {}
         return {

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from autopar.pages.tables import bar, plain_table
+from autopar.pages.plan_page import bar, plain_table
 
 
 def shown(width: int) -> list[str]:

@@ -17,8 +17,8 @@ from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import Ended
-from autopar.runs.planned_again import Trained, awaited
 from autopar.runs.run_metrics import lines_of
+from autopar.runs.run_record import PlanToTrain, awaited
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             file.write('{"event": "finished", "step": 1}\n')
         return Ended(code=0, is_signalled=False, leftovers=0)
 
-    monkeypatch.setattr("autopar.runs.run_end.launch", launch)
+    monkeypatch.setattr("autopar.runs.launching.launch", launch)
     return commands
 
 
@@ -190,7 +190,7 @@ def test_the_first_of_several_machines_plans_for_all(
 
 
 def _awaited(folder: Path) -> Plan:
-    return awaited(Trained.read(folder), 4, folder / "runs" / "mine", 2).plan
+    return awaited(PlanToTrain.read(folder), 4, folder / "runs" / "mine", 2).plan
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.run_analysis import Analysis, Figure, analyze
+from autopar.runs.run_metrics import Analysis, RunFigure, analyze
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
@@ -32,7 +32,7 @@ def analysis_of(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis:
     return found
 
 
-def figure(found: Analysis, name: str) -> Figure:
+def figure(found: Analysis, name: str) -> RunFigure:
     return next(one for one in found.figures if one.name == name)
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import FILE_NAME
-from autopar.runs.launching import Ended
-from autopar.runs.run_end import trained
+from autopar.runs.launching import Ended, trained
 from autopar.runs.run_folder import Nodes
 from autopar.runs.run_record import RunState, read_record
 from autopar.runtime.ranks import leaving, refusal
@@ -39,7 +38,7 @@ def launching(
             os.utime(path, (2e9 + number, 2e9 + number))
         return Ended(code=code, is_signalled=False, leftovers=0)
 
-    monkeypatch.setattr("autopar.runs.run_end.launch", launch)
+    monkeypatch.setattr("autopar.runs.launching.launch", launch)
 
 
 RANKS = "logs/none_x/attempt_{}/{}"

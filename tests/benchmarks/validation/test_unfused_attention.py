@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.costs.kernels.attention import (
+from autopar.planner.costs.kernels.kernels import (
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.forward.opened import Opened, OpenedClass
+from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
@@ -29,7 +29,7 @@ def zoo_modules(name: str, *arguments: str) -> Modules:
         return modules_of(zoo_file(name, *arguments).build_model())
 
 
-def namespace(opened: Opened) -> dict[str, Any]:
+def namespace(opened: OpenedSource) -> dict[str, Any]:
     """Run the printed sources and return what they define."""
     found: dict[str, Any] = {}
     for line in opened.imports:
@@ -96,7 +96,7 @@ def loss_of(file: ModelFile, model: nn.Module, batch: dict[str, Tensor]) -> Tens
 
 
 def stage_modules(
-    model: nn.Module, opened: Opened, found: Mapping[str, Any], axis: Any = None
+    model: nn.Module, opened: OpenedSource, found: Mapping[str, Any], axis: Any = None
 ) -> list[nn.Module]:
     """Return one module for each stage, which share the model's modules."""
     parts = []
@@ -110,7 +110,7 @@ def stage_modules(
 
 
 def staged_loss(
-    file: ModelFile, parts: Sequence[nn.Module], opened: Opened, batch: dict[str, Tensor]
+    file: ModelFile, parts: Sequence[nn.Module], opened: OpenedSource, batch: dict[str, Tensor]
 ) -> Tensor:
     """Run the stages one after the other and return the loss."""
     values: tuple[Any, ...] = ()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.shards import Split, shard_parameters
 from tests.codegen.forward.running import (
@@ -27,7 +27,7 @@ Cuts = dict[str, tuple[int, tuple[tuple[int, int], ...]]]
 
 
 def rank_result(
-    name: str, arguments: tuple[str, ...], opened: Opened, cuts: Cuts
+    name: str, arguments: tuple[str, ...], opened: OpenedSource, cuts: Cuts
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this rank's loss and the gradients of what it holds."""
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.model.model_file import ModelFile
@@ -54,7 +54,7 @@ def test_opened_attentions_take_the_mask_that_training_hands_them(name: str) -> 
     torch.testing.assert_close(checked_loss(model(**batch)), expected, rtol=1e-12, atol=1e-12)
 
 
-def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
+def check_loss(name: str, stages: int, *, opened: list[str]) -> OpenedSource:
     """Compare the loss of so many stages with that of the model."""
     torch.manual_seed(0)
     model = family_named(name).build_model().double().train()

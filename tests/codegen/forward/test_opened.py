@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.split import split_graph
 from tests.codegen.forward.running import (
     assert_same,
@@ -22,13 +22,13 @@ from tests.codegen.forward.running import (
 from tests.planner.subjects import ZOO_MODELS, zoo_file, zoo_graph
 
 
-def opened_by_force(name: str, calls: list[str]) -> Opened:
+def opened_by_force(name: str, calls: list[str]) -> OpenedSource:
     """Open calls of a zoo model that nothing splits."""
     split = split_graph(zoo_graph(name), zoo_modules(name))
     return open_split(split, [len(split.layers.layers)], opened=calls)
 
 
-def check_equal(name: str, opened: Opened) -> None:
+def check_equal(name: str, opened: OpenedSource) -> None:
     """Compare a model that took printed classes with the original."""
     before, expected = original(name)
     model, file = copy.deepcopy(before), zoo_file(name)

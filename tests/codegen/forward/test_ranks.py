@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.reading.split import Split, split_graph
+from autopar.codegen.forward.opened import OpenedSource
+from autopar.codegen.forward.reading.split import SplitGraph, split_graph
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.layers import find_layers
-from autopar.planner.layouts import Kind
 from autopar.planner.programs.layouts.choice import Budget, solve_layouts
-from autopar.planner.programs.layouts.cuts import parts_of
-from autopar.planner.programs.layouts.slots import find_slots
+from autopar.planner.programs.layouts.rules import find_slots
+from autopar.planner.programs.layouts.strategies import parts_of
 from tests.cells import cells
 from tests.codegen.forward.running import Result, original, zoo_modules
 from tests.codegen.forward.split_training import Cuts, rank_result
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 @cache
-def random_split(name: str, *, seed: int, ranks: int) -> Split:
+def random_split(name: str, *, seed: int, ranks: int) -> SplitGraph:
     """Return a zoo model with the best layouts under random prices: anything may be split."""
     graph = zoo_graph(name, *MODELS[name])
     axes = infer_axes(graph)
@@ -54,18 +54,18 @@ def random_split(name: str, *, seed: int, ranks: int) -> Split:
     )  # fmt: skip
 
 
-def cuts_of(split: Split) -> Cuts:
+def cuts_of(split: SplitGraph) -> Cuts:
     """Return how the parameters and buffers are cut."""
     names = [p.name for p in split.graph.parameters] + [b.name for b in split.graph.buffers]
     layouts = {name: split.made(name) for name in names}
     return {
         name: (x.dim, parts_of(split.axes.dims[name][x.dim], x.axis, 1))
         for name, x in layouts.items()
-        if x.kind is Kind.SPLIT
+        if x.kind is LayoutKind.SPLIT
     }
 
 
-def check_ranks(name: str, split: Split, opened: Opened, expected: Result) -> None:
+def check_ranks(name: str, split: SplitGraph, opened: OpenedSource, expected: Result) -> None:
     """Run the printed classes on ranks and compare with one process."""
     cuts = cuts_of(split)
     found = run_on_ranks(rank_result, split.degree, name, MODELS[name], opened, cuts)
@@ -76,7 +76,7 @@ def check_ranks(name: str, split: Split, opened: Opened, expected: Result) -> No
         whole = own[0]
         if parameter.name in cuts:
             whole = Cut(*cuts[parameter.name], split.degree).joined(own)
-        elif split.made(parameter.name).kind is Kind.REPLICATED:
+        elif split.made(parameter.name).kind is LayoutKind.REPLICATED:
             whole = torch.stack(own).sum(0)
         wanted = expected[1][parameter.name]
         scale = float(wanted.abs().max()) + 1e-12

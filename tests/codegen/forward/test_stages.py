@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
-from autopar.planner.crossing import residence
 from autopar.planner.errors import InputError
+from autopar.planner.layers import residence
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import (
     Result,
@@ -46,7 +46,7 @@ def without(model: nn.Module, kept: set[str]) -> nn.Module:
     return part
 
 
-def run_stages(name: str, opened: Opened, *arguments: str, drop: bool = False) -> Result:
+def run_stages(name: str, opened: OpenedSource, *arguments: str, drop: bool = False) -> Result:
     """Run the stages one after the other on one model, or each on a copy with its modules alone."""
     before, _ = original(name, *arguments)
     file, found = zoo_file(name, *arguments), namespace(opened)

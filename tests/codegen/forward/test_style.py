@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.split import split_graph
 from tests.codegen.forward.running import zoo_modules
 from tests.codegen.forward.test_ranks import MODELS, random_split
@@ -18,7 +18,7 @@ from tests.planner.subjects import ZOO_MODELS, zoo_graph
 CONFIG = Path(__file__).parents[3] / "pyproject.toml"
 
 
-def script(opened: Opened) -> str:
+def script(opened: OpenedSource) -> str:
     """Return all sources as one file, the user's classes imported."""
     every = (*opened.classes, *(stage.cls for stage in opened.stages))
     bases = sorted({*(cls.base for cls in every), *opened.functions})

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import AutoparError
-from autopar.planner.plan.telling.meaning import meaning_notes
+from autopar.planner.plan.telling.words import meaning_notes
 from autopar.planning import Request, make_plans, scripted
 from tests.codegen.idioms.base import BASE
 from tests.codegen.idioms.loop import CLIP, GLOBAL_BATCH, STEPS, Trained, train

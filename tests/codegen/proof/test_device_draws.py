@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.device_draws import device_draw_faults
+from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.declared.constraints import RecomputePin
 from tests.codegen.kinds import KINDS

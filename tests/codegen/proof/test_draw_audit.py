@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.proof.draw_audit import Axes, draw_faults
-from autopar.codegen.proof.draws import Draw
+from autopar.codegen.proof.draws import AxisSizes, NotedDraw, draw_faults
 
 KEPT = (0.9,)
-ONE = Axes(pipeline=1, data=1, tensor=2)
+ONE = AxisSizes(pipeline=1, data=1, tensor=2)
 
 
-def drawn(state: str, numbers: int = 8, module: str = "h.0.drop", **other: object) -> Draw:
-    own = Draw(module, "gpt2.py:60", "bernoulli_", KEPT, numbers, state, False, True)
+def drawn(state: str, numbers: int = 8, module: str = "h.0.drop", **other: object) -> NotedDraw:
+    own = NotedDraw(module, "gpt2.py:60", "bernoulli_", KEPT, numbers, state, False, True)
     return replace(own, **other)  # type: ignore[arg-type]
 
 
@@ -27,7 +26,7 @@ def test_ranks_that_share_a_mask_or_split_one_draw_as_one_process() -> None:
 
 
 def test_data_ranks_that_draw_alike_are_told_with_their_axis() -> None:
-    axes = Axes(pipeline=1, data=2, tensor=1)
+    axes = AxisSizes(pipeline=1, data=2, tensor=1)
     (fault,) = draw_faults([[drawn("a", 4)], [drawn("a", 4)]], ALONE, axes)
     assert "h.0.drop (dropout, p 0.1): draws 4 independent numbers, 8 in one process" in fault
     assert "ranks 0, 1 of the data axis share a mask at gpt2.py:60" in fault
@@ -67,7 +66,7 @@ def test_a_layer_that_runs_again_draws_what_it_drew() -> None:
 
 
 def test_stages_that_draw_the_same_numbers_are_told() -> None:
-    axes = Axes(pipeline=2, data=1, tensor=1)
+    axes = AxisSizes(pipeline=2, data=1, tensor=1)
     alone = [drawn("x"), drawn("y", module="h.1.drop")]
     (fault,) = draw_faults([[drawn("a")], [drawn("a", module="h.1.drop")]], alone, axes)
     assert "draws the same numbers as h.1.drop" in fault
@@ -89,6 +88,6 @@ def test_code_that_stands_in_its_callers_draws_for_the_modules_inside() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_no_row_has_of_its_own_may_be_drawn_by_each_part(microbatches: int) -> None:
-    axes = Axes(pipeline=1, data=2, tensor=1, microbatches=microbatches)
+    axes = AxisSizes(pipeline=1, data=2, tensor=1, microbatches=microbatches)
     ranks = [[drawn(f"{rank}{m}") for m in range(microbatches)] for rank in range(2)]
     assert draw_faults(ranks, ALONE, axes) == ()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.proof.draws import Draw, Drawing
+from autopar.codegen.proof.draws import Drawing, NotedDraw
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.randomness import split_randomness
 
@@ -28,11 +28,11 @@ class Holder(nn.Module):
         return self.function(x)
 
 
-def draws_of(model: nn.Module, x: Tensor) -> tuple[Draw, ...]:
+def draws_of(model: nn.Module, x: Tensor) -> tuple[NotedDraw, ...]:
     torch.manual_seed(0)
     with Drawing(UNSEEDED) as drawing:
         model(x)
-    found: tuple[Draw, ...] = drawing.draws([model])
+    found: tuple[NotedDraw, ...] = drawing.draws([model])
     return found
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.proof.given_script import carried_over, edits_of, read_script
+from autopar.codegen.proof.verification import carried_over, edits_of, read_script
 from autopar.planner.errors import InputError
-from autopar.planner.plan.telling.chosen import Usual
+from autopar.planner.plan.telling.words import Usual
 
 EMITTED = """# Written by autopar 0.1.0: 12
 SEED = 0  # of weights

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.codegen.proof.half_comparison import (
+from autopar.codegen.proof.comparison import (
     ALL,
     FEW,
     LOSSES,
+    HeldBlock,
     RankInHalf,
     compared_in_half,
     times_as_far,
     with_losses,
 )
-from autopar.codegen.proof.held import Block
 from autopar.codegen.proof.plain_half import PlainHalf
-from autopar.runtime.tensor.chunks import whole
+from autopar.runtime.tensor.shards import whole
 
 MANY = 4 * FEW
 
@@ -68,8 +68,8 @@ def test_few_numbers_count_among_all() -> None:
 
 
 def rank(of: PlainHalf, *, types: Mapping[str, str] | None = None) -> RankInHalf:
-    def held(tensors: Mapping[str, Tensor]) -> list[Block]:
-        return [Block(n, whole(tuple(t.shape)), t.double()) for n, t in tensors.items()]
+    def held(tensors: Mapping[str, Tensor]) -> list[HeldBlock]:
+        return [HeldBlock(n, whole(tuple(t.shape)), t.double()) for n, t in tensors.items()]
 
     return RankInHalf(
         initial=held(of.initial),

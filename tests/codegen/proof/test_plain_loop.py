@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from autopar.codegen.emit import script_text
-from autopar.codegen.proof.given_script import read_script_of
 from autopar.codegen.proof.plain_loop import plain_loop
 from autopar.codegen.proof.script_rank import imported
+from autopar.codegen.proof.verification import read_script_of
 from autopar.codegen.subject import subject_of
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from autopar.codegen.proof.plain_rows import plain_batches
+from autopar.codegen.proof.plain import plain_batches
 from autopar.planner.model.model_file import ModelFile
 from autopar.runtime.data.batches import synthetic_batches
 from autopar.runtime.ranks.mesh import start

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from autopar.codegen.proof.comparison import compared
-from autopar.codegen.proof.plain import task_of
-from autopar.codegen.proof.reference import train_alone
+from autopar.codegen.proof.plain import task_of, train_alone
 from autopar.codegen.proof.verification import axes_of
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.plan.telling.meaning import statistics_apart
+from autopar.planner.plan.telling.words import statistics_apart
 from autopar.planner.trace import trace
 from tests.codegen.equality import compare, ranks_by_script
 from tests.codegen.normed_apart import normed_apart

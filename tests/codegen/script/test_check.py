@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.codegen.script.check import UnsafeScriptError, check_script
+from autopar.codegen.script.render import UnsafeScriptError, check_script
 
 SOUND = '''"""A script."""
 

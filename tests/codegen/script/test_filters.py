@@ -4,7 +4,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from autopar.codegen.python_text import Source
-from autopar.codegen.script.filters import environment
+from autopar.codegen.script.render import environment
 
 
 @pytest.mark.parametrize("value", ["text", 1, None, ("a",)])

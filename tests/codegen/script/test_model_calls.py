@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.codegen.forward.reading.imported import Imported
+from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.script.model_calls import model_calls
 from autopar.planner.errors import InputError
 from tests.planner.subjects import zoo_file

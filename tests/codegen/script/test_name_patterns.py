@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.codegen.script.name_patterns import numbered_tuple, outermost, patterns
-from autopar.runtime.model.layer_names import is_listed, named, numbered, starred
+from autopar.codegen.script.parameter_tables import numbered_tuple, outermost, patterns
+from autopar.runtime.model.parts import is_listed, named, numbered, starred
 
 PARTS = st.sampled_from(("0", "1", "2", "a", "b"))
 NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)

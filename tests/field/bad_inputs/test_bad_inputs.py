@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from autopar.codegen.emit import script_text
 from autopar.codegen.subject import subject_of
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.errors import InputError
-from autopar.planner.given import MOST_BYTES, check_given
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.files import MOST_BYTES, check_given
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.files.document import plan_text
 from autopar.planning import make_plan
 from autopar.runtime.keeping.manifest import NAME, rank_file

@@ -14,8 +14,8 @@ import pytest
 
 from autopar.codegen.emit import script_text
 from autopar.codegen.subject import subject_of
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planning import make_plan
 from tests.field.bad_inputs import faulty
 from tests.field.bad_inputs.cases_on_ranks import ON_RANKS, OnRanks

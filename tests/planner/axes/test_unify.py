@@ -1,8 +1,8 @@
 """Unification refines dims until they agree, and says when they cannot."""
 
-from autopar.planner.axes.unify import Unifier
-from autopar.planner.extent import BATCH, constant
-from autopar.planner.rules.terms import UNIT, Dim, Product, concat, product, text_of
+from autopar.planner.axes.naming import Unifier
+from autopar.planner.graph.ops import BATCH, constant
+from autopar.planner.rules.signature import UNIT, Dim, FlattenedDims, concat, product, text_of
 
 
 def size(unifier: Unifier, number: int) -> Dim:
@@ -17,7 +17,7 @@ def test_a_leaf_takes_the_structure_of_what_it_equals() -> None:
     unifier = Unifier()
     width, heads, head_dim = size(unifier, 12), size(unifier, 3), size(unifier, 4)
     assert unifier.unify(width, product((heads, head_dim)))
-    assert unifier.resolved(width) == Product((heads, head_dim))
+    assert unifier.resolved(width) == FlattenedDims((heads, head_dim))
 
 
 def test_products_with_other_borders_are_refined_to_common_factors() -> None:
@@ -26,7 +26,7 @@ def test_products_with_other_borders_are_refined_to_common_factors() -> None:
     rest = size(unifier, 4)
     assert unifier.unify(product((a, b)), product((c, rest)))  # 12·2 = 6·4 = 6·2·2
     left = unifier.resolved(product((a, b)))
-    assert isinstance(left, Product)
+    assert isinstance(left, FlattenedDims)
     assert left == unifier.resolved(product((c, rest)))
     assert len(left.factors) == 3
 
@@ -70,4 +70,4 @@ def test_the_batch_is_split_from_a_flattened_dim() -> None:
     flat = unifier.fresh(BATCH * constant(8))
     batch, seq = unifier.fresh(BATCH), size(unifier, 8)
     assert unifier.unify(flat, product((batch, seq)))
-    assert unifier.resolved(flat) == Product((batch, seq))
+    assert unifier.resolved(flat) == FlattenedDims((batch, seq))

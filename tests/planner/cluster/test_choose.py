@@ -2,11 +2,10 @@
 
 import pytest
 
-from autopar.planner.cluster import choose
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.cluster import Origin, content_hash
-from autopar.planner.cluster.detect import recognised
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster import file as choose
+from autopar.planner.cluster.cluster import ClusterOrigin, Device, content_hash
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.sheet import recognised
 from autopar.planner.errors import InputError
 
 
@@ -14,7 +13,7 @@ def test_nodes_divide_the_devices() -> None:
     cluster = choose_cluster(16, "h100-sxm", 4)
     assert [node.devices for node in cluster.nodes] == [4, 4, 4, 4]
     assert cluster.size == 16
-    assert cluster.origin is Origin.NAMED
+    assert cluster.origin is ClusterOrigin.NAMED
 
 
 def test_without_nodes_they_are_of_the_usual_size() -> None:
@@ -40,7 +39,7 @@ def test_without_a_device_and_gpus_the_default_is_taken_and_said(
 ) -> None:
     monkeypatch.setattr(choose, "local_devices", lambda: ())
     cluster = choose_cluster(8)
-    assert cluster.origin is Origin.DEFAULT
+    assert cluster.origin is ClusterOrigin.DEFAULT
     assert cluster.devices[0].name == "h100-sxm"
 
 
@@ -48,7 +47,7 @@ def test_without_a_device_those_of_the_machine_are_taken(monkeypatch: pytest.Mon
     found = recognised("NVIDIA A100-SXM4-40GB", memory_bytes=40 * 2**30)
     monkeypatch.setattr(choose, "local_devices", lambda: (found,))
     cluster = choose_cluster(8)
-    assert cluster.origin is Origin.DETECTED
+    assert cluster.origin is ClusterOrigin.DETECTED
     assert cluster.devices[0].name == "a100-40gb-sxm"
 
 

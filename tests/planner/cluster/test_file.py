@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.cluster import content_hash
-from autopar.planner.cluster.file import parse_cluster, read_cluster
-from autopar.planner.cluster.link import Topology
+from autopar.planner.cluster.cluster import Topology, content_hash
+from autopar.planner.cluster.file import choose_cluster, parse_cluster, read_cluster
 from autopar.planner.errors import ExitCode, InputError
 
 TWO_NODES = '[[nodes]]\ncount = 2\ndevice = "a100-80gb-sxm"\ndevices = 8\n'

@@ -9,10 +9,9 @@ from math import factorial
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.cluster.orders import MOST_ORDERS, node_orders
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
+from autopar.planner.cluster.shape import MOST_ORDERS, node_orders
 
 NAMES = ("h100-sxm", "a100-80gb-sxm", "v100-32gb-sxm", "a10", "t4")
 NETWORK = '[network]\nlike = "infiniband-hdr"\n'

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.cluster.prefix import first_devices, prefix_sizes
+from autopar.planner.cluster.file import first_devices, parse_cluster, prefix_sizes
 from autopar.planner.errors import InputError
 
 NETWORK = '[network]\nlike = "infiniband-hdr"\n'

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.cluster.shape import ends_shape, group_shape, neighbour_shape, worst_shape
 from autopar.planner.errors import InputError
 

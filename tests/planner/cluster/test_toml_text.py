@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.cluster.toml_text import parsed
+from autopar.planner.cluster.toml_reading import parsed
 from autopar.planner.errors import InputError
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.units import (
+from autopar.planner.cluster.toml_reading import (
     bandwidth_text,
     bytes_text,
     parse_bytes,

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
-from autopar.planner.findings.meeting_rows import meeting_rows
-from autopar.planner.findings.unpriced import unpriced
-from autopar.planner.graph import Graph
+from autopar.planner.findings.loss import Follows, loss_of_parts
+from autopar.planner.findings.numbers import unpriced
+from autopar.planner.findings.rows import meeting_rows
+from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace import trace
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.planner.findings.drawn_once import drawn_once
+from autopar.planner.findings.rows import drawn_once
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.plan.telling.meaning import draws_apart
+from autopar.planner.plan.telling.words import draws_apart
 from autopar.planner.trace import trace
 from tests.codegen.plans import pinned_plan, plan_for
 from tests.planner.subjects import zoo_graph

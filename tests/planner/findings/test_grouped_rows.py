@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.rows import meeting_rows
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 

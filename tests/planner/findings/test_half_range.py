@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InputError

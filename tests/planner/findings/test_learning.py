@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.planner.findings.learning import learning_parameters
+from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 

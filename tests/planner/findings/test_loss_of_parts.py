@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
-from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.loss import Follows, loss_of_parts
+from autopar.planner.findings.rows import meeting_rows
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.planner.subjects import ZOO_MODELS, zoo_graph

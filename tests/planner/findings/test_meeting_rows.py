@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.rows import meeting_rows
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.planner.subjects import ZOO_MODELS, zoo_graph

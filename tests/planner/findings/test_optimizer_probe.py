@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler
 
 from autopar.planner.annotate import state_of
 from autopar.planner.errors import InputError
-from autopar.planner.findings.optimizer_probe import Reach, optimizer_traits
+from autopar.planner.findings.optimizer import Reach, optimizer_traits
 from autopar.planner.model.model_file import ModelFile, load_model_file
-from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer
+from autopar.planner.plan.declared.limits import with_moments, with_optimizer
 from autopar.planner.precision import Precision
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph

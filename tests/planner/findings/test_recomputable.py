@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.findings.recomputable import unable
+from autopar.planner.findings.writes import unable
 from autopar.planner.layers import find_layers
 from tests.planner.trace.model_source import traced
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.findings.steady_buffers import steady_buffers
+from autopar.planner.findings.writes import steady_buffers
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 from tests.planner.trace.model_source import traced
 

@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.planner.trace.model_source import HEADER

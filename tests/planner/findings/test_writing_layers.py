@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.findings.writing_layers import writing_calls
+from autopar.planner.findings.writes import writing_calls
 from tests.planner.trace.model_source import traced
 
 MODEL = """

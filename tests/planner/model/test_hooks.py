@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from autopar.planner.model.hooks import (
+from autopar.planner.model.functions import (
     forward_hooks,
     global_hooks,
     has_backward_hooks,

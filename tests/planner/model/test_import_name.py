@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.model.import_name import import_name
+from autopar.planner.model.functions import sources
+from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.model.sources import sources
-from autopar.planner.plan.model_facts import source_hash
+from autopar.planner.plan.plan import source_hash
 
 FACTORY = "\ndef build_model(): return part\ndef example_batch(batch_size): return {}\n"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.model.importing import import_file
-from autopar.planner.model.sources import loaded_sources, sources
+from autopar.planner.model.functions import loaded_sources, sources
+from autopar.planner.model.model_file import import_file
 
 MODEL = """
 import json

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import (
     Arrangement,
     CommunicationTerm,
@@ -20,9 +20,8 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.graph import Graph
-from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import (
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import (
     PARTIAL,
     REPLICATED,
     WHOLE,
@@ -31,11 +30,20 @@ from autopar.planner.layouts import (
     ParameterLayout,
     split,
 )
-from autopar.planner.ops import Op
+from autopar.planner.graph.ops import Op
+from autopar.planner.layers import Layers, find_layers
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
+from autopar.planner.plan.plan import (
+    FORMAT,
+    Model,
+    Plan,
+    PlannedMachines,
+    PlannedStage,
+    Proof,
+    RunnerUp,
+)
 from autopar.planner.precision import Precision
-from autopar.planner.rules.terms import leaves
+from autopar.planner.rules.signature import leaves
 from tests.planner.subjects import zoo_graph
 
 MIB = 2**20
@@ -146,7 +154,7 @@ def runner_up(**changes: Any) -> RunnerUp:
 
 
 @cache
-def parts_of(name: str, *arguments: str) -> tuple[Graph, Axes, Layers]:
+def parts_of(name: str, *arguments: str) -> tuple[Graph, GraphAxes, Layers]:
     """Trace a zoo model and find its axes and layers, once per process."""
     graph = zoo_graph(name, *arguments)
     axes = infer_axes(graph)
@@ -169,13 +177,13 @@ def whole_layouts(layers: Layers) -> tuple[tuple[OpLayout, ...], ...]:
     )
 
 
-def stages_of(layers: Layers, pipeline: int) -> tuple[Stage, ...]:
+def stages_of(layers: Layers, pipeline: int) -> tuple[PlannedStage, ...]:
     """Return stages of about equally many layers, the last recomputed in full."""
     count = len(layers.layers)
     borders = [count * number // pipeline for number in range(pipeline + 1)]
     modes = [Recompute.NONE] * (pipeline - 1) + [Recompute.FULL]
     return tuple(
-        Stage(
+        PlannedStage(
             rank=rank,
             first=borders[rank],
             count=borders[rank + 1] - borders[rank],
@@ -185,9 +193,9 @@ def stages_of(layers: Layers, pipeline: int) -> tuple[Stage, ...]:
     )
 
 
-def machines(devices: int) -> Machines:
+def machines(devices: int) -> PlannedMachines:
     """So many small devices in one node."""
-    return Machines(
+    return PlannedMachines(
         devices=devices,
         nodes=1,
         device="h100-sxm",

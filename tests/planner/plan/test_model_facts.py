@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.planner.plan.model_facts import model_facts, source_hash
+from autopar.planner.plan.plan import model_facts, source_hash
 from tests.planner.subjects import zoo_file, zoo_graph
 
 

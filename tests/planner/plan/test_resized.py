@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Unit
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.sheet import known_fabrics
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
+from autopar.planner.plan.again import machines_left, resized_constraints
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, StagePin
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.resized import machines_left, resized_constraints
 from autopar.planner.precision import Precision
 from tests.codegen.plans import pinned_plan
 

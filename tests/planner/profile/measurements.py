@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.planner.cluster.link import Backend, Collective, MeasuredCollective
+from autopar.planner.cluster.cluster import Backend, Collective, MeasuredCollective
 from autopar.planner.costs.ops.measurements import (
     HostTimes,
     Operand,

@@ -3,15 +3,15 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.profile.file import (
+from autopar.planner.profile.measured import (
     FORMAT,
+    MeasuredFile,
     content_hash,
     measurements_text,
     parse_measurements,
     read_measurements,
     write_measurements,
 )
-from autopar.planner.profile.measured import MeasuredFile
 from tests.planner.profile.measurements import everything, op
 
 TEXT = measurements_text(everything(), written="today")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.planner.profile.net_rank import typical
+from autopar.planner.profile.net import typical
 
 
 def test_a_typical_block_is_neither_the_luckiest_nor_a_hiccup() -> None:

@@ -1,17 +1,16 @@
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.cluster import content_hash
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective, content_hash
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import cheapest, collective_seconds
-from autopar.planner.costs.collectives.norm_statistics import Statistics, synchronising
-from autopar.planner.costs.ops.shapes import OpSplit
+from autopar.planner.costs.collectives.conversions import Statistics, synchronising
+from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.errors import InputError
-from autopar.planner.layouts import PARTIAL, WHOLE
+from autopar.planner.graph.layouts import PARTIAL, WHOLE
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.rules.terms import leaves
+from autopar.planner.rules.signature import leaves
 from tests.planner.costs.ops.op_factories import pricer
 from tests.planner.profile.measurements import TIMES, everything, host, net, op
 

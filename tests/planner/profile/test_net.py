@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.link import Backend, Collective
-from autopar.planner.costs.collectives.measured import hops, sent_share
+from autopar.planner.cluster.cluster import Backend, Collective
+from autopar.planner.costs.collectives.choice import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.net import NetSample, fit, link_cases, measure_net, net_of, rising
 

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.sheet import find_device
 from autopar.planner.costs.ops.measurements import Timing
 from autopar.planner.costs.prediction import Prediction, Provenance
 from autopar.planner.costs.steps.framework import framework_constants, read_framework_constants
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.plan import Model
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision

@@ -1,9 +1,8 @@
 import pytest
 
 from autopar.planner.precision import Precision
-from autopar.planner.profile.calls import Call
-from autopar.planner.profile.forms import local_strides
-from autopar.planner.profile.probes import Probe, find_probes
+from autopar.planner.profile.calls import ProbeCall
+from autopar.planner.profile.probes import Probe, find_probes, local_strides
 from tests.planner.costs.ops.op_factories import pricer
 
 GPT2 = ("gpt2.py",)
@@ -56,7 +55,7 @@ def test_what_a_rank_runs_by_code_of_the_runtime_is_left_to_the_formulas() -> No
 def test_every_op_of_the_zoo_runs_by_itself_whole_and_split(name: str) -> None:
     found = probes(f"{name}.py", degrees=(1, 2))
     for probe in found:
-        call = Call(probe=probe, device="cpu")
+        call = ProbeCall(probe=probe, device="cpu")
         for _ in range(2):
             call.prepare()
             call.keep(call.forward())

@@ -9,8 +9,7 @@ import pytest
 
 from autopar.planner.costs.ops.measurements import OpKey
 from autopar.planner.precision import Precision
-from autopar.planner.profile.calls import Call
-from autopar.planner.profile.clock import clock_of, threads_of_a_rank
+from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
@@ -103,14 +102,14 @@ def test_batches_take_turns_so_that_a_slow_minute_meets_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    forward = Call.forward
+    forward = ProbeCall.forward
 
-    def noting(call: Call) -> object:
+    def noting(call: ProbeCall) -> object:
         if seen[-1:] != [call.probe.batch]:
             seen.append(call.probe.batch)
         return forward(call)
 
-    monkeypatch.setattr(Call, "forward", noting)
+    monkeypatch.setattr(ProbeCall, "forward", noting)
     both = (*probes(rows=4), *probes(rows=8))
     found, _ = measure(both, device="cpu", clock=Steady(1e-6), limits=LIMITS, baseline=NOTHING)
     assert seen == [4, 8] * VISITS
@@ -141,15 +140,15 @@ def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     budget, loaded = 0.5, set[OpKey]()
-    forward = Call.forward
+    forward = ProbeCall.forward
 
-    def loading(call: Call) -> object:
+    def loading(call: ProbeCall) -> object:
         if call.probe.key not in loaded:
             loaded.add(call.probe.key)
             time.sleep(budget / 4)
         return forward(call)
 
-    monkeypatch.setattr(Call, "forward", loading)
+    monkeypatch.setattr(ProbeCall, "forward", loading)
     assert not left_out_of_two_batches(total_seconds=budget)
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from itertools import product
 
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
-from autopar.planner.ops import Op, Origin
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.programs.layouts.building import ONCE_PER_STEP
 from autopar.planner.programs.layouts.conversions import Conversions
-from autopar.planner.programs.layouts.slots import find_slots
+from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.programs.layouts.strategies import strategies
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.programs.layouts.small_graphs import SmallModel
@@ -144,13 +144,13 @@ class BruteForce:
 
     def _slot_options(self, slot: str, questions: list[tuple[str, bool, Layout]]) -> Iterator[Cost]:
         members = [n for n, s in self.slots.tensors.items() if s == slot]
-        weights = [n for n in members if self.graph.tensors[n].origin is Origin.PARAMETER]
-        if any(self.graph.tensors[n].origin is Origin.INPUT for n in members):
+        weights = [n for n in members if self.graph.tensors[n].origin is TensorOrigin.PARAMETER]
+        if any(self.graph.tensors[n].origin is TensorOrigin.INPUT for n in members):
             layouts = {WHOLE}
         else:
             layouts = self.possible[slot]
             if weights:
-                layouts = {x for x in layouts if x.kind is Kind.SPLIT} | {WHOLE, REPLICATED}
+                layouts = {x for x in layouts if x.kind is LayoutKind.SPLIT} | {WHOLE, REPLICATED}
         for layout in sorted(layouts, key=str):
             cost = self._slot_cost(layout, questions, weights)
             if cost is not None:

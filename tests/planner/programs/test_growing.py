@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.programs.growing import GrowingProgram
+from autopar.planner.programs.solver import GrowingProgram
 
 
 def test_each_row_can_only_raise_the_least() -> None:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.planner.annotate import Work, annotate
+from autopar.planner.annotate import OpWork, annotate
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.findings.unpriced import unpriced
-from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Ref, Value
+from autopar.planner.findings.numbers import unpriced
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op, Ref, Value
 from autopar.planner.precision import Precision
-from autopar.planner.rules.computation import Computation
+from autopar.planner.rules.rule import Computation
 from autopar.planner.rules.table import TABLE, has_line, rule_of
 from autopar.planner.trace import trace
 from tests.planner.rules.multiplying_models import ALIKE, HOLDERS, MODULES, Subject, function
@@ -26,7 +26,7 @@ from tests.planner.rules.multiplying_models import ALIKE, HOLDERS, MODULES, Subj
 ROWS = 3
 
 
-def work_of(graph: Graph) -> Work:
+def work_of(graph: Graph) -> OpWork:
     done = annotate(graph, infer_axes(graph), batch=ROWS, precision=Precision.FP32)
     return done.total(graph.ops)
 

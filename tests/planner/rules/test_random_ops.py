@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.planner.ops import Op, Value
-from autopar.planner.rules.random_ops import is_random
+from autopar.planner.graph.ops import Op, Value
+from autopar.planner.rules.rule import is_random
 
 
 def _op(target: str, **arguments: Value) -> Op:

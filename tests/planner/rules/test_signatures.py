@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.ops import Op
-from autopar.planner.rules.signature import Signature
-from autopar.planner.rules.terms import Dim, leaves, size_of
+from autopar.planner.graph.ops import Op
+from autopar.planner.rules.signature import Dim, Signature, leaves, size_of
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import Calculate, file_of
 

@@ -6,9 +6,9 @@ from textwrap import dedent
 
 import torch
 
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Buffer, Op
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.ops import Buffer, Op
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TRACED_BATCH, build
 from autopar.planner.trace.convert import convert

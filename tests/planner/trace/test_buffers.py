@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.ops import Origin
+from autopar.planner.graph.ops import TensorOrigin
 from tests.planner.trace.model_source import buffer_of, ops_of, traced
 
 NORMED = """
@@ -157,7 +157,11 @@ def test_a_buffer_that_is_called_as_an_op_is_keeps_its_name(tmp_path: Path) -> N
     """
     graph = traced(tmp_path, source)
     origins = {name: graph.tensors[name].origin for name in ("mean", "std", "sub")}
-    assert origins == {"mean": Origin.BUFFER, "std": Origin.BUFFER, "sub": Origin.PARAMETER}
+    assert origins == {
+        "mean": TensorOrigin.BUFFER,
+        "std": TensorOrigin.BUFFER,
+        "sub": TensorOrigin.PARAMETER,
+    }
     made = [name for op in graph.ops for name in op.outputs]
     assert len(set(made)) == len(made)
     assert not set(made) & set(origins)

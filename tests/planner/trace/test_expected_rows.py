@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.precision import Precision
 from tests.planner.trace.model_source import ops_of, traced
 

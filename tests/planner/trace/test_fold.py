@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import Op
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.ops import Op
 from autopar.planner.trace.build import TRACED_BATCH, build
 from autopar.planner.trace.export import export
 from autopar.planner.trace.record import REPLAY

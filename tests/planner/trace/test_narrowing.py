@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import MODEL_DTYPE
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.ops import MODEL_DTYPE
 from autopar.planner.plan.files.graph import graph_document, graph_of
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.meaning import held_in_half
+from autopar.planner.plan.telling.words import held_in_half
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from tests.planner.trace.model_source import line_of, linear_model, ops_of, traced
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.extent import BATCH, Extent, constant
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, DType, Extent, constant
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.ops import MODEL_DTYPE, DType
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace_for_rows
 from tests.planner.trace.model_source import line_of, ops_of, traced, written

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.ops import Ref
+from autopar.planner.graph.ops import Ref
 from tests.planner.trace.model_source import line_of, ops_of, traced, written
 
 RANDOM = """

@@ -9,13 +9,10 @@ from typing import Any
 from autopar.runtime.data.batches import (
     Batch,
     Example,
-    Rows,
     dataset_batches,
-    each_rank,
     read_dataset,
 )
-from autopar.runtime.data.epochs import Epochs, LastRows
-from autopar.runtime.data.shares import Dealing
+from autopar.runtime.data.epochs import Dealing, Epochs, LastRows, RowCounts, each_rank
 from autopar.runtime.ranks.mesh import Mesh
 
 
@@ -24,7 +21,7 @@ def read_rows(
     example_batch: Example,
     mesh: Mesh,
     *,
-    microbatch: Rows,
+    microbatch: RowCounts,
     seed: int,
     last: LastRows = LastRows.RUN_ON,
     rows: int | None = None,

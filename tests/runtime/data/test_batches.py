@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from autopar.runtime.data.batches import (
-    Rows,
     gathered_rows,
     placed,
     synthetic_batches,
 )
+from autopar.runtime.data.epochs import RowCounts
 from autopar.runtime.ranks.mesh import ALONE, Mesh, start
 from tests.runtime.data.reading import read_rows
 from tests.runtime.processes import run_on_ranks
@@ -42,13 +42,13 @@ class Numbers(Dataset[dict[str, Tensor]]):
         return {"x": torch.tensor(float(index))}
 
 
-def rows(data: int, microbatch: Rows, count: int) -> list[list[int]]:
+def rows(data: int, microbatch: RowCounts, count: int) -> list[list[int]]:
     mesh = start(pipeline=1, data=data, tensor=1)
     batches = read_rows(Numbers, _example, mesh, microbatch=microbatch, seed=0)
     return [batch["x"].int().tolist() for batch in islice(batches, count)]
 
 
-def noise(data: int, microbatch: Rows, count: int) -> list[list[float]]:
+def noise(data: int, microbatch: RowCounts, count: int) -> list[list[float]]:
     mesh = start(pipeline=1, data=data, tensor=1)
     batches = synthetic_batches(_example, mesh, rows=(count, microbatch), seed=0)
     return [batch["x"].tolist() for batch in islice(batches, count)]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from autopar.runtime.data.epochs import Epochs, LastRows, epochs_of
-from autopar.runtime.data.shares import Dealing
+from autopar.runtime.data.epochs import Dealing, Epochs, LastRows, epochs_of
 from autopar.runtime.ranks.mesh import Mesh
 from tests.runtime.data.reading import read_rows
 

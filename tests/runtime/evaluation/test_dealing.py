@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from autopar.runtime.evaluation.dealing import Dealer
+from autopar.runtime.evaluation.rows import Dealer
 
 
 @pytest.mark.parametrize("each", [(1,), (4,), (7,), (2, 2), (6, 6, 6), (3, 1), (5, 12, 7)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.evaluation.row_metrics import RowMetrics
+from autopar.runtime.evaluation.metrics import RowMetrics
 from autopar.runtime.ranks.mesh import start
 
 

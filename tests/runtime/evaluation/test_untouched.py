@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.evaluation.untouched import evaluated
+from autopar.runtime.evaluation.evaluating import evaluated
 from autopar.runtime.ranks.mesh import start, stop
 from autopar.runtime.recompute import update_once
 from tests.runtime.processes import run_on_ranks

@@ -15,7 +15,7 @@ from autopar.runtime.keeping import claim as claiming
 from autopar.runtime.keeping.claim import (
     NAME,
     Claim,
-    Holder,
+    FolderHolder,
     TakenError,
     began,
     claim,
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(claiming, f"{name}_SECONDS", seconds)
 
 
-def leave(folder: Location, **changes: object) -> Holder:
+def leave(folder: Location, **changes: object) -> FolderHolder:
     """Leave the claim of another process: of the one that has started this one, if no other."""
     process = os.getppid()
     made = replace(claiming._own(folder), process=process, began=began(process))

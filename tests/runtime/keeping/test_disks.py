@@ -11,14 +11,21 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from autopar.runtime.keeping.finding import find_checkpoint, verify_checkpoint
+from autopar.runtime.keeping.finding import (
+    checkpoints_in,
+    find_checkpoint,
+    let_go,
+    verify_checkpoint,
+)
 from autopar.runtime.keeping.keeper import Keeper
-from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, write_model
-from autopar.runtime.keeping.places import Destination
+from autopar.runtime.keeping.model_files import (
+    Destination,
+    WeightsFile,
+    files_of_model,
+    write_model,
+)
 from autopar.runtime.keeping.safetensors_file import Entry
-from autopar.runtime.keeping.step_folders import checkpoints_in
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.weights.initial_weights import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.keeping.garbage import EVERY_STEPS, Garbage
+from autopar.runtime.keeping.signals import EVERY_STEPS, Garbage
 
 
 @pytest.fixture

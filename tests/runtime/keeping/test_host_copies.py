@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime.keeping.host_copies import Room, blocks_of, free_host_bytes
+from autopar.runtime.keeping.safetensors_file import HostRoom, blocks_of, free_host_bytes
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -18,7 +18,7 @@ def tensors(device: str = "cpu") -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_copies_lie_in_one_buffer_that_stays(device: str) -> None:
-    room, own = Room(), tensors(device)
+    room, own = HostRoom(), tensors(device)
     first = room.copied(own)
     assert all(torch.equal(one.cpu(), copy) for one, copy in zip(own, first, strict=True))
     assert len({one.untyped_storage().data_ptr() for one in first}) == 1
@@ -29,7 +29,7 @@ def test_all_copies_lie_in_one_buffer_that_stays(device: str) -> None:
 
 
 def test_a_buffer_that_is_too_small_is_made_anew() -> None:
-    room = Room()
+    room = HostRoom()
     room.copied(tensors())
     (large,) = room.copied([torch.ones(1000)])
     assert large.sum() == 1000
@@ -37,7 +37,7 @@ def test_a_buffer_that_is_too_small_is_made_anew() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_blocks_are_the_bytes_in_their_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.runtime.keeping.host_copies.BLOCK_BYTES", 4)
+    monkeypatch.setattr("autopar.runtime.keeping.safetensors_file.BLOCK_BYTES", 4)
     flat = [torch.arange(n, n + 9, dtype=torch.uint8, device=device) for n in (0, 40, 80)]
     flat.insert(1, torch.arange(5, dtype=torch.uint8))
     found = b"".join(bytes(block) for block in blocks_of(flat))

@@ -10,11 +10,18 @@ from random import Random
 import pytest
 import torch
 
-from autopar.runtime.keeping import manifest_faults as faults
-from autopar.runtime.keeping.manifest import Logical, Manifest, Moment, Origin, Stored, rank_file
+from autopar.runtime.keeping import manifest as faults
+from autopar.runtime.keeping.manifest import (
+    CheckpointOrigin,
+    Logical,
+    Manifest,
+    Moment,
+    Stored,
+    rank_file,
+)
 from autopar.runtime.keeping.safetensors_file import Written
-from autopar.runtime.tensor.chunks import Chunks
-from autopar.runtime.tensor.cuts import Ranges
+from autopar.runtime.tensor.shards import Chunks
+from autopar.runtime.tensor.slices import Ranges
 
 
 def manifest_of(shape: tuple[int, ...], shards: Sequence[tuple[Ranges, ...]]) -> Manifest:
@@ -25,7 +32,7 @@ def manifest_of(shape: tuple[int, ...], shards: Sequence[tuple[Ranges, ...]]) ->
     )
     return Manifest(
         moment=Moment(step=1, rows=1, updates=1),
-        origin=Origin(torch="", model="", plan=""),
+        origin=CheckpointOrigin(torch="", model="", plan=""),
         files={one.file: Written(size_bytes=10**6, sha256="") for one in stored},
         tensors={"weight/x": Logical(dtype=torch.float32, shape=shape, shards=stored)},
         scalars={},

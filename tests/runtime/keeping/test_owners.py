@@ -8,11 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from autopar.runtime.keeping.holdings import Holding
-from autopar.runtime.keeping.overlaps import overlaps
-from autopar.runtime.keeping.owners import Owned, Owners, _Held, shared_out
+from autopar.runtime.keeping.owners import Holding, Owned, Owners, _HeldShard, overlaps, shared_out
 from autopar.runtime.ranks.mesh import start
-from autopar.runtime.tensor.chunks import Chunks, whole
+from autopar.runtime.tensor.shards import Chunks, whole
 from tests.runtime.processes import LOG
 from tests.strict.log import Issued
 from tests.strict.ranks import run_on_strict_ranks
@@ -46,8 +44,8 @@ def test_shards_of_one_cut_are_filled_from_those_of_another(
         assert torch.equal(found, _part(tensor, wanted))
 
 
-def _held(key: str, chunks: Chunks, *, is_buffer: bool = False) -> _Held:
-    return _Held(key=key, dtype=torch.float32, chunks=chunks, is_buffer=is_buffer)
+def _held(key: str, chunks: Chunks, *, is_buffer: bool = False) -> _HeldShard:
+    return _HeldShard(key=key, dtype=torch.float32, chunks=chunks, is_buffer=is_buffer)
 
 
 def _bytes_of(owned: tuple[Owned, ...], rank: int) -> int:
@@ -73,7 +71,7 @@ def test_what_is_cut_is_written_by_who_holds_it() -> None:
 RANKS = 256
 
 
-def _large_model() -> list[_Held]:
+def _large_model() -> list[_HeldShard]:
     """Return what a rank holds of 48 layers of 1,600, with the states of their optimizer."""
     shapes = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), *[(1600,)] * 8]
     return [

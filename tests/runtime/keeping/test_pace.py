@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.runtime.keeping.pace import Own, Pace, slow_among
+from autopar.runtime.keeping.progress import Own, Pace, slow_among
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 

@@ -9,11 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, write_model
-from autopar.runtime.keeping.places import EXPORT_MARK, Destination, destination
+from autopar.runtime.keeping.model_files import (
+    EXPORT_MARK,
+    Destination,
+    WeightsFile,
+    destination,
+    files_of_model,
+    write_model,
+)
 from autopar.runtime.keeping.safetensors_file import Entry
+from autopar.runtime.ranks.locations import MARK, is_named_as_file
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.outputs import MARK, is_named_as_file
 
 
 def test_what_another_program_left_is_not_replaced(

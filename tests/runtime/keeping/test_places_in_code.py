@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.runtime.keeping.places_in_code import place_of_main_thread
+from autopar.runtime.keeping.watch import place_of_main_thread
 
 
 def test_a_place_is_the_innermost_line_of_no_library() -> None:

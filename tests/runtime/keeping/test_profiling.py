@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.script_rank import imported
-from autopar.runs.run_analysis import analyze
-from autopar.runs.run_metrics import lines_of
-from autopar.runtime.keeping.profiling import covered_us
+from autopar.runs.run_metrics import analyze, lines_of
+from autopar.runtime.keeping.signals import covered_us
 from tests.codegen.kinds import plan_of
 from tests.runtime.processes import run_on_ranks
 

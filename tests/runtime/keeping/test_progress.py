@@ -18,14 +18,12 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.runtime.keeping.finding import checkpoints_in
 from autopar.runtime.keeping.keeper import Keeper
-from autopar.runtime.keeping.numbers import broken_of
-from autopar.runtime.keeping.progress import Planned, Progress
-from autopar.runtime.keeping.step_folders import checkpoints_in
+from autopar.runtime.keeping.progress import Planned, Progress, broken_of
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.mesh import Mesh, start, stop
-from autopar.runtime.ranks.metrics import Event, Metrics
+from autopar.runtime.ranks.metrics import Curves, Event, Metrics
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.weights.initial_weights import Recipe
 from tests.runtime.processes import run_on_ranks

@@ -10,16 +10,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_places
-from autopar.runtime.keeping.under_way import Message, UnderWay
+from autopar.runtime.keeping.watch import (
+    Message,
+    RankPlace,
+    RollCall,
+    RollCallResult,
+    UnderWay,
+    told_places,
+)
 
 RANKS, STOPPED, PER_NODE = 256, 77, 8
 NOTHING = UnderWay(begun={})
 LAST = Message(group="3 collective", number=41, told="all_reduce 41 of the tensor axis")
 
 
-def place(rank: int, where: str = "waits", under_way: UnderWay = NOTHING) -> Place:
-    return Place(rank=rank, where=where, under_way=under_way)
+def place(rank: int, where: str = "waits", under_way: UnderWay = NOTHING) -> RankPlace:
+    return RankPlace(rank=rank, where=where, under_way=under_way)
 
 
 class CountingStore:
@@ -33,12 +39,12 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def ask_all(ranks: Sequence[int], nodes: Sequence[str]) -> tuple[list[Found], list[int]]:
+def ask_all(ranks: Sequence[int], nodes: Sequence[str]) -> tuple[list[RollCallResult], list[int]]:
     """Have ranks answer a call at once; return all that they find, and how often each calls."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     stores = {rank: CountingStore(store) for rank in ranks}
 
-    def answer(rank: int) -> Found:
+    def answer(rank: int) -> RollCallResult:
         call = RollCall(stores[rank], "word", nodes, rank, patience_seconds=2.0)
         return call.answer(place(rank))
 

@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from autopar.runtime.keeping.export import export, exporting
-from autopar.runtime.keeping.places import destination
-from autopar.runtime.keeping.saved_model import SavedModel
+from autopar.runtime.keeping.export import SavedModel, export, exporting
+from autopar.runtime.keeping.model_files import destination
 from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.locations import MARK
 from autopar.runtime.ranks.mesh import ALONE, Mesh
-from autopar.runtime.ranks.outputs import MARK
-from autopar.runtime.weights.beginning import Begun
 from autopar.runtime.weights.initial_weights import build, record
+from autopar.runtime.weights.loading import Begun
 from tests.field.families import family_named
 
 CPU = torch.device("cpu")

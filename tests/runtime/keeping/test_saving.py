@@ -10,30 +10,28 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from autopar.runtime.keeping.finding import AUTO, find_checkpoint
+from autopar.runtime.keeping.finding import AUTO, checkpoints_in, find_checkpoint, let_go
 from autopar.runtime.keeping.keeper import Keeper
-from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.restoring import restore
-from autopar.runtime.keeping.saving import Saving
-from autopar.runtime.keeping.step_folders import checkpoints_in
-from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
+from autopar.runtime.keeping.saving import CheckpointSaving
+from autopar.runtime.keeping.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.weights.initial_weights import Recipe
 from tests.runtime.keeping.test_progress import no_weights, options
 
 
-def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
+def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> CheckpointSnapshot:
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     moment = Moment(step=1, rows=1, updates=1)
     found = snapshot(folder, moment, "", [model], optimizer, Agreed(mesh))
-    assert isinstance(found, Snapshot)
+    assert isinstance(found, CheckpointSnapshot)
     return found
 
 
 def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mesh) -> None:
-    model, saving = nn.Linear(300, 300), Saving(mesh)
+    model, saving = nn.Linear(300, 300), CheckpointSaving(mesh)
     before = model.weight.detach().clone()
     saving.begin(_taken(tmp_path, model, mesh), time.perf_counter())
     with torch.no_grad():
@@ -52,8 +50,8 @@ def test_without_room_for_a_copy_it_is_written_at_once(
     tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n", encoding="utf-8")
-    monkeypatch.setattr("autopar.runtime.keeping.host_copies._MEMORY", tmp_path / "meminfo")
-    saving = Saving(mesh)
+    monkeypatch.setattr("autopar.runtime.keeping.safetensors_file._MEMORY", tmp_path / "meminfo")
+    saving = CheckpointSaving(mesh)
     saving.begin(_taken(tmp_path, nn.Linear(20, 20), mesh), time.perf_counter())
     assert not saving.is_writing
     assert saving.finish().failure is None
@@ -92,7 +90,7 @@ def test_a_failure_in_the_thread_is_told_when_the_training_asks(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("autopar.runtime.keeping.writing.write_tensors", full)
-    saving = Saving(mesh)
+    saving = CheckpointSaving(mesh)
     saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
     assert saving.finish().failure == "No space left on device"
     assert list(tmp_path.iterdir()) == []

@@ -12,11 +12,16 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import AdamW
 
-from autopar.runtime.keeping.finding import AUTO, find_checkpoint, verify_checkpoint
-from autopar.runtime.keeping.letting_go import let_go
+from autopar.runtime.keeping.finding import (
+    AUTO,
+    checkpoints_in,
+    find_checkpoint,
+    let_go,
+    unfinished_in,
+    verify_checkpoint,
+)
 from autopar.runtime.keeping.manifest import NAME, Moment, rank_file
-from autopar.runtime.keeping.places import destination
-from autopar.runtime.keeping.step_folders import checkpoints_in, unfinished_in
+from autopar.runtime.keeping.model_files import destination
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.locations import Location, StorePath, size_of, write
 from autopar.runtime.ranks.mesh import Mesh

@@ -7,7 +7,7 @@ from time import monotonic, sleep
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.keeping.under_way import UnderWay, not_begun, under_way
+from autopar.runtime.keeping.watch import UnderWay, not_begun, under_way
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.model.apart import keep_apart
+from autopar.runtime.model.parts import keep_apart
 from autopar.runtime.recompute.running_again import Mode, recompute
 
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.data_parallel.batch_norm import widen_norms
-from autopar.runtime.model.apart import keep_apart
-from autopar.runtime.model.own_forward import class_with_forward
-from autopar.runtime.model.parts import take_class
+from autopar.runtime.model.parts import class_with_forward, keep_apart, take_class
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.recompute.running_again import recompute
 

@@ -11,8 +11,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.optimizer.arguments import made_optimizer
-from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.optimizer.building import build_optimizer, made_optimizer
 from autopar.runtime.ranks.mesh import start
 from autopar.runtime.weights.initial_weights import build as build_from_recipe
 from autopar.runtime.weights.initial_weights import record

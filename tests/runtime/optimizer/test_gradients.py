@@ -11,8 +11,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.optimizer.gradients import _end_to_end, clip_by_global_norm, sum_replicated
-from autopar.runtime.optimizer.held_gradients import gradient_memory, held_gradients, local
+from autopar.runtime.optimizer.gradients import (
+    _end_to_end,
+    clip_by_global_norm,
+    gradient_memory,
+    held_gradients,
+    local,
+    sum_replicated,
+)
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.tensor.shards import Split, local_part, shard_parameters
 from tests.runtime.processes import LOG, run_on_ranks

@@ -7,7 +7,7 @@ from torch import nn
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.loss_scaling import LossScale
+from autopar.runtime.optimizer.gradients import LossScale
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.codegen.proof.held import Block, Held, assembled
+from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.keeping.holdings import weights_held
+from autopar.runtime.keeping.owners import weights_held
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.mesh import start
@@ -61,7 +61,9 @@ def begun(
     starting = None if file is None else StartingWeights(files=file)
     load_weights([model], recipe, starting, mesh, splits=splits)
     optimizer = build_optimizer([model], Noticing, zero=zero, mesh=mesh)
-    masters = [Block(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)]
+    masters = [
+        HeldBlock(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)
+    ]
     return masters, _first(model, optimizer), {one.dtype for one in model.parameters()}
 
 
@@ -71,7 +73,7 @@ def _first(model: nn.Module, optimizer: Optimizer) -> Held:
         for one in group["params"]:
             first = optimizer.state[one]["first"]
             one.data.copy_(local_tensor(first) if first.shape == one.shape else first)
-    return [Block(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)]
+    return [HeldBlock(h.key, h.chunks, h.tensor.double()) for h in weights_held([model], optimizer)]
 
 
 def saved(folder: Path) -> tuple[Path, dict[str, Tensor]]:

@@ -8,10 +8,8 @@ from torch.optim import SGD, AdamW
 
 from autopar.runtime.data_parallel.wrapping import buckets_of, wrap
 from autopar.runtime.optimizer.building import build_optimizer
-from autopar.runtime.optimizer.gradients import sum_replicated
-from autopar.runtime.optimizer.held_gradients import held_gradients
-from autopar.runtime.optimizer.loss_scaling import LossScale
-from autopar.runtime.pipeline.tied import Tie, TiedWeights
+from autopar.runtime.optimizer.gradients import LossScale, held_gradients, sum_replicated
+from autopar.runtime.pipeline.stage import Tie, TiedWeights
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 

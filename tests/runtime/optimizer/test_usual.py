@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.runtime.optimizer.usual import adamw, warmup_cosine
+from autopar.runtime.optimizer.building import adamw, warmup_cosine
 
 
 def model() -> nn.Module:

@@ -9,7 +9,7 @@ from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
 from autopar.runtime.pipeline.schedules import build_schedule, cut, stage_indices, stage_of
-from autopar.runtime.pipeline.tied import Tie, TiedWeights
+from autopar.runtime.pipeline.stage import Tie, TiedWeights
 from autopar.runtime.ranks.mesh import Axis, Mesh, start
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from autopar.runtime.optimizer.held_gradients import local
-from autopar.runtime.pipeline.tied import Tie, TiedWeights
+from autopar.runtime.optimizer.gradients import local
+from autopar.runtime.pipeline.stage import Tie, TiedWeights
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.metrics import Event, Metrics
+from autopar.runtime.ranks.metrics import Curves, Event, Metrics
 
 LINE = '{"time": 1.0, "event": "started", "step": 0, "steps": 3}'
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from autopar.runtime.ranks.mesh import start, stop
-from autopar.runtime.ranks.model_source import note_changes, refuse_changes, source_digest
+from autopar.runtime.ranks.user_code import note_changes, refuse_changes, source_digest
 
 
 def test_a_changed_model_file_is_noted_and_an_unchanged_one_is_not(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autopar.runtime.ranks.records import Count, NotARecordError, parsed, record
+from autopar.runtime.ranks.metrics import Count, NotARecordError, parsed, record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

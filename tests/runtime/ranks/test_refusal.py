@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from autopar.runtime.ranks import leaving
-from autopar.runtime.ranks.option_values import NORM, STEPS
+from autopar.runtime.ranks.options import NORM, STEPS
 from autopar.runtime.ranks.refusal import OptionParser, refuse
 from tests.runtime.script_ranks import run_script
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.ranks.rendezvous import _agreed_word
+from autopar.runtime.ranks.network import _agreed_word
 
 RANKS = 64
 SOON = timedelta(minutes=5)

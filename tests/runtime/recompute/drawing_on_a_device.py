@@ -10,8 +10,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.codegen.proof.device_draws import DeviceDrawing
-from autopar.codegen.proof.pretended_device import DEVICE, Made, PretendedDevice, pretend
+from autopar.codegen.proof.pretended_device import (
+    DEVICE,
+    DeviceDrawing,
+    MadeOnDevice,
+    PretendedDevice,
+    pretend,
+)
 from autopar.runtime.recompute.running_again import recompute
 
 MODES = ("selective", "full")
@@ -65,7 +70,7 @@ def states(mode: Any, call: str, device: PretendedDevice) -> list[tuple[str, str
 def main() -> None:
     """Print them for each mode and each call."""
     device = pretend()
-    with Made():
+    with MadeOnDevice():
         found = {mode: {call: states(mode, call, device) for call in CALLS} for mode in MODES}
     print(json.dumps(found))
 

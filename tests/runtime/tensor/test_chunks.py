@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from autopar.runtime.tensor.chunks import Chunks, boxes, whole
+from autopar.runtime.tensor.shards import Chunks, boxes, whole
 
 SHAPES = [(), (1,), (7,), (3, 4), (4, 1), (2, 3, 4), (0, 5), (3, 0)]
 

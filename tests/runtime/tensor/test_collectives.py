@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopar.runtime.ranks.mesh import DRY_RUN, Axis, start, stop
 from autopar.runtime.tensor import collectives
-from autopar.runtime.tensor.cuts import Cut, Parts, cut
-from autopar.runtime.tensor.slices import slice_along
+from autopar.runtime.tensor.slices import Cut, Parts, cut, slice_along
 from tests.runtime.processes import run_on_ranks
 
 WHOLE = {

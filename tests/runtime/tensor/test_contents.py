@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.runtime.tensor.contents import made_like, put_into
+from autopar.runtime.tensor.shards import made_like, put_into
 
 
 class Own(nn.Parameter):

@@ -7,9 +7,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from autopar.runtime.ranks.mesh import Axis, start
-from autopar.runtime.tensor.chunks import Chunks, chunks_by_name, within
-from autopar.runtime.tensor.cuts import Parts, cut
-from autopar.runtime.tensor.shards import Split, local_part, local_size, ranges, shard_parameters
+from autopar.runtime.tensor.shards import (
+    Chunks,
+    Split,
+    chunks_by_name,
+    local_part,
+    local_size,
+    ranges,
+    shard_parameters,
+    within,
+)
+from autopar.runtime.tensor.slices import Parts, cut
 from tests.runtime.processes import run_on_ranks
 
 FUSED = Split(0, ((3, 2), (3, 2), (3, 2)))  # q, k and v of three heads of two

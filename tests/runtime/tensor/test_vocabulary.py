@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, embedding, embedding_bag
 
 from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials, take_shard
-from autopar.runtime.tensor.cuts import Parts, cut
+from autopar.runtime.tensor.slices import Parts, cut
 from autopar.runtime.tensor.vocabulary import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,

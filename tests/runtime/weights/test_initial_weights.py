@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from autopar.runtime.ranks.mesh import Axis, start
-from autopar.runtime.tensor.chunks import chunks_by_name
-from autopar.runtime.tensor.shards import Split, local_part, shard_parameters
+from autopar.runtime.tensor.shards import Split, chunks_by_name, local_part, shard_parameters
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.codegen.forward.opening.changes import is_changed, is_told_own_rows
 from autopar.codegen.forward.opening.opener import open_calls
+from autopar.codegen.forward.opening.opening import is_changed, is_told_own_rows
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
-from autopar.codegen.forward.reading.split import Split, split_graph
-from autopar.planner.layouts import REPLICATED, Layout, OpLayout, split
-from autopar.planner.ops import Op
-from autopar.planner.rules.terms import leaves
+from autopar.codegen.forward.reading.split import SplitGraph, split_graph
+from autopar.planner.graph.layouts import REPLICATED, Layout, OpLayout, split
+from autopar.planner.graph.ops import Op
+from autopar.planner.rules.signature import leaves
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 
@@ -36,7 +36,7 @@ class Echoing(nn.Module):
         return out
 
 
-def laid_out(plain: Split, layouts: Mapping[Op, OpLayout], **held: Layout) -> Split:
+def laid_out(plain: SplitGraph, layouts: Mapping[Op, OpLayout], **held: Layout) -> SplitGraph:
     """Return a graph on two ranks with the layouts of some ops, and those in which weights lie."""
     made = {op.outputs[0]: layout.gives[0] for op, layout in layouts.items()}
     ops = {op.name: layout for op, layout in layouts.items()}

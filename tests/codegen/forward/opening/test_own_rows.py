@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.codegen.forward.opening.own_rows import with_own_rows
+from autopar.codegen.forward.opening.opening import with_own_rows
 from autopar.codegen.forward.reading.modules import modules_of
-from autopar.codegen.forward.reading.split import Split, split_graph
-from autopar.planner.layouts import REPLICATED, OpLayout, split
-from autopar.planner.rules.terms import leaves
+from autopar.codegen.forward.reading.split import SplitGraph, split_graph
+from autopar.planner.graph.layouts import REPLICATED, OpLayout, split
+from autopar.planner.rules.signature import leaves
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 
@@ -34,7 +34,7 @@ def batch_of(rows: int) -> Mapping[str, Tensor]:
     return {"x": torch.randn(rows, 4), "y": torch.randn(rows, 2)}
 
 
-def split_by_rows(rows: int) -> Split:
+def split_by_rows(rows: int) -> SplitGraph:
     """Return a graph whose linear layer is split by rows over two ranks, and nothing else."""
     graph = trace(replace(file_of(Compared), example_batch=batch_of))
     plain = split_graph(graph, modules_of(Compared()))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.codegen.forward.ops.derived_sizes import Pair, derived
-from autopar.codegen.forward.text.expressions import Fact, Held, Level, rendered, text
+from autopar.codegen.forward.ops.sizes import Pair, derived
+from autopar.codegen.forward.text.expressions import Binding, Fact, LocalTensor, rendered, text
 
 T, S = (12, 21), (7, 11)
 
 
-def _name(_: Held | Fact) -> tuple[str, Level]:
+def _name(_: LocalTensor | Fact) -> tuple[str, Binding]:
     raise AssertionError
 
 

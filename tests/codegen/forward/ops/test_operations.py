@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autopar.codegen.forward.ops.arguments import Place
-from autopar.codegen.forward.ops.operations import printed
+from autopar.codegen.forward.ops.arguments import PrintedPlace
+from autopar.codegen.forward.ops.special_ops import printed
 from autopar.codegen.forward.text.expressions import rendered, text
-from autopar.planner.ops import MODEL_DTYPE, Op, Ref, Value
-from autopar.planner.ops import Tensor as Traced
+from autopar.planner.graph.ops import MODEL_DTYPE, Op, Ref, Value
+from autopar.planner.graph.ops import Tensor as Traced
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import file_of
 
@@ -61,7 +61,7 @@ def test_what_is_printed_computes_what_the_op_does(name: str) -> None:
     op = next(op for op in graph.ops if op.target.split(".")[1] == name)
     given = [_drawn(graph.tensors[one]) for one in op.inputs]
     names = tuple(text(f"given[{i}]") for i in range(len(given)))
-    place = Place(inputs=names, training=text("True"), dtype=None, device=None, sizes={})
+    place = PrintedPlace(inputs=names, training=text("True"), dtype=None, device=None, sizes={})
     line, _ = rendered(printed(op, place), lambda _: pytest.fail("a value without a name"))
     expected = _called(op, [one.clone() for one in given])
     assert "__" not in line  # which no script may say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.codegen.forward.reading.forward_source import (
+from autopar.codegen.forward.reading.author_names import (
     keeps_state,
     left_on_others,
     own_attributes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autopar.codegen.forward.reading.imported import imported_classes
+from autopar.codegen.forward.reading.modules import imported_classes
 
 
 def made(name: str, module: str, qualname: str = "") -> type:

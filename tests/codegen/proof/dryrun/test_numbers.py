@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.proof.dryrun.numbers import PICKED
-from autopar.codegen.proof.dryrun.watching import recording
+from autopar.codegen.proof.dryrun.watching import PICKED, recording
 
 ROWS, WIDTH = 12, 4
 

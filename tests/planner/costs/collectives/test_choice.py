@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Backend, Collective, Topology
-from autopar.planner.cluster.shape import Crossing, GroupShape, group_shape
+from autopar.planner.cluster.cluster import Backend, Collective, Topology
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.cluster.shape import CrossedLevel, GroupShape, group_shape
 from autopar.planner.costs.collectives.choice import cheapest, collective_seconds, ring_hops, ways
 
 MEGABYTE = 1e6
 GIGABYTE = 1e9
 
 
-def crossing(**changes: object) -> Crossing:
-    plain = Crossing(
+def crossing(**changes: object) -> CrossedLevel:
+    plain = CrossedLevel(
         level="node",
         parts=4,
         members=1,
@@ -30,7 +30,7 @@ def crossing(**changes: object) -> Crossing:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def shape(*crossings: Crossing) -> GroupShape:
+def shape(*crossings: CrossedLevel) -> GroupShape:
     ranks = 1
     for one in crossings:
         ranks *= one.parts

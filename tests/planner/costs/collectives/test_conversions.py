@@ -2,10 +2,10 @@
 
 import pytest
 
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.kernels.elementwise import memory_seconds
-from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Layout, split
+from autopar.planner.costs.kernels.kernels import memory_seconds
+from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, Layout, split
 from tests.planner.costs.ops.op_factories import layer_of, pricer, shape
 
 PRICES = pricer()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.link import Collective, MeasuredCollective
-from autopar.planner.costs.collectives.measured import least_seconds_per_byte, measured_seconds
+from autopar.planner.cluster.cluster import Collective, MeasuredCollective
+from autopar.planner.costs.collectives.choice import least_seconds_per_byte, measured_seconds
 
 KNOWN = MeasuredCollective(
     collective=Collective.ALL_REDUCE,

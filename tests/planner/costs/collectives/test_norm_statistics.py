@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.collectives.norm_statistics import NO_WAIT, Statistics, synchronising
+from autopar.planner.costs.collectives.conversions import NO_WAIT, Statistics, synchronising
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.costs.steps.step import predict
 from tests.planner.costs.layers.test_layer import alone

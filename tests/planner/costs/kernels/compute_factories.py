@@ -3,9 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from autopar.planner.costs.kernels.attention import AttentionShape
-from autopar.planner.costs.kernels.compute import Sheet, Throughput, Tile, throughput
-from autopar.planner.costs.kernels.constants import read_compute_constants
+from autopar.planner.costs.kernels.kernels import AttentionShape
+from autopar.planner.costs.kernels.rates import (
+    Sheet,
+    Throughput,
+    Tile,
+    read_compute_constants,
+    throughput,
+)
 
 
 def sheet(**changes: Any) -> Sheet:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.costs.kernels.attention import (
+from autopar.planner.costs.kernels.kernels import (
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.costs.kernels.compute import (
+from autopar.planner.costs.kernels.rates import (
     aligned_share,
     launch_bound_seconds,
+    read_compute_constants,
     sustained_fraction,
     throughput,
 )
-from autopar.planner.costs.kernels.constants import read_compute_constants
 from autopar.planner.errors import InputError
 from tests.planner.costs.kernels.compute_factories import real_rates, sheet
 

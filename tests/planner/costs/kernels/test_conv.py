@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.costs.kernels.conv import (
+from autopar.planner.costs.kernels.kernels import (
     ConvolutionShape,
     convolution_forward_seconds,
     convolution_input_gradient_seconds,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.costs.kernels.elementwise import (
+from autopar.planner.costs.kernels.kernels import (
     adamw_fused_seconds,
     cross_entropy_backward_seconds,
     cross_entropy_forward_seconds,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.costs.kernels.compute import Tile
-from autopar.planner.costs.kernels.gemm import gemm_seconds
+from autopar.planner.costs.kernels.kernels import gemm_seconds
+from autopar.planner.costs.kernels.rates import Tile
 from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
 
 extents = st.integers(1, 20_000)

@@ -7,17 +7,15 @@ import pytest
 
 from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import collective_seconds
-from autopar.planner.costs.layers.flow import layer_flow
+from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights, layer_flow, run_again
 from autopar.planner.costs.layers.layer import layer_costs
-from autopar.planner.costs.layers.parameters import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.recompute import run_again
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
-from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.graph.layouts import REPLICATED
 from autopar.planner.layers import Layer
-from autopar.planner.layouts import REPLICATED
 from autopar.planner.plan.solving.costing import parameters_of
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import (
@@ -41,7 +39,7 @@ LOG_SUM_EXP, STATISTICS = 4 * A * S * B, 2 * 2 * 4 * S * B  # two norms, mean an
 
 
 def alone(
-    prices: Pricer, layer: Layer, shared: SharedWeights = UNSHARED
+    prices: OpPricer, layer: Layer, shared: SharedWeights = UNSHARED
 ) -> Mapping[Recompute, LayerCost]:
     """Return a layer's costs where nothing is split."""
     return layer_costs(
@@ -49,7 +47,7 @@ def alone(
     )
 
 
-def in_two(prices: Pricer, layer: Layer) -> Mapping[Recompute, LayerCost]:
+def in_two(prices: OpPricer, layer: Layer) -> Mapping[Recompute, LayerCost]:
     """Return a layer's costs under Megatron's layouts on two ranks."""
     layouts = megatron(prices, layer)
     return layer_costs(
@@ -339,6 +337,6 @@ def test_eager_attention_keeps_its_scores_as_korthikanti_counts(tmp_path: Path) 
     # s·b·h·(34 + 5·a·s/h) = 256·2·256·(34 + 5·8·256/256) = 74 · 131,072 bytes
     graph = traced(tmp_path, EAGER_GPT)
     axes = infer_axes(graph)
-    prices = Pricer(graph, axes, batch=2, precision=Precision.BF16, device=device())
+    prices = OpPricer(graph, axes, batch=2, precision=Precision.BF16, device=device())
     saved = alone(prices, layer_of(prices, "Block"))[Recompute.NONE].saved_bytes
     assert saved == pytest.approx(74 * 256 * 2 * 256, rel=0.03)

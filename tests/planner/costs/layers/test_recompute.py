@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autopar.planner.costs.layers.flow import LayerFlow, layer_flow
-from autopar.planner.costs.layers.recompute import called_again, run_again
-from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.layers.flow import LayerFlow, called_again, layer_flow, run_again
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
@@ -41,7 +40,7 @@ def counted(name: str, calls: Counter[str]) -> Callable[..., Any]:
     return call
 
 
-def flow_of(prices: Pricer, name: str) -> LayerFlow:
+def flow_of(prices: OpPricer, name: str) -> LayerFlow:
     """Return the first layer of a class, not split."""
     layer = layer_of(prices, name)
     return layer_flow(

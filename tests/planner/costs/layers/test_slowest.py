@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.layers.slowest import slowest
+from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Recompute
 from tests.planner.costs.step_factories import layer
 

@@ -2,26 +2,26 @@
 
 from functools import cache
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.device import Device
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import GroupShape, group_shape
+from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.measurements import Measurements
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, Layout, OpLayout, split
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers, find_layers
-from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Layout, OpLayout, split
-from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
-from autopar.planner.rules.terms import leaves
+from autopar.planner.rules.signature import leaves
 from tests.planner.subjects import zoo_graph
 
 GPT2 = ("gpt2.py", "size=124m")  # 12 heads, 768 wide, 1024 long, 50257 tokens, dropout 0.1
 
 
 @cache
-def known(*case: str) -> tuple[Graph, Axes, Layers]:
+def known(*case: str) -> tuple[Graph, GraphAxes, Layers]:
     """Return a zoo model with its axes and layers."""
     graph = zoo_graph(*case)
     axes = infer_axes(graph)
@@ -44,22 +44,22 @@ def pricer(
     precision: Precision = Precision.BF16,
     device_name: str = "a100",
     measured: Measurements | None = None,
-) -> Pricer:
+) -> OpPricer:
     """Return the pricer of a zoo model."""
     graph, axes, layers = known(*(case or GPT2))
-    return Pricer(
+    return OpPricer(
         graph, axes, batch=batch, precision=precision, device=device(device_name),
         measured=measured, layers=layers,
     )  # fmt: skip
 
 
-def layer_of(prices: Pricer, class_name: str) -> Layer:
+def layer_of(prices: OpPricer, class_name: str) -> Layer:
     """Return the first layer of a class."""
     found = next(c for c in prices.layers.classes if c.name == class_name)
     return prices.layers.layers[found.layers[0]]
 
 
-def op_of(prices: Pricer, layer: Layer, kind: str, number: int = 0) -> Op:
+def op_of(prices: OpPricer, layer: Layer, kind: str, number: int = 0) -> Op:
     """Return an op of one kind in a layer."""
     assert prices.graph.ops
     return [op for op in layer.ops if op.target.split(".")[1] == kind][number]
@@ -75,7 +75,7 @@ def whole(layer: Layer) -> tuple[OpLayout, ...]:
     )
 
 
-def letter_along(prices: Pricer, op: Op, axis_name: str, *, degree: int) -> OpSplit:
+def letter_along(prices: OpPricer, op: Op, axis_name: str, *, degree: int) -> OpSplit:
     """Return the split of an op along an axis by the name that people call it."""
     for letter, dim in prices.axes.ops[op.name].letters.items():
         for leaf in leaves(dim):
@@ -84,12 +84,12 @@ def letter_along(prices: Pricer, op: Op, axis_name: str, *, degree: int) -> OpSp
     raise LookupError(f"{op.name} has no {axis_name}")
 
 
-def megatron(prices: Pricer, layer: Layer) -> tuple[OpLayout, ...]:
+def megatron(prices: OpPricer, layer: Layer) -> tuple[OpLayout, ...]:
     """Return Megatron's tensor parallel layouts: heads and ffn split, the rest whole."""
     return tuple(_split_or_whole(prices, op) for op in layer.ops)
 
 
-def weights(layer: Layer, layouts: tuple[OpLayout, ...], prices: Pricer) -> dict[str, Layout]:
+def weights(layer: Layer, layouts: tuple[OpLayout, ...], prices: OpPricer) -> dict[str, Layout]:
     """Return the layouts of a layer's parameters: those that their ops need; never P."""
     return {
         name: WHOLE if needed == PARTIAL else needed
@@ -99,7 +99,7 @@ def weights(layer: Layer, layouts: tuple[OpLayout, ...], prices: Pricer) -> dict
     }
 
 
-def _split_or_whole(prices: Pricer, op: Op) -> OpLayout:
+def _split_or_whole(prices: OpPricer, op: Op) -> OpLayout:
     for axis_name in ("heads", "ffn"):
         try:
             chosen = letter_along(prices, op, axis_name, degree=2)
@@ -114,7 +114,7 @@ def _split_or_whole(prices: Pricer, op: Op) -> OpLayout:
     )
 
 
-def _layout(prices: Pricer, name: str, axis: str, otherwise: Layout) -> Layout:
+def _layout(prices: OpPricer, name: str, axis: str, otherwise: Layout) -> Layout:
     for at, dim in enumerate(prices.axes.dims[name]):
         if any(leaf.name == axis for leaf in leaves(dim)):
             return split(axis, at)

@@ -4,29 +4,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.costs.kernels.attention import (
+from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
+    gemm_seconds,
+    memory_seconds,
+    norm_backward_seconds,
 )
-from autopar.planner.costs.kernels.elementwise import memory_seconds, norm_backward_seconds
-from autopar.planner.costs.kernels.gemm import gemm_seconds
+from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
-from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.ops import Op
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.ops import Op
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import GPT2, layer_of, letter_along, op_of, pricer
 
 ROWS = 4 * 1024
 
 
-def block_op(prices: Pricer, kind: str, number: int = 0) -> Op:
+def block_op(prices: OpPricer, kind: str, number: int = 0) -> Op:
     return op_of(prices, layer_of(prices, "Block"), kind, number)
 
 
-def linear_seconds(prices: Pricer, inputs: int, outputs: int) -> tuple[float, float, float]:
+def linear_seconds(prices: OpPricer, inputs: int, outputs: int) -> tuple[float, float, float]:
     """Forward, input gradient, weight gradient with an fp32 sum of 8 bytes per element."""
     rates, both = prices.rates.own, inputs | outputs
     return (
@@ -210,7 +211,7 @@ def test_a_split_never_takes_longer_than_the_whole(number: int, degree: int, bat
         assert alone == prices.cost(op)
 
 
-def splits(prices: Pricer, op: Op) -> list[tuple[str, str]]:
+def splits(prices: OpPricer, op: Op) -> list[tuple[str, str]]:
     found = []
     for axis in ("heads", "ffn", "embed"):
         try:

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.costs.kernels.gemm import gemm_seconds
-from autopar.planner.costs.ops.pricer import OpCost, Pricer
+from autopar.planner.costs.kernels.kernels import gemm_seconds
+from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.planner.costs.ops.op_factories import device
@@ -16,15 +16,15 @@ from tests.planner.rules.multiplying_models import Subject
 BATCH = 16
 
 
-def pricer_of(subject: Subject, device_name: str = "a100") -> Pricer:
+def pricer_of(subject: Subject, device_name: str = "a100") -> OpPricer:
     graph = trace(subject.file())
-    return Pricer(
+    return OpPricer(
         graph, infer_axes(graph), batch=BATCH, precision=Precision.FP32,
         device=device(device_name),
     )  # fmt: skip
 
 
-def cost_of(prices: Pricer, kind: str) -> OpCost:
+def cost_of(prices: OpPricer, kind: str) -> OpCost:
     op = next(op for op in prices.graph.ops if op.target.startswith(f"aten.{kind}."))
     return prices.cost(op)
 

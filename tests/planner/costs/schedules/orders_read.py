@@ -2,7 +2,7 @@
 
 import re
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind, Schedule
+from autopar.planner.costs.schedules.orders import Action, ActionKind, Schedule
 
 _RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
 

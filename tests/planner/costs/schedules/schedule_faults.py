@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind, Schedule
+from autopar.planner.costs.schedules.orders import Action, ActionKind, Schedule
 from autopar.planner.errors import gathered
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -1,7 +1,6 @@
 """Actions print as torch prints them."""
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind, columns_of
-from autopar.planner.costs.schedules.orders import one_f_one_b
+from autopar.planner.costs.schedules.orders import Action, ActionKind, columns_of, one_f_one_b
 from tests.planner.costs.schedules.orders_read import format_schedule, parse_schedule
 
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.costs.schedules.actions import Schedule
-from autopar.planner.costs.schedules.closed_forms import (
-    on_demand_seconds,
-    uneven_gpipe_step_seconds,
-    uneven_one_f_one_b_least_seconds,
-)
 from autopar.planner.costs.schedules.orders import (
+    Schedule,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
+)
+from autopar.planner.costs.schedules.pipeline import (
+    on_demand_seconds,
+    uneven_gpipe_step_seconds,
+    uneven_one_f_one_b_least_seconds,
 )
 from autopar.planner.costs.schedules.simulation import (
     StageSeconds,

@@ -2,13 +2,13 @@
 
 import pytest
 
-from autopar.planner.costs.schedules.in_flight import (
+from autopar.planner.costs.schedules.orders import gpipe
+from autopar.planner.costs.schedules.table import (
     interleaved_in_flight,
     interleaved_zero_bubble_in_flight,
     one_f_one_b_in_flight,
     zero_bubble_v_in_flight,
 )
-from autopar.planner.costs.schedules.orders import gpipe
 from tests.planner.costs.schedules.orders_read import peak_in_flight
 
 

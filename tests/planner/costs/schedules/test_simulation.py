@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.costs.schedules.actions import Action
 from autopar.planner.costs.schedules.orders import (
+    Action,
     gpipe,
     interleaved_zero_bubble,
     one_f_one_b,

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import pipelining
 
-from autopar.planner.costs.schedules.actions import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     PipelineShape,

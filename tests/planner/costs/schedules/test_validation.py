@@ -2,8 +2,7 @@
 
 import pytest
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind
-from autopar.planner.costs.schedules.orders import one_f_one_b
+from autopar.planner.costs.schedules.orders import Action, ActionKind, one_f_one_b
 from autopar.planner.errors import InputError
 from tests.planner.costs.schedules.orders_read import parse_schedule
 from tests.planner.costs.schedules.schedule_faults import (

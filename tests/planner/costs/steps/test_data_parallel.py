@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds
 from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.costs.steps.stage_price import NOTHING, DataGroups, data_seconds
 from tests.planner.costs.step_factories import LAYER, layer
 
 CLUSTER = choose_cluster(8, "h100-sxm")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Zero

@@ -9,12 +9,16 @@ from itertools import product
 import pytest
 
 from autopar.planner.costs.prediction import LayerCost, Zero
-from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
-from autopar.planner.costs.steps.memory import context_bytes, layer_state_bytes, memory_of
+from autopar.planner.costs.steps.memory import (
+    context_bytes,
+    layer_state_bytes,
+    layer_unsharded_bytes,
+    memory_of,
+)
 from autopar.planner.costs.steps.stage_load import stage_load
-from autopar.planner.plan.bounds.bottleneck import Room, StageRoom, least_bottleneck_seconds
-from autopar.planner.plan.bounds.layout_facts import LayoutFacts, facts_of
-from autopar.planner.plan.bounds.relaxed_memory import (
+from autopar.planner.plan.bounds.bottleneck import PipelineRoom, StageRoom, least_bottleneck_seconds
+from autopar.planner.plan.bounds.bounding import LayoutFacts, facts_of
+from autopar.planner.plan.bounds.least import (
     activation_budget_bytes,
     least_recompute_seconds,
 )
@@ -57,7 +61,7 @@ def recompute_bound(case: StageCase, facts: LayoutFacts, size_bytes: float) -> f
 
 def compute_bound(case: StageCase, facts: LayoutFacts, size_bytes: float) -> float:
     arrangement = case.question.arrangement
-    room = Room(
+    room = PipelineRoom(
         ranks=((StageRoom(in_flight=1, size_bytes=size_bytes),),),
         state_bytes=layer_state_bytes(facts.repeated, arrangement),
         unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError
-from autopar.planner.plan.declared.conflict import minimal_conflict
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
@@ -22,11 +21,11 @@ from autopar.planner.plan.declared.constraints import (
     allows,
     constraints_of,
     covers,
+    minimal_conflict,
 )
-from autopar.planner.plan.declared.names import check_names
-from autopar.planner.plan.declared.options import parse_pins
-from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, legal_degrees
+from autopar.planner.plan.declared.file import parse_pins
+from autopar.planner.plan.declared.settings import check_names, declare
+from autopar.planner.plan.search.space import BatchFacts, check_degrees, legal_degrees
 from tests.planner.plan.plans import arrangement, parts_of
 
 

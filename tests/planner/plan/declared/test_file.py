@@ -18,10 +18,13 @@ from autopar.planner.plan.declared.constraints import (
     StagePin,
     constraints_of,
 )
-from autopar.planner.plan.declared.file import parse_constraints, read_constraints
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.file import (
+    gathered_constraints,
+    parse_constraints,
+    read_constraints,
+)
 from autopar.planner.plan.declared.settings import SETTINGS
-from autopar.planner.plan.search.degrees import legal_degrees
+from autopar.planner.plan.search.space import legal_degrees
 from autopar.planner.precision import Precision
 
 DOCS = Path(__file__).parents[4] / "docs" / "constraints-file.md"

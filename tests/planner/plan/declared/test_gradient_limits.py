@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.ops import LOSS_CALL, GradientUse, OwnGradient
-from autopar.planner.plan.declared.gradient_limits import gradient_words, with_own_gradients
+from autopar.planner.graph.ops import LOSS_CALL, GradientUse, OwnGradient
+from autopar.planner.plan.declared.limits import gradient_words, with_own_gradients
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import zoo_graph
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.layers import find_layers
-from autopar.planner.plan.declared.lone_rows import check_lone_rows, least_rows
+from autopar.planner.plan.declared.limits import check_lone_rows, least_rows
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from tests.planner.plan.searches import declared
 from tests.planner.trace.model_source import traced
 
@@ -89,6 +89,6 @@ def test_the_search_gives_no_microbatch_of_one_row(
 ) -> None:
     graph = traced(tmp_path, MODEL.format(squeeze=squeeze))
     axes = infer_axes(graph)
-    subject = Subject(graph=graph, axes=axes, layers=find_layers(graph, axes))
+    subject = SearchSubject(graph=graph, axes=axes, layers=find_layers(graph, axes))
     explorer = Explorer(subject, choose_cluster(4, "cpu"), declared(global_batch=4))
     assert {point.microbatch for point in explorer.points} == sizes

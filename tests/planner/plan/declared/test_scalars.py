@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.plan.declared.scalars import with_whole_scalars
+from autopar.planner.plan.declared.limits import with_whole_scalars
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import zoo_graph
 from tests.planner.trace.model_source import traced

@@ -9,11 +9,11 @@ import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Declared, SplitRule
-from autopar.planner.plan.declared.whole_batch import rows_at_once, with_whole_batch
+from autopar.planner.plan.declared.limits import rows_at_once, with_whole_batch
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.demands import layout_rules
 from autopar.planner.plan.search.search import search

@@ -13,20 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import WHOLE, Kind, Layout, ParameterLayout
-from autopar.planner.ops import DType, Listed, Mapped, Ref, Value
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, ParameterLayout
+from autopar.planner.graph.ops import DType, Extent, Listed, Mapped, Ref, Value
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
-from autopar.planner.plan.declared.document import declared_document, declared_of
+from autopar.planner.plan.declared.file import declared_document, declared_of
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.files.cluster import cluster_document, cluster_of
 from autopar.planner.plan.files.consistency import layout_faults
 from autopar.planner.plan.files.document import (
+    cluster_document,
+    cluster_of,
     parse_plan,
     plan_text,
     read_plan,
@@ -280,9 +279,12 @@ def test_layouts_have_to_fit_the_layers() -> None:
     edits: tuple[tuple[dict[str, Any], str], ...] = (
         ({"letter": "?"}, "letter: aten.linear.default has no letter '?'"),
         ({"axis": "nowhere"}, "axis: 'nowhere' is no axis of"),
-        ({"gives": (Layout(Kind.SPLIT, "nowhere", 2),)}, "gives.0: the axis 'nowhere' is not in"),
-        ({"gives": (Layout(Kind.SPLIT, "nowhere", 9),)}, "has no dim 9"),
-        ({"gives": (Layout(Kind.WHOLE, "nowhere", 0),)}, "of what is not split"),
+        (
+            {"gives": (Layout(LayoutKind.SPLIT, "nowhere", 2),)},
+            "gives.0: the axis 'nowhere' is not in",
+        ),
+        ({"gives": (Layout(LayoutKind.SPLIT, "nowhere", 9),)}, "has no dim 9"),
+        ({"gives": (Layout(LayoutKind.WHOLE, "nowhere", 0),)}, "of what is not split"),
     )
     for edit, telling in edits:
         kind, position = next(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.plan.search.best_first import Found, Node, best_first
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
 
 Tree = tuple[float, tuple["Tree", ...]]  # a bound's slack below the best leaf, or a leaf's value
 
@@ -28,16 +28,16 @@ def _values(tree: Tree) -> Iterator[float]:
         yield from _values(child)
 
 
-def _expand(tree: Tree) -> Iterator[Node[Tree] | Found[float]]:
+def _expand(tree: Tree) -> Iterator[SearchNode[Tree] | FoundLeaf[float]]:
     for child in tree[1]:
         if child[1]:
             yield _node(child)
         else:
-            yield Found(value=child[0], rank=(), leaf=child[0])
+            yield FoundLeaf(value=child[0], rank=(), leaf=child[0])
 
 
-def _node(tree: Tree) -> Node[Tree]:
-    return Node(bound=min(_values(tree)) - tree[0], rank=(), item=tree)
+def _node(tree: Tree) -> SearchNode[Tree]:
+    return SearchNode(bound=min(_values(tree)) - tree[0], rank=(), item=tree)
 
 
 @given(st.lists(trees, min_size=1, max_size=4))
@@ -75,19 +75,19 @@ def test_a_way_down_is_left_where_its_bound_is_far_from_the_lowest() -> None:
 
 
 def test_equal_leaves_are_told_apart_by_their_rank() -> None:
-    leaves = [Found(value=1.0, rank=(rank,), leaf=str(rank)) for rank in (3.0, 1.0, 2.0)]
-    outcome = best_first([Node(bound=0.0, rank=(), item="root")], lambda _: leaves)
+    leaves = [FoundLeaf(value=1.0, rank=(rank,), leaf=str(rank)) for rank in (3.0, 1.0, 2.0)]
+    outcome = best_first([SearchNode(bound=0.0, rank=(), item="root")], lambda _: leaves)
     assert outcome.found[0].leaf == "1.0"
 
 
 def test_what_the_bound_rules_out_is_never_expanded() -> None:
     expanded = []
 
-    def expand(item: str) -> list[Node[str] | Found[str]]:
+    def expand(item: str) -> list[SearchNode[str] | FoundLeaf[str]]:
         expanded.append(item)
-        return [Found(value=5.0, rank=(), leaf=item)]
+        return [FoundLeaf(value=5.0, rank=(), leaf=item)]
 
-    nodes = [Node(bound=bound, rank=(), item=str(bound)) for bound in (9.0, 1.0, 6.0)]
+    nodes = [SearchNode(bound=bound, rank=(), item=str(bound)) for bound in (9.0, 1.0, 6.0)]
     outcome = best_first(nodes, expand)
     assert expanded == ["1.0"]
     assert sorted(node.item for node in outcome.waiting) == ["6.0", "9.0"]

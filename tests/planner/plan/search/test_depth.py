@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.search.search import Explorer, with_batch
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.plan.declared.limits import with_batch
+from autopar.planner.plan.search.search import Explorer
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.programs.solver import SolverReport
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
@@ -19,7 +20,7 @@ def layouts_asked(layers: int) -> tuple[int, SolverReport]:
     graph, axes, found = parts_of("gpt2.py", "size=124m", f"layers={layers}")
     cluster = choose_cluster(8, "a100-80gb-sxm")
     constraints = with_batch(declared(global_batch=64), cluster, graph)
-    explorer = Explorer(Subject(graph=graph, axes=axes, layers=found), cluster, constraints)
+    explorer = Explorer(SearchSubject(graph=graph, axes=axes, layers=found), cluster, constraints)
     for tensor in (2, 4):  # one rank splits nothing
         explorer.costing.solutions(tensor, 2)
     return len(found.classes), replace(explorer.costing.layout_report(), seconds=0.0)

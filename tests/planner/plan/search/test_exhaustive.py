@@ -9,12 +9,13 @@ from math import inf
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.plan.search.search import Explorer, with_batch
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.declared.limits import with_batch
+from autopar.planner.plan.search.search import Explorer
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
@@ -100,7 +101,7 @@ def explorer(case: Case) -> Explorer:
         cluster = case.measured.on(cluster)
     pins = {"pins__tp": case.tensor} if case.tensor else {}
     constraints = declared(global_batch=case.batch, limits__memory=case.memory, **pins)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     return Explorer(
         subject, cluster, with_batch(constraints, cluster, graph), measured=case.measured
     )

@@ -7,7 +7,7 @@ import pytest
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Constraints
-from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.search.demands import check_memory, limits_of
 
 GIB = 2**30

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from autopar.codegen.script.prose import docstring
-from autopar.planner.cluster.blocks import Share
+from autopar.codegen.script.settings_lines import docstring
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.costs.layers.slowest import slowest
+from autopar.planner.cluster.shape import RowShare
+from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.declared.constraints import Declared, StagePin
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.solving.costing import Subject
-from autopar.planner.plan.solving.questions import inside_of
+from autopar.planner.plan.solving.candidate import inside_of
+from autopar.planner.plan.solving.costing import SearchSubject
 from tests.cells import cells
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import TINY_GPT2, declared, planned
@@ -128,7 +128,7 @@ def test_no_other_place_of_the_nodes_is_better(case: Case, pipeline: int | None)
     if pipeline is not None:
         places["pins__pp"] = pipeline
     graph, axes, layers = parts_of(*TINY_GPT2)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     orders = {replace(case, nodes=nodes).cluster() for nodes in permutations(case.nodes)}
     best = min(
         _seconds(Explorer(subject, case.cluster(), declared(*pins, **places)), one)
@@ -175,7 +175,8 @@ def _priced(
         rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
         devices = cluster.devices[rank * width : (rank + 1) * width]
         shares = dict.fromkeys(
-            Share(device, each[place // arrangement.tensor]) for place, device in enumerate(devices)
+            RowShare(device, each[place // arrangement.tensor])
+            for place, device in enumerate(devices)
         )
         row = slowest([explorer.costing.rows(inside, share) for share in shares])
         costs.append([modes[Recompute.NONE] for modes in row[first:stop]])

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError, TimeLimitError
-from autopar.planner.layouts import Kind
+from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.files.consistency import faults_of, layout_faults
 from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.nodes import Variant
+from autopar.planner.plan.search.points import Variant
 from autopar.planner.plan.search.search import Explorer, search
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.precision import Precision
 from tests.cells import cells
 from tests.planner.plan.plans import model, parts_of
@@ -73,7 +72,7 @@ def test_layouts_that_are_too_slow_are_left_out_and_not_called_too_large(
     least_seconds: float,
 ) -> None:
     graph, axes, layers = parts_of(*TINY_GPT2)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     judge = Explorer(subject, choose_cluster(2, "h100-sxm"), declared(global_batch=8)).judge
     limits = dict.fromkeys(judge.demands.limit_bytes, 1)
     split = tiny(2, pins__tp=2, pins__dp=1).arrangement
@@ -186,7 +185,7 @@ def test_what_zero_bubble_keeps_whole_is_not_sharded(zero: int) -> None:
 
 def test_an_arrangement_that_is_solved_again_counts_once() -> None:
     graph, axes, layers = parts_of(*TINY_GPT2)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     demands = declared(global_batch=8, objective="memory")
     explorer = Explorer(subject, choose_cluster(2, "h100-sxm"), demands)
     arrangement = next(one for point in explorer.points for one in explorer.points.variants(point))
@@ -270,7 +269,7 @@ def test_one_tensor_rank_splits_nothing() -> None:
     plan = tiny(2, pins__dp=2)
     layouts = [one for layer_class in plan.layouts for one in layer_class]
     assert not any(one.axis for one in layouts)
-    assert {one.layout.kind for one in (*plan.parameters, *plan.crossing)} == {Kind.WHOLE}
+    assert {one.layout.kind for one in (*plan.parameters, *plan.crossing)} == {LayoutKind.WHOLE}
 
 
 @pytest.mark.parametrize(

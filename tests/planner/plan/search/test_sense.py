@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, StagePin
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.explanation import Part, part_seconds
+from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 from tests.planner.plan.searches import planned, term, terms, two_nodes
 
 GPT3 = ("gpt2.py", "size=175b", "layers=24")  # a quarter of its layers, on a quarter of its nodes
@@ -72,10 +72,10 @@ def test_a_small_model_in_one_node_is_purely_data_parallel(gpt2: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pin", "part"), [("pins__tp", Part.COMMUNICATION), ("pins__pp", Part.BUBBLE)]
+    ("pin", "part"), [("pins__tp", StepPart.COMMUNICATION), ("pins__pp", StepPart.BUBBLE)]
 )
 def test_splitting_a_small_model_costs_communication_or_a_bubble(
-    gpt2: Plan, pin: str, part: Part
+    gpt2: Plan, pin: str, part: StepPart
 ) -> None:
     other = planned(GPT2, choose_cluster(8, "a100-80gb"), global_batch=64, **{pin: 4})
     assert other.prediction.step_seconds > gpt2.prediction.step_seconds

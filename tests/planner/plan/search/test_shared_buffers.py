@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.search.demands import shared_buffers
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.trace import trace
 from tests.field.cells import MODELS
 from tests.planner.plan.plans import model as model_facts
@@ -19,10 +19,10 @@ from tests.planner.plan.searches import declared
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
 
-def _subject(name: str) -> Subject:
+def _subject(name: str) -> SearchSubject:
     graph = zoo_graph(name) if name in ZOO_MODELS else trace(load_model_file(str(MODELS / name)))
     axes = infer_axes(graph)
-    return Subject(graph=graph, axes=axes, layers=find_layers(graph, axes))
+    return SearchSubject(graph=graph, axes=axes, layers=find_layers(graph, axes))
 
 
 def test_the_statistics_of_a_norm_that_runs_again_are_shared() -> None:

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.plan.search.best_first import Found, Node, best_first
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
 from autopar.planner.plan.search.search import Explorer, complexity_of
 from autopar.planner.plan.search.simpler import (
     Complexity,
@@ -22,7 +21,7 @@ from autopar.planner.plan.search.simpler import (
     simplest_leaf,
 )
 from autopar.planner.plan.solving.candidate import Candidate
-from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.solving.costing import SearchSubject
 from tests.planner.plan.plans import arrangement, parts_of
 from tests.planner.plan.searches import declared, planned
 
@@ -47,7 +46,7 @@ def explorer(number: int, tolerance: float) -> Explorer:
     model, cluster, batch, memory = CASES[number]
     graph, axes, layers = parts_of(*model)
     constraints = declared(global_batch=batch, limits__memory=memory)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     return Explorer(subject, cluster, replace(constraints, tolerance=tolerance))
 
 
@@ -133,12 +132,12 @@ groups = st.lists(st.lists(leaves, min_size=1, max_size=4), min_size=1, max_size
 def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
     parents: list[list[Leaf]], tolerance: float
 ) -> None:
-    def node(group: list[Leaf]) -> Node[tuple[Leaf, ...]]:
+    def node(group: list[Leaf]) -> SearchNode[tuple[Leaf, ...]]:
         bound = min(value for _, value in group) - 3.0
-        return Node(bound=bound, rank=(), item=tuple(group))
+        return SearchNode(bound=bound, rank=(), item=tuple(group))
 
-    def expand(item: tuple[Leaf, ...]) -> list[Found[Leaf]]:
-        return [Found(value=one[1], rank=(), leaf=one) for one in item]
+    def expand(item: tuple[Leaf, ...]) -> list[FoundLeaf[Leaf]]:
+        return [FoundLeaf(value=one[1], rank=(), leaf=one) for one in item]
 
     outcome = best_first(map(node, parents), expand)
     within = outcome.found[0].value * (1 + tolerance)

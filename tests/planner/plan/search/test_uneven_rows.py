@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.cluster.blocks import Share
-from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.costs.layers.slowest import slowest
+from autopar.planner.cluster.shape import RowShare
+from autopar.planner.costs.layers.layer import slowest
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.findings.uneven_rows import may_be_uneven
+from autopar.planner.findings.rows import may_be_uneven
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.search.points import MOST_SHARES, uneven
 from autopar.planner.plan.search.search import Explorer
-from autopar.planner.plan.search.shares import MOST_SHARES, uneven
 from autopar.planner.plan.search.space import divisors
-from autopar.planner.plan.solving.costing import Subject
-from autopar.planner.plan.solving.questions import inside_of
+from autopar.planner.plan.solving.candidate import inside_of
+from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.trace import trace
 from tests.field.cells import AWKWARD
 from tests.planner.plan.plans import parts_of
@@ -56,7 +55,7 @@ def test_no_other_rows_are_better(nodes: tuple[tuple[str, int], ...]) -> None:
         "global_batch": 4 * size, "precision": "fp16", "pins__dp": size, "pins__zero": 0,
     }  # fmt: skip
     graph, axes, layers = parts_of(*MODEL)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     explorer = Explorer(subject, machines, declared(**places))
     best = min(_seconds(explorer, one) for one in _arrangements(explorer, 4 * size))
     plan = planned(MODEL, machines, **places)
@@ -109,7 +108,7 @@ def test_rows_that_meet_stay_even(name: str) -> None:
 
 def _point(machines: Cluster) -> Arrangement:
     graph, axes, layers = parts_of(*TINY_GPT2)
-    subject = Subject(graph=graph, axes=axes, layers=layers)
+    subject = SearchSubject(graph=graph, axes=axes, layers=layers)
     explorer = Explorer(subject, machines, declared(global_batch=8, precision="fp16"))
     return next(iter(explorer.points))
 
@@ -133,7 +132,7 @@ def _seconds(explorer: Explorer, arrangement: Arrangement) -> float:
     """Return the least step of an arrangement; memory suffices for all of it."""
     devices = explorer.costing.cluster.devices
     inside = inside_of(arrangement, 0)
-    shares = {Share(*pair) for pair in zip(devices, arrangement.rows, strict=True)}
+    shares = {RowShare(*pair) for pair in zip(devices, arrangement.rows, strict=True)}
     row = slowest([explorer.costing.rows(inside, share) for share in shares])
     return min(
         predict(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.cluster.blocks import different_kinds, kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.cluster.shape import different_kinds, kinds_of_blocks
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import recompute_words
 from tests.planner.plan.searches import TINY_GPT2, planned

@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.units import seconds_text
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Provenance, TimeTerm, Zero
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
-from autopar.planner.plan.declared.options import parse_pins
+from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import (
     TERM_PARTS,
-    Part,
+    StepPart,
+    class_layouts,
     critical_stage,
     explain,
     part_seconds,
     proof_line,
 )
-from autopar.planner.plan.telling.split_lines import class_layouts
 from autopar.planner.plan.telling.words import (
     arrangement_words,
     degrees_words,
@@ -41,7 +41,7 @@ from tests.planner.plan.plans import (
 )
 
 
-def axes_and_layers(name: str) -> tuple[Axes, Layers]:
+def axes_and_layers(name: str) -> tuple[GraphAxes, Layers]:
     return parts_of(name)[1:]
 
 
@@ -60,7 +60,7 @@ def with_terms(**seconds: float) -> Plan:
 def test_shares_sum_to_the_step() -> None:
     explanation = explain(small_plan(), *axes_and_layers("mnist.py"))
     assert sum(share.share for share in explanation.shares) == pytest.approx(1)
-    assert explanation.bound is Part.COMPUTE
+    assert explanation.bound is StepPart.COMPUTE
 
 
 def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
@@ -211,8 +211,10 @@ def test_recompute_is_told_as_a_mix() -> None:
 
 
 def test_every_known_term_has_a_part() -> None:
-    assert sum(part_seconds(small_plan().prediction, part) for part in Part) == pytest.approx(0.01)
-    assert set(TERM_PARTS.values()) | {Part.OVERHEAD} == set(Part)
+    assert sum(part_seconds(small_plan().prediction, part) for part in StepPart) == pytest.approx(
+        0.01
+    )
+    assert set(TERM_PARTS.values()) | {StepPart.OVERHEAD} == set(StepPart)
 
 
 def test_a_plan_does_not_differ_from_itself() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.plan.telling.percents import added_up
+from autopar.planner.plan.telling.words import added_up
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import gathered
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
-from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
-from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.conversions import Conversions
-from autopar.planner.programs.layouts.cuts import Parts, parts_of
 from autopar.planner.programs.layouts.edges import crossing_tensors
-from autopar.planner.programs.layouts.slots import Slots, find_slots, own_layouts
-from autopar.planner.programs.layouts.strategies import strategies
+from autopar.planner.programs.layouts.rules import Slots, find_slots, own_layouts
+from autopar.planner.programs.layouts.strategies import Parts, parts_of, strategies
 
 
-def parameter_parts(axes: Axes, name: str, layout: Layout, *, batch: int = 1) -> tuple[int, Parts]:
+def parameter_parts(
+    axes: GraphAxes, name: str, layout: Layout, *, batch: int = 1
+) -> tuple[int, Parts]:
     """Return the dim in which a split tensor is cut, and how: parts of (blocks, block size).
 
     The batch matters to activations alone.
     """
-    assert layout.kind is Kind.SPLIT, f"{name} is not split"
+    assert layout.kind is LayoutKind.SPLIT, f"{name} is not split"
     return layout.dim, parts_of(axes.dims[name][layout.dim], layout.axis, batch)
 
 
 def check(
     graph: Graph,
-    axes: Axes,
+    axes: GraphAxes,
     layers: Layers,
     *,
     layouts: Sequence[Sequence[OpLayout]],
@@ -66,7 +67,7 @@ class _Checker:
     def __init__(
         self,
         graph: Graph,
-        axes: Axes,
+        axes: GraphAxes,
         layers: Layers,
         outside: Mapping[str, Layout],
         *,

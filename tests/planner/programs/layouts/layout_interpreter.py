@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
+from autopar.planner.graph.ops import DType, Extent, Op, Ref, TensorOrigin, Value
 from autopar.planner.layers import Layers
-from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
-from autopar.planner.ops import DType, Op, Origin, Ref, Value
-from autopar.planner.programs.layouts.cuts import parts_of
-from autopar.planner.programs.layouts.slots import find_slots, own_layouts
-from autopar.planner.rules.terms import size_of
+from autopar.planner.programs.layouts.rules import find_slots, own_layouts
+from autopar.planner.programs.layouts.strategies import parts_of
+from autopar.planner.rules.signature import size_of
 from tests.planner.programs.layouts.simulated_ranks import Converted, Cut, Ranks
 
 _RESHAPES = (
@@ -40,7 +39,7 @@ class Interpreter:
     def __init__(
         self,
         graph: Graph,
-        axes: Axes,
+        axes: GraphAxes,
         layers: Layers,
         *,
         layouts: Sequence[Sequence[OpLayout]],
@@ -63,7 +62,7 @@ class Interpreter:
                 self.maker.update(dict.fromkeys(op.outputs, i))
 
     def cut(self, name: str, layout: Layout) -> Cut | None:
-        if layout.kind is not Kind.SPLIT:
+        if layout.kind is not LayoutKind.SPLIT:
             return None
         parts = parts_of(self.axes.dims[name][layout.dim], layout.axis, self.batch)
         return Cut(layout.dim, parts, self.ranks)
@@ -119,7 +118,7 @@ class Interpreter:
     def _results(self, op: Op, strategy: OpLayout, inputs: list[Ranks]) -> list[list[Tensor]]:
         logits = strategy.needs[0] if strategy.needs else WHOLE
         is_loss = op.target == "aten.cross_entropy_loss.default"
-        if is_loss and logits.kind is Kind.SPLIT and strategy.gives[0] == WHOLE:
+        if is_loss and logits.kind is LayoutKind.SPLIT and strategy.gives[0] == WHOLE:
             # the runtime's loss over a split vocabulary sums over the ranks itself
             inputs = [self._turned(op.inputs[0], logits, WHOLE, inputs[0]), *inputs[1:]]
         return [
@@ -143,9 +142,12 @@ class Interpreter:
             assert isinstance(dim, int)
             return list(torch.split(inputs[0], [shape[dim] for shape in shapes], dim))
         is_lookup = op.target == "aten.embedding.default"
-        if is_lookup and strategy.needs[0].kind is Kind.SPLIT and strategy.needs[0].dim == 0:
+        if is_lookup and strategy.needs[0].kind is LayoutKind.SPLIT and strategy.needs[0].dim == 0:
             return [self._partial_rows(op, strategy, inputs, rank)]
-        if op.target.startswith("aten.embedding_bag.") and strategy.needs[0].kind is Kind.SPLIT:
+        if (
+            op.target.startswith("aten.embedding_bag.")
+            and strategy.needs[0].kind is LayoutKind.SPLIT
+        ):
             cut = self.cut(op.inputs[0], strategy.needs[0])
             assert cut is not None
             if cut.dim == 0:  # rows of other ranks are zeros here
@@ -153,10 +155,10 @@ class Interpreter:
             return list(
                 called(op, inputs, self.batch, exact=True)
             )  # what nobody reads, of any size
-        if op.target.startswith("aten.conv") and strategy.needs[1].kind is Kind.SPLIT:
+        if op.target.startswith("aten.conv") and strategy.needs[1].kind is LayoutKind.SPLIT:
             op = self._with_own_groups(op, inputs, shapes[0][1])
         result = called(op, inputs, self.batch, exact=True)
-        if op.target == "aten.repeat.default" and strategy.needs[0].kind is not Kind.SPLIT:
+        if op.target == "aten.repeat.default" and strategy.needs[0].kind is not LayoutKind.SPLIT:
             cut = self.cut(op.outputs[0], strategy.gives[0])  # what is split may be the repetitions
             result = cut.shard(result, rank) if cut is not None else result
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -232,13 +234,13 @@ def tensors_from_outside(
     found: dict[str, Tensor] = {}
     for name, tensor in graph.tensors.items():
         shape = [size.at(batch) for size in tensor.shape]
-        if tensor.origin is Origin.PARAMETER:
+        if tensor.origin is TensorOrigin.PARAMETER:
             found[name] = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        elif tensor.origin is Origin.BUFFER:
+        elif tensor.origin is TensorOrigin.BUFFER:
             found[name] = _exact(buffers[name]).clone()
-        elif tensor.origin is Origin.INPUT:
+        elif tensor.origin is TensorOrigin.INPUT:
             found[name] = _exact(given[name])
-        elif tensor.origin is Origin.CONSTANT:
+        elif tensor.origin is TensorOrigin.CONSTANT:
             values = graph.constants[name].values
             found[name] = _exact(torch.tensor(values)).reshape(shape)
     return found

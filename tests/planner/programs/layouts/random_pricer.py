@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from random import Random
 
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
-from autopar.planner.layouts import Kind, Layout
-from autopar.planner.ops import Op, Origin, refs
-from autopar.planner.programs.layouts.slots import Slots
+from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Layout, LayoutKind
+from autopar.planner.graph.ops import Extent, Op, TensorOrigin, refs
+from autopar.planner.programs.layouts.rules import Slots
 from autopar.planner.rules.table import rule_of
 
 
@@ -68,12 +67,12 @@ class RandomPricer:
     def kept(self, op: Op) -> RandomKept:
         given = dict(op.arguments)
         names = [n for entry in rule_of(op.target).saves for n in refs(given.get(entry.what))]
-        seen = [n for n in dict.fromkeys(names) if self.graph.tensors[n].origin is Origin.OP]
+        seen = [n for n in dict.fromkeys(names) if self.graph.tensors[n].origin is TensorOrigin.OP]
         return RandomKept(seen=tuple(seen))
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
         size = _numel(self.graph.tensors[name].shape, self.batch)
-        return -(-size // degree) if layout.kind is Kind.SPLIT else size
+        return -(-size // degree) if layout.kind is LayoutKind.SPLIT else size
 
     def memory_bytes(self, name: str, layout: Layout, degree: int) -> int:
         return self.tensor_bytes(name, layout, degree)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.planner.programs.layouts.cuts import Parts
+from autopar.planner.programs.layouts.strategies import Parts
 
 Ranks = list[Tensor]
 

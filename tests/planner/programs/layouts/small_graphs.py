@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import (
+    MODEL_DTYPE,
+    Extent,
+    ModuleCall,
+    Op,
+    Parameter,
+    Ref,
+    Tensor,
+    TensorOrigin,
+    Value,
+)
 from autopar.planner.layers import Layer, LayerClass, Layers
-from autopar.planner.ops import MODEL_DTYPE, Call, Op, Origin, Parameter, Ref, Tensor, Value
 
 BATCH = Extent.of(0, 1)
 WIDTH = Extent.of(4)
@@ -30,7 +39,7 @@ class SmallModel:
     """A graph in layers."""
 
     graph: Graph
-    axes: Axes
+    axes: GraphAxes
     layers: Layers
 
 
@@ -40,7 +49,9 @@ class _Writer:
         self.parameters: list[Parameter] = []
         self.ops: list[Op] = []
 
-    def tensor(self, name: str, shape: tuple[Extent, ...], origin: Origin, *, grad: bool) -> str:
+    def tensor(
+        self, name: str, shape: tuple[Extent, ...], origin: TensorOrigin, *, grad: bool
+    ) -> str:
         self.tensors[name] = Tensor(
             name=name, shape=shape, dtype=MODEL_DTYPE, storage=name, origin=origin,
             requires_grad=grad,
@@ -51,7 +62,7 @@ class _Writer:
         self.parameters.append(
             Parameter(name=name, aliases=(name,), shape=shape, dtype=MODEL_DTYPE, trainable=True)
         )
-        return self.tensor(name, shape, Origin.PARAMETER, grad=True)
+        return self.tensor(name, shape, TensorOrigin.PARAMETER, grad=True)
 
     def op(self, name: str, target: str, shape: tuple[Extent, ...], /, **arguments: Value) -> str:
         inputs = tuple(value.tensor for value in arguments.values() if isinstance(value, Ref))
@@ -62,7 +73,7 @@ class _Writer:
                 outputs=(name,), call="", location="", grad_enabled=True,
             )
         )  # fmt: skip
-        return self.tensor(name, shape, Origin.OP, grad=grad)
+        return self.tensor(name, shape, TensorOrigin.OP, grad=grad)
 
     def step(self, step: Step, name: str, values: Sequence[str]) -> str:
         x, y = (Ref(values[i % len(values)]) for i in (step.first, step.second))
@@ -87,7 +98,7 @@ def small_model(steps: Sequence[Step], blocks: int) -> SmallModel:
     """Return a model of equal blocks in a row, and a sum as its loss."""
     writer = _Writer()
     value = writer.op("start", "aten.mul.Tensor", ROWS,
-                      self=Ref(writer.tensor("x", ROWS, Origin.INPUT, grad=False)),
+                      self=Ref(writer.tensor("x", ROWS, TensorOrigin.INPUT, grad=False)),
                       other=Ref(writer.parameter("scale", WIDTH)))  # fmt: skip
     ends = [len(writer.ops)]
     for block in range(blocks):
@@ -100,7 +111,7 @@ def small_model(steps: Sequence[Step], blocks: int) -> SmallModel:
     ends.append(len(writer.ops))
     graph = Graph(
         ops=tuple(writer.ops), tensors=writer.tensors, parameters=tuple(writer.parameters),
-        buffers=(), constants={}, inputs=("x",), calls=dict[str, Call](), loss="loss",
+        buffers=(), constants={}, inputs=("x",), calls=dict[str, ModuleCall](), loss="loss",
         fixed_batch=None,
     )  # fmt: skip
     classes = (0, *([1] * blocks), 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.programs.layouts import program as layout_model
 from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
-from autopar.planner.programs.layouts.slots import find_slots
+from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.programs.solver import SolverName
 from tests.planner.programs.brute_force import BruteForce
 from tests.planner.programs.layouts.random_pricer import RandomPricer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.layouts import PARTIAL, WHOLE
+from autopar.planner.graph.layouts import PARTIAL, WHOLE
 from autopar.planner.programs.layouts.conversions import Conversions
 from tests.planner.trace.model_source import traced
 

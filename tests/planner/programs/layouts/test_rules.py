@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.planner.axes.infer import Axes
-from autopar.planner.extent import Extent
-from autopar.planner.ops import Op
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.graph.ops import Extent, Op
 from autopar.planner.programs.layouts.rules import _merges
-from autopar.planner.rules.terms import Concat, Dim, Leaf, Product
+from autopar.planner.rules.signature import Concat, Dim, FlattenedDims, Leaf
 
 BATCH, HEADS, HEAD_DIM, FFN = (
     Leaf(str(number), Extent.of(size)) for number, size in enumerate((2, 4, 8, 16))
@@ -22,11 +21,13 @@ def merges(target: str, axis: str, taken: tuple[Dim, ...], given: tuple[Dim, ...
         name="y", target=target, arguments=(), inputs=("x",), outputs=("y",), call="",
         location="", grad_enabled=True,
     )  # fmt: skip
-    return _merges(op, axis, Axes(names=NAMES, dims={"x": taken, "y": given}, ops={}, conflicts=()))
+    return _merges(
+        op, axis, GraphAxes(names=NAMES, dims={"x": taken, "y": given}, ops={}, conflicts=())
+    )
 
 
-APART, FLAT = (BATCH, HEADS, HEAD_DIM), (BATCH, Product((HEADS, HEAD_DIM)))
-INSIDE = (BATCH, Product((HEADS, Concat((HEAD_DIM, FFN)))))
+APART, FLAT = (BATCH, HEADS, HEAD_DIM), (BATCH, FlattenedDims((HEADS, HEAD_DIM)))
+INSIDE = (BATCH, FlattenedDims((HEADS, Concat((HEAD_DIM, FFN)))))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, LayoutKind, OpLayout
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import WHOLE, Kind, OpLayout
 from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
-from autopar.planner.programs.layouts.slots import find_slots
+from autopar.planner.programs.layouts.rules import find_slots
 from tests.cells import cells
 from tests.planner.programs.layouts.layout_checks import check
 from tests.planner.programs.layouts.layout_interpreter import Interpreter, tensors_from_outside
@@ -27,7 +27,7 @@ MODELS = ("gpt2.py", "llama.py", "bert.py", "t5.py", "vit.py", "resnet.py")
 
 
 @cache
-def _subject(model: str) -> tuple[Graph, Axes, Layers, dict[str, Tensor]]:
+def _subject(model: str) -> tuple[Graph, GraphAxes, Layers, dict[str, Tensor]]:
     graph = zoo_graph(model)
     axes = infer_axes(graph)
     file = zoo_file(model)
@@ -59,7 +59,7 @@ def _grads(
         cut = interpreter.cut(parameter.name, layout)
         if cut is not None:
             found[parameter.name] = cut.joined(own)
-        elif layout.kind is Kind.REPLICATED:
+        elif layout.kind is LayoutKind.REPLICATED:
             found[parameter.name] = torch.stack(own).sum(0)
         else:
             for other in own[1:]:

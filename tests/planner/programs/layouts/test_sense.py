@@ -7,19 +7,19 @@ from functools import cache
 
 import pytest
 
-from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import WHOLE, OpLayout, ParameterLayout, conversion, split
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import WHOLE, OpLayout, ParameterLayout, conversion, split
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
-from autopar.planner.programs.layouts.rules import LayoutRules, Pin
+from autopar.planner.programs.layouts.rules import LayoutPin, LayoutRules
 from tests.planner.programs.layouts.layout_checks import check, parameter_parts
 from tests.planner.subjects import zoo_graph
 
@@ -29,7 +29,7 @@ LLAMA = ("llama.py", "size=8b", "layers=2", "seq_len=4096")
 
 
 @cache
-def _subject(*model: str) -> tuple[Graph, Axes, Layers]:
+def _subject(*model: str) -> tuple[Graph, GraphAxes, Layers]:
     graph = zoo_graph(*model)
     axes = infer_axes(graph)
     return graph, axes, find_layers(graph, axes)
@@ -37,10 +37,10 @@ def _subject(*model: str) -> tuple[Graph, Axes, Layers]:
 
 def _front(
     model: tuple[str, ...], *, forbidden: set[str], batch: int = 4, device: str = "a100",
-    pins: tuple[Pin, ...] = (),
+    pins: tuple[LayoutPin, ...] = (),
 ) -> tuple[LayoutSolution, ...]:  # fmt: skip
     graph, axes, layers = _subject(*model)
-    pricer = Pricer(
+    pricer = OpPricer(
         graph, axes, batch=batch, precision=Precision.BF16, device=find_device(device),
         layers=layers,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_large_vocabulary_is_split_from_the_logits_to_the_loss() -> None:
 
 def test_a_pin_splits_the_module_along_its_axis() -> None:
     graph, axes, layers = _subject(*GPT2)
-    pinned = _front(GPT2, forbidden={"batch"}, pins=(Pin(modules="h.*.mlp", axis="seq"),))[0]
+    pinned = _front(GPT2, forbidden={"batch"}, pins=(LayoutPin(modules="h.*.mlp", axis="seq"),))[0]
     block = _block(pinned, GPT2)
     ops = [op for layer in layers.layers for op in layer.ops if op.name in block]
     inside = [op for op in ops if ".mlp" in graph.calls[op.call].path]
@@ -153,7 +153,7 @@ def test_unknown_axes_and_modules_are_named_with_the_nearest() -> None:
         _front(GPT2, forbidden={"head"})
     assert "heads" in caught.value.expected
     with pytest.raises(InputError, match=r"h\.\*\.mpl"):
-        _front(GPT2, forbidden=set(), pins=(Pin(modules="h.*.mpl", axis="ffn"),))
+        _front(GPT2, forbidden=set(), pins=(LayoutPin(modules="h.*.mpl", axis="ffn"),))
 
 
 def test_a_wrong_plan_is_refused_with_its_edge() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, OpLayout
-from autopar.planner.ops import Op
+from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, LayoutKind, OpLayout
+from autopar.planner.graph.ops import Op
 from autopar.planner.programs.layouts.strategies import strategies
 from tests.planner.subjects import zoo_graph
 from tests.planner.trace.model_source import linear_model, ops_of, traced
@@ -90,7 +90,7 @@ def test_only_tensors_with_gradients_are_replicated_or_partial_inputs(model: str
             for name, need in zip(op.inputs, own.needs, strict=True):
                 assert need != REPLICATED or graph.tensors[name].requires_grad
             assert own.axis or {x.kind for x in own.needs} <= {
-                Kind.WHOLE, Kind.REPLICATED, Kind.PARTIAL
+                LayoutKind.WHOLE, LayoutKind.REPLICATED, LayoutKind.PARTIAL
             }  # fmt: skip
             assert len({WHOLE, PARTIAL} & set(own.gives)) < 2
 

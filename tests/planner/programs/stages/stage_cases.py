@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from random import Random
 
-from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
 from autopar.planner.costs.steps.framework import read_framework_constants
-from autopar.planner.costs.steps.rank_groups import rank_groups
+from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.programs.stages.question import StageQuestion
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT

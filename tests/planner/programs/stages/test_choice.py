@@ -10,8 +10,14 @@ import pytest
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.memory import memory_of
-from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, choose_stages
-from autopar.planner.programs.stages.chooser import Effort, StageAnswer
+from autopar.planner.programs.stages.choice import (
+    EXACT,
+    QUICK,
+    THOROUGH,
+    Effort,
+    StageAnswer,
+    choose_stages,
+)
 from autopar.planner.programs.stages.modes import PricedCut
 from autopar.planner.programs.stages.smallest import smallest_stages
 from tests.cells import cells

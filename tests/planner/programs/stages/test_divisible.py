@@ -9,8 +9,7 @@ import pytest
 
 from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.programs.stages.choice import EXACT
-from autopar.planner.programs.stages.chooser import Chooser
+from autopar.planner.programs.stages.choice import EXACT, Chooser
 from autopar.planner.programs.stages.divisible import Divisible
 from tests.planner.programs.stages.stage_cases import StageCase, brute_force, random_case
 

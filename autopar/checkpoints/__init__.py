@@ -1,1 +1,0 @@
-"""Checkpoints looked at without a training: listed, compared, exported."""

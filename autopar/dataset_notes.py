@@ -1,0 +1,206 @@
+"""Tries the rows of a dataset and metrics() once while planning, and tells what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import getitem
+from typing import Any
+
+import torch
+
+from autopar.console import tell_note
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.errors import AutoparError, InputError, text_of
+from autopar.planner.graph.graph import Graph, batch_key
+from autopar.planner.model.guard import guarded
+from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.outside import outside_of
+from autopar.planner.plan.plan import Model
+from autopar.planner.rules.signature import leaves
+from autopar.planner.trace.build import TracedSubject, build
+from autopar.runtime.data.row_faults import (
+    Fault,
+    RowColumn,
+    columns_of,
+    fault_of_batch,
+    fault_of_dataset,
+    fault_of_row,
+    is_stream,
+)
+from autopar.runtime.evaluation.metrics import fault_of_metrics
+
+# What is wrong wherever it runs. Files, packages and variables may be missing here alone.
+_MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
+_MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
+_FIRST_ROWS = 8
+_READING_SECONDS = 5.0  # after which no further row is read
+_ELSEWHERE = object()  # what can be had where the script runs, perhaps
+
+
+def check_dataset(file: ModelFile, graph: Graph, axes: GraphAxes) -> None:
+    """Refuse rows that no plan can train on: without a key, or of a size that weights are not of.
+
+    Lengths may vary. A dataset that cannot be read here may well be where the script runs.
+    """
+    columns = columns_of(file.example_batch(1))
+    for maker in ("build_dataset", "build_eval_dataset"):
+        build = getattr(file, maker)
+        dataset, rows = (None, []) if build is None else _few_rows(maker, build, file)
+        if rows and file.build_collate is not None:
+            _check_collated(file.build_collate, [row for _, row in rows], columns, file)
+            continue
+        for number, row in rows:
+            fault = fault_of_row(row, columns, dataset, name=f"row {number} of {maker}()")
+            if fault is not None:
+                raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+            _check_sizes(f"row {number} of {maker}()", row, graph, axes, str(file.path))
+        _note_plain(maker, [row for _, row in rows], file)
+
+
+def _check_sizes(
+    name: str, row: Mapping[str, Any], graph: Graph, axes: GraphAxes, where: str
+) -> None:
+    """Refuse a row of other sizes than the model's weights."""
+    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    for tensor in graph.inputs:
+        key = batch_key(tensor)
+        found, dims = list(torch.as_tensor(row[key]).shape), axes.dims[tensor][1:]
+        planned = [extent.at(0) for extent in graph.tensors[tensor].shape[1:]]
+        for has, wants, dim in zip(found, planned, dims, strict=True):
+            names = {leaf.name for leaf in leaves(dim)}
+            if has != wants and names and names <= learnt:
+                raise InputError(
+                    f"{key!r} is {found} in {name}, and {planned} in example_batch: the model has "
+                    f"weights for {wants}, not {has}",
+                    where=where,
+                    fix="let both return rows of one size",
+                )
+
+
+def _check_collated(
+    build: Callable[[], Any], rows: Sequence[Any], columns: Mapping[str, RowColumn], file: ModelFile
+) -> None:
+    """Refuse a collate that makes of some rows what no plan can train on."""
+    batch = _tried("calling the function of build_collate()", lambda: build()(rows), file)
+    if batch is _ELSEWHERE:
+        return
+    fault = fault_of_batch(batch, columns, len(rows))
+    if fault is not None:
+        raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+    _note_plain("build_collate", [batch], file)
+
+
+def _note_plain(maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile) -> None:
+    """Say where rows have numbers of their own for what is the same in every example batch."""
+    for key, plain in file.plain_entries().items():
+        numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
+        other = next((one for one in numbers if not _is_same(one, plain)), None)
+        if other is not None:
+            tell_note(
+                f"{key!r} is {other} in a row of {maker}(), and {plain} for every batch: "
+                "example_batch has a plain value there. To train on those of the rows, let it "
+                f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
+            )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _few_rows(
+    maker: str, build: Callable[[], Any], file: ModelFile
+) -> tuple[Any, list[tuple[int, Any]]]:
+    """Return a dataset and some of its rows with their numbers; none that are not to be had here.
+
+    A stream is not begun: that may take long.
+    """
+    dataset = _tried(f"calling {maker}", build, file, mistakes=_MISTAKES)
+    if dataset is _ELSEWHERE:
+        return dataset, []
+    fault = _tried(f"the length of {maker}()", partial(fault_of_dataset, dataset, maker), file)
+    if isinstance(fault, Fault):
+        raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+    if is_stream(dataset) or fault is _ELSEWHERE:
+        return dataset, []
+    rows, until, length = list[tuple[int, Any]](), time.monotonic() + _READING_SECONDS, len(dataset)
+    for number in sorted({*range(_FIRST_ROWS), length // 2, length - 1} & {*range(length)}):
+        row = _tried(f"reading row {number} of {maker}()", partial(getitem, dataset, number), file)
+        if row is _ELSEWHERE or time.monotonic() > until:
+            break
+        rows.append((number, row))
+    return dataset, rows
+
+
+def _tried(
+    doing: str,
+    read: Callable[[], Any],
+    file: ModelFile,
+    *,
+    mistakes: tuple[type[BaseException], ...] = _MISTAKES_OF_ROWS,
+) -> Any:
+    """Return what the user's code does; _ELSEWHERE where it fails for what may be missing here."""
+    try:
+        with guarded(doing, file.path):
+            return read()
+    except InputError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, mistakes):
+            raise
+        said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
+        tell_note(
+            f"the dataset could not be read here ({said}), so its rows were not looked at. "
+            "The script reads it where it runs."
+        )
+        return _ELSEWHERE
+
+
+def _shape(value: Any) -> list[int] | None:
+    try:
+        return list(torch.as_tensor(value).shape)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+_ROWS = 2
+_MOST_PARAMETERS = 10**8  # of a model that is built in about a second
+_MOST_FLOPS = 10**10  # of a forward that takes a CPU about a second
+
+
+def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:
+    """Refuse a metrics() that fails for the example batch, or returns what has no mean over rows.
+
+    That of a large model is tried by its script, before it trains.
+    """
+    rows = graph.fixed_batch or _ROWS
+    flops = 2 * facts.parameters * facts.tokens_per_row * rows
+    if file.metrics is None or facts.parameters > _MOST_PARAMETERS or flops > _MOST_FLOPS:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            subject = build(file, device="cpu", dtype=None, batch_size=rows)
+            outputs = _outputs(subject)
+    except AutoparError:
+        raise
+    except Exception:  # the model may want what is where the script runs
+        return
+    fault = fault_of_metrics(file.metrics(outputs, subject.batch))
+    if fault is not None:
+        found, fix = fault
+        raise InputError(found, where=str(file.path), fix=fix)
+
+
+@torch.no_grad()
+def _outputs(subject: TracedSubject) -> Any:
+    """Return what the model returns in an evaluation, and put back what it changes elsewhere."""
+    before = outside_of(subject.path, subject.model).snapshot()
+    subject.model.eval()
+    try:
+        given = {key: value for key, value in subject.batch.items() if key in subject.step.keys}
+        return subject.model(**given)
+    finally:
+        before.put_back()

@@ -1,0 +1,232 @@
+"""What a command tells on stderr beside its answer."""
+
+from __future__ import annotations
+
+from autopar.console import tell_note
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.findings.loss import counted_by
+from autopar.planner.findings.numbers import unpriced
+from autopar.planner.findings.optimizer import OptimizerTraits
+from autopar.planner.findings.rows import meeting_rows, norm_of_rows
+from autopar.planner.findings.writes import objects_given
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import GradientUse
+from autopar.planner.layers import Layers
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints
+from autopar.planner.plan.declared.limits import (
+    gradient_words,
+    keeps_statistics_apart,
+    splits_batch,
+)
+from autopar.planner.plan.fleet import Fewer
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.words import (
+    is_nearly,
+    meaning_notes,
+    named,
+    nearly_a_mean,
+    parts_apart,
+    rows_meet,
+    statistics_apart,
+)
+from autopar.planner.precision import Precision
+from autopar.planner.profile.measured import MeasuredFile
+
+_FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targets, 2 of weights
+    0: "",
+    1: "let the batch tell what counts, or ",
+    2: "give it the weights of the classes as numbers (torch.tensor([…])), or ",
+}
+
+
+def note_rows(graph: Graph, constraints: Constraints) -> None:
+    """Say before a plan is searched what is known of its rows."""
+    if graph.fixed_batch is not None:
+        place = f" at {graph.fixed_at} or in what is called there" if graph.fixed_at else ""
+        tell_note(
+            f"the model takes its number of rows for a constant{place}, so it was traced for "
+            f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
+            "cannot be seen."
+        )
+    _note_expected(graph)
+    met = meeting_rows(graph)
+    if met is None:
+        _note_statistics(graph, constraints)
+    nearly = nearly_a_mean(graph) if met is None else None
+    if nearly is not None:
+        tell_note(
+            f"{is_nearly(nearly)}: a batch that is split takes the mean of what its parts have "
+            f"there, each by itself. For the loss of one process, "
+            f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
+        )
+    if met is not None and splits_batch(constraints):
+        tell_note(
+            f"{rows_meet(met)}: by the pins each microbatch of each data rank compares its own "
+            "rows only. For the loss of one process, pin neither: tensor ranks may share the rows."
+        )
+    elif met is not None:
+        tell_note(
+            f"{rows_meet(met)}, so the batch stays whole, in one microbatch of one data rank. "
+            "Tensor ranks may share its rows: they tell each other what all rows need. To compare "
+            "the rows of each part only, pin dp or microbatch."
+        )
+
+
+def _note_expected(graph: Graph) -> None:
+    """Say with how many rows experts are priced, of which no plan knows who gets how many."""
+    parted = {one.counted_by: one.expected for one in graph.tensors.values() if one.expected != 1.0}
+    if not parted:
+        return
+    shares = sorted({f"{share:.1%}" for share in parted.values()})
+    where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
+    tell_note(
+        f"{len(parted)} masks part rows among experts (the first at {where}): each expert is "
+        f"priced with its even share of them, {' or '.join(shares)}. Where one gets more, its "
+        "layer takes longer and holds more than predicted."
+    )
+
+
+def _note_statistics(graph: Graph, constraints: Constraints) -> None:
+    """Say why a model with batch norms has one microbatch; of a pinned one its plan tells."""
+    norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
+    if norm is None:
+        return
+    tell_note(
+        f"{named(norm)} takes statistics of all rows, so each data rank has one microbatch of all "
+        "of its rows, and shares their statistics with the others. For several microbatches, each "
+        "by its own statistics: microbatch_statistics = true in [choices] of a constraints file, "
+        "or pin microbatch."
+    )
+
+
+def note_parts_apart(plan: Plan) -> None:
+    """Say of a script that trains otherwise than one process if the loss of parts is the reason."""
+    for why in (parts_apart(plan), statistics_apart(plan)):
+        if why:
+            tell_note(why)
+
+
+def note_plan(plan: Plan) -> None:
+    """Say what the plan means where that may surprise, and where memory leaves no room."""
+    for note in meaning_notes(plan):
+        if note and note != parts_apart(plan):  # which is told before the search
+            tell_note(note)
+    rank, memory = plan.fullest
+    used, whole = memory.device_bytes, plan.memory_bytes(rank)
+    usual = USUAL_MEMORY.bytes_of(whole)
+    if used > usual and plan.machines.backend != "gloo":
+        tell_note(
+            f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
+            f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
+            "fit (docs/accuracy.md). Should it not fit, leave --memory out."
+        )
+
+
+def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
+    """Name the ops that weigh and have no formula: their FLOPs are in no figure of the plan."""
+    for one in unpriced(graph, axes):
+        tell_note(
+            f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
+            f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
+            "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
+            "autopar profile measures it."
+        )
+
+
+def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision) -> None:
+    """Say where a profile is of other devices, or in another precision, than what is planned."""
+    devices = dict.fromkeys(node.device.name for node in cluster.nodes)
+    keys = [op.key for op in measured.ops]
+    if any(key.device in devices and key.precision is precision for key in keys):
+        return
+    kinds = sorted({f"{key.device} in {key.precision}" for key in keys})
+    tell_note(
+        f"the profile has ops on {' and '.join(kinds) or 'no device'}, the plan is for "
+        f"{' and '.join(devices)} in {precision}: formulas price its ops. Profile on such a "
+        "device, with such a --precision (docs/profile.md)."
+    )
+
+
+def note_objects_kept(plan: Plan, layers: Layers) -> None:
+    """Say that layers which run again are given objects, whose contents no prediction counts."""
+    again = (
+        layer
+        for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
+        if mode is not Recompute.NONE
+    )
+    given = objects_given(again, plan.graph)
+    if given:
+        tell_note(
+            f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
+            "in memory until the backward, and no prediction counts it: build the model without "
+            "it where training does not need it (Hugging Face: use_cache=False)."
+        )
+
+
+def note_devices(graph: Graph, cluster: Cluster) -> None:
+    """Say where a model that runs on CPUs alone would fail on other devices."""
+    if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
+        tell_note(
+            f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
+            "which fails on a GPU: create it on the device of an input, as in "
+            "torch.arange(n, device=x.device)."
+        )
+
+
+def note_own_choices(graph: Graph) -> None:
+    """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
+    if graph.autocast_at:
+        tell_note(
+            f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
+            "The plan neither prices that nor has it in code that it prints: better leave it out, "
+            "and choose with --precision."
+        )
+    if graph.recomputed_at:
+        tell_note(
+            f"the model computes activations again by itself, by torch.utils.checkpoint at "
+            f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
+            "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
+            "gradient_checkpointing_disable())."
+        )
+
+
+def note_own_gradients(graph: Graph) -> None:
+    """Say that a model takes gradients by itself, which rules plans out and is not priced."""
+    taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
+    own = next(taken, None)
+    if own is not None:
+        tell_note(
+            f"{gradient_words(own)}. Scripts run its code as it is: it is split over data ranks "
+            "alone, with ZeRO-1 at most. What that gradient and the backward through it compute is "
+            "not counted, so a step takes longer than predicted."
+        )
+
+
+def note_optimizer(traits: OptimizerTraits | None) -> None:
+    """Say that an optimizer draws its own numbers on each rank, and where its schedule ends."""
+    if traits is not None and traits.ends is not None:
+        tell_note(
+            f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
+            f"{traits.ends.where}): a script takes fewer steps by --steps alone."
+        )
+    if traits is not None and traits.draws:
+        tell_note(
+            f"{traits.name} draws random numbers in its steps: each rank draws those of what it "
+            "steps. The noise is as large as on one device, but its numbers are others. So no data "
+            "rank steps a copy of another's parameters: ZeRO-1, 2 or 3, and no tensor ranks."
+        )
+
+
+def note_fewer(plan: Plan, fewer: Fewer) -> None:
+    """Say that fewer of the devices are as fast."""
+    ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
+    all_of_them = plan.machines.devices
+    how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"
+    tell_note(
+        f"{fewer.devices} of these {all_of_them} devices need {seconds_text(theirs)} or less for "
+        f"the same step, which takes {seconds_text(ours)} on all of them ({how}): "
+        f"--gpus 1..{all_of_them} compares them."
+    )

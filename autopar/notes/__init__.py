@@ -1,1 +1,0 @@
-"""What commands tell on stderr beside their page."""

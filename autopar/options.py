@@ -1,0 +1,162 @@
+"""Options that several commands have: machines and numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import (
+    check_count,
+    choose_cluster,
+    filling_counts,
+    first_devices,
+    prefix_sizes,
+    read_cluster,
+)
+from autopar.planner.errors import InputError
+
+MOST = 2**31  # of anything that is counted
+_MOST_SECONDS = 1e9
+Number = TypeVar("Number", int, float)
+
+
+def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:
+    """Return an option that is a whole number; `text` stands in the help."""
+    expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
+
+    def is_meant(number: float) -> bool:
+        return least <= number <= most
+
+    parser = _reader(name, int, is_meant, fault="is not a count", expected=expected)
+    return typer.Option(name, parser=parser, metavar=metavar, help=text)
+
+
+def seconds(name: str, *, text: str) -> Any:
+    """Return an option that is a time."""
+    expected = "seconds, above 0, such as 60"
+    parser = _reader(
+        name,
+        float,
+        lambda number: 0 < number <= _MOST_SECONDS,
+        fault="is no time",
+        expected=expected,
+    )
+    return typer.Option(name, parser=parser, metavar="SECONDS", help=text)
+
+
+def difference(name: str, *, text: str) -> Any:
+    """Return an option that is a difference to accept."""
+    expected = "a number from 0 on, such as 1e-9"
+    parser = _reader(
+        name, float, lambda number: 0 <= number < inf, fault="is no difference", expected=expected
+    )
+    return typer.Option(name, parser=parser, metavar="X", help=text)
+
+
+def _reader(
+    name: str,
+    kind: type[Number],
+    is_meant: Callable[[float], bool],
+    *,
+    fault: str,
+    expected: str,
+) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        with suppress(ValueError):
+            number = kind(text)
+            if is_meant(number):
+                return number
+        raise InputError(f"{text!r} {fault}", where=name, expected=expected)
+
+    return read
+
+
+_MOST_COUNTS = 64  # that one command plans for
+_EXPECTED = "a whole number, several as 1,2,4,8, or all from one to another as 1..64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    """The machines to plan for, as the command line says it."""
+
+    gpus: str | None = None
+    device: str | None = None
+    nodes: str | None = None
+    cluster: Path | None = None
+
+
+def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
+    """Return the clusters that the options describe, the smallest first.
+
+    Of a file, numbers of devices are its first nodes, or a part of the first node.
+    """
+    gpus, device, nodes, file = of.gpus, of.device, of.nodes, of.cluster
+    if file is None and gpus is None:
+        raise InputError(
+            "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
+        )
+    if file is None:
+        machines = None if nodes is None else _whole(nodes, "--nodes")
+        filling = filling_counts(device, machines)
+        counts = _counts(gpus or "", filling)
+        return tuple(choose_cluster(count, device, machines) for count in counts)
+    given = [name for name, value in (("--device", device), ("--nodes", nodes)) if value]
+    if given:
+        raise InputError(
+            f"{', '.join(given)} and --cluster both say what the machines are",
+            fix="leave one of them out",
+        )
+    whole = read_cluster(file)
+    if gpus is None:
+        return (whole,)
+    sizes = frozenset(prefix_sizes(whole))
+    return tuple(first_devices(whole, count) for count in _counts(gpus, sizes.__contains__))
+
+
+def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the numbers of devices in a text such as "1,2,4..16", ascending.
+
+    Of a range those that fill nodes; a number that stands alone is looked at later.
+    """
+    counts: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", part)
+        if ends is None:
+            counts.add(_whole(part, "--gpus"))
+            continue
+        first, last = int(ends[1]), int(ends[2])
+        for end in (first, last):
+            check_count(end, "--gpus")
+        inside = [count for count in range(first, last + 1) if is_filling(count)]
+        if not inside:
+            raise InputError(f"no number in {part.strip()} fills nodes", where="--gpus")
+        counts.update(inside)
+    if len(counts) > _MOST_COUNTS:
+        raise InputError(
+            f"{len(counts)} numbers of devices to plan for",
+            where="--gpus",
+            expected=f"at most {_MOST_COUNTS}",
+            fix="name those that matter: --gpus 8,16,32,64",
+        )
+    return tuple(sorted(counts))
+
+
+def _whole(text: str, option: str) -> int:
+    """Return the whole number that an option says; which numbers make sense is checked later."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not a number of devices",
+            where=option,
+            expected=_EXPECTED if option == "--gpus" else "a whole number",
+            fix="--gpus says how many devices, --nodes how many machines, --device which",
+        ) from None

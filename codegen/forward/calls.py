@@ -1,0 +1,395 @@
+"""Prints calls of modules and functions, with their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.codegen.forward.opening.opener import may_read_parts
+from autopar.codegen.forward.opening.opening import is_changed, is_split_random
+from autopar.codegen.forward.reading.calls import as_tuple, is_mapping, pairs
+from autopar.codegen.forward.reading.modules import (
+    Imported,
+    functions_at_hand,
+    is_free,
+    is_number,
+    size_reading_functions,
+)
+from autopar.codegen.forward.scope import AtHand, NeedsInlineError
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    LocalTensor,
+    SourceForm,
+    call,
+    literal,
+    mapped,
+    sequence,
+    text,
+)
+from autopar.codegen.forward.text.lines import Line, Pattern
+from autopar.planner.errors import InputError
+from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
+from autopar.planner.graph.ops import (
+    LOSS_FUNCTION,
+    MODULE,
+    DType,
+    Extent,
+    FunctionCall,
+    Mapped,
+    ModuleCall,
+    Op,
+    Ref,
+    TensorOrigin,
+    Value,
+    objects,
+    refs,
+)
+from autopar.planner.rules.rule import is_random
+
+
+def _no_other(value: Value) -> Expression:
+    raise AssertionError(f"{value!r} cannot be printed")
+
+
+def printed_argument(
+    value: Value,
+    other: Value,
+    body: AtHand,
+    *,
+    tensor: Callable[[str], Expression],
+    rest: Callable[[Value], Expression] = _no_other,
+) -> Expression:
+    """Print an argument, which is `other` where the inputs have other lengths.
+
+    `tensor` prints one by its name, `rest` what is no tensor, number, type, tuple, list or dict.
+    """
+
+    def inner(one: Value, two: Value) -> Expression:
+        return printed_argument(one, two, body, tensor=tensor, rest=rest)
+
+    if isinstance(value, Ref):
+        return tensor(value.tensor)
+    if isinstance(value, Mapped):
+        assert isinstance(other, Mapped)  # of the same call
+        shown = zip(pairs(value), pairs(other), strict=True)
+        return mapped((literal(key), inner(one, two)) for (key, one), (_, two) in shown)
+    if isinstance(value, tuple) and not is_mapping(value):
+        assert isinstance(other, tuple)
+        given = sequence(value, tuple(map(inner, value, other)))
+        return text(body.containers[given]) if given in body.containers else given
+    if value is None or isinstance(value, (bool, int, float, Extent)):
+        return body.plain_size(value, other)
+    if isinstance(value, DType):
+        own = body.dtype() if value.name == "model" else None
+        return own if own is not None else text(f"torch.{value.name}")
+    return rest(value)
+
+
+LOSS = "new_loss"  # as scripts call the model file's
+_Needs = dict[str, tuple[str, Layout, Op | None]]  # of an argument: what to give, how, and to whom
+_KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
+
+
+def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Line | None:
+    """Return the call of a function that runs some ops, None where they must be printed."""
+    name = _name(function, body)
+    values = (*function.arguments, *(value for _, value in function.keywords))
+    if not name or not all(map(_is_plain, values)) or not _is_kept(function, ops, body):
+        return None
+    is_told = any(map(_has_size, values))
+    if (is_told or _reads_sizes(function, body)) and may_read_parts(ops, body.split):
+        return None
+    needs = _needs(function, ops, body)
+    if needs is None:
+        return None
+    other = body.split.lengths.function(function)
+    arguments = [
+        _function_argument(value, needs, body, more)
+        for value, more in zip(function.arguments, other.arguments, strict=True)
+    ]
+    keywords = tuple(
+        (key, _function_argument(value, needs, body, more))
+        for (key, value), (_, more) in zip(function.keywords, other.keywords, strict=True)
+    )
+    made = {tensor for op in ops for tensor in op.outputs}
+    return Line(
+        results=_function_pattern(function.result, made, body),
+        expression=call(name, *arguments, keywords=keywords),
+        hint=function.name,
+        names=tuple(body.tree.named.get(tensor, "") for tensor in refs(function.result)),
+        function=name,
+    )
+
+
+def _place(function: FunctionCall) -> tuple[str, str]:
+    return function.module, function.name
+
+
+def _imported(function: FunctionCall) -> Imported:
+    return Imported(module=function.module, qualname=function.name, name=function.name)
+
+
+def _reads_sizes(function: FunctionCall, body: AtHand) -> bool:
+    if _place(function) == LOSS_FUNCTION:
+        return True
+    return _imported(function) in size_reading_functions(body.split.modules)
+
+
+def _has_size(value: Value) -> bool:
+    """Whether an argument has a number that may be the size of a tensor."""
+    if isinstance(value, tuple):
+        return any(map(_has_size, _items(value)))
+    return isinstance(value, Extent) or type(value) is int
+
+
+def _name(function: FunctionCall, body: AtHand) -> str:
+    """Return the name of a function in the script, nothing where the script cannot have it."""
+    if _place(function) == LOSS_FUNCTION:
+        return LOSS
+    known, place = functions_at_hand(body.split.modules), _imported(function)
+    others = [one for one in known if one.name == place.name and one != place]
+    is_taken = others or place.name in (*body.arguments.values(), *body.unpacked)
+    return place.name if place in known and not is_taken and is_free(place.name) else ""
+
+
+def _is_plain(value: Value) -> bool:
+    """Whether printed code can give an argument: tensors and numbers, alone or in containers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, _items(value)))
+    return value is None or isinstance(value, (Ref, DType, Extent, bool, int, float))
+
+
+def _items(value: tuple[Value, ...]) -> Sequence[Value]:
+    return [item for _, item in pairs(value)] if isinstance(value, Mapped) else value
+
+
+def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
+    """Whether the function does on this rank what its ops are planned to do."""
+    split = body.split
+    made = {tensor for op in ops for tensor in op.outputs}
+    layouts = [split.made(tensor) for tensor in made]
+    if any(layout.kind is LayoutKind.PARTIAL for layout in layouts):
+        return False
+    if any(_is_special(op, body) for op in ops):
+        return False
+    if any(
+        name in made and len(split.way(op, i)) > 1 for op in ops for i, name in enumerate(op.inputs)
+    ):
+        return False
+    names = {op.name for op in ops}
+    read_outside = {
+        tensor
+        for tensor in made
+        if tensor == body.graph.loss
+        or any(user.name not in names for user in body.graph.index.readers[tensor])
+    }
+    return read_outside <= set(refs(function.result))
+
+
+def _is_special(op: Op, body: AtHand) -> bool:
+    """Whether an op needs care that the function itself does not take."""
+    return (
+        is_changed(op, body.split)
+        or is_random(op)
+        or bool(op.writes)
+        or body.reads_written(op)
+        or not op.grad_enabled
+        or op.name in body.split.weighed
+    )
+
+
+def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | None:
+    """Return for each argument the tensor to give, its layout, and an op that reads it.
+
+    An argument that no op reads tells a type, a device, or a size: any tensor like it does.
+    """
+    split, tensors = body.split, body.graph.tensors
+    made = {tensor for op in ops for tensor in op.outputs}
+    wanted: dict[str, tuple[Layout, Op]] = {}
+    for op in ops:
+        for i, tensor in enumerate(op.inputs):
+            need = split.need(op, i)
+            if tensor not in made and wanted.setdefault(tensor, (need, op))[0] != need:
+                return None
+    values = (function.arguments, tuple(value for _, value in function.keywords))
+    given = dict.fromkeys(refs(values))
+    if any(
+        tensors[name].origin is not TensorOrigin.CONSTANT for name in wanted.keys() - given.keys()
+    ):
+        return None
+    found: _Needs = {}
+    for name in given:
+        if name in wanted:
+            layout, op = wanted[name]
+            if name not in body.have and tensors[name].origin not in _KEPT:
+                return None
+            found[name] = name, layout, op
+            continue
+        like = _like(name, body, is_measured=_reads_sizes(function, body))
+        if like is None:
+            return None
+        found[name] = like, body.have[like], None
+    return found
+
+
+def _like(name: str, body: AtHand, *, is_measured: bool) -> str | None:
+    """Return what is at hand and has the type of a tensor, and its sizes where these count."""
+    tensors = body.graph.tensors
+    if name not in tensors:
+        return None
+    for one in (name, *body.have) if name in body.have else body.have:
+        is_whole = body.have[one] == WHOLE and tensors[one].shape == tensors[name].shape
+        if tensors[one].dtype == tensors[name].dtype and (is_whole or not is_measured):
+            return one
+    return None
+
+
+def _function_argument(value: Value, needs: _Needs, body: AtHand, other: Value) -> Expression:
+    def tensor(name: str) -> Expression:
+        own, layout, reader = needs[name]
+        return LocalTensor(own, layout) if reader is None else body.value(own, layout, reader)
+
+    return printed_argument(value, other, body, tensor=tensor)
+
+
+def _function_pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
+    if isinstance(value, Ref):
+        is_new = value.tensor in made and value.tensor in body.graph.tensors
+        return LocalTensor(value.tensor, body.split.made(value.tensor)) if is_new else None
+    if isinstance(value, tuple) and not isinstance(value, Mapped):
+        return tuple(_function_pattern(item, made, body) for item in value)
+    return None
+
+
+def call_line(unit: str, body: AtHand) -> Line:
+    """Return the call of a module that is called as a whole."""
+    record = body.graph.calls[unit]
+    ops = body.tree.ops.get(unit, ())
+    others = body.split.lengths.call(unit) or record
+    by_name = dict(others.keywords)
+    arguments = [
+        (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))
+        for place, (name, value) in enumerate(_given(unit, body))
+    ]
+    results = _pattern(record.result, unit, body)
+    target = _target(unit, body)
+    positional = [value for name, value in arguments if not name]
+    keywords = tuple((name, value) for name, value in arguments if name)
+    draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
+    return Line(
+        results=results,
+        expression=call(target, *positional, keywords=keywords),
+        is_ordered=any(is_random(op) for op in ops)
+        or any(op.writes or body.reads_written(op) for op in ops),
+        has_gradient=any(op.grad_enabled for op in ops),
+        is_random=any(is_split_random(op, body.split) for op in draws),
+        hint=record.path.rpartition(".")[2],
+        module=record.path,
+        arguments=tuple(arguments),
+    )
+
+
+def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
+    """Yield the arguments of a call, "" for a name where it has none, as far as they tell."""
+    record = body.graph.calls[unit]
+    positional = list(record.arguments)
+    if not record.is_function:
+        declared = body.split.modules[record.path].arguments
+        while positional and len(positional) <= len(declared):
+            last = declared[len(positional) - 1]
+            if last.kind is not last.kind.POSITIONAL_OR_KEYWORD or not last.is_said(positional[-1]):
+                break
+            positional.pop()
+    yield from (("", value) for value in positional)
+    for name, value in record.keywords:
+        if not _is_left_out(name, value, unit, body):
+            yield name, value
+
+
+def _target(unit: str, body: AtHand) -> SourceForm:
+    """Return what is called: a module that the owner holds, or an autograd Function by its name."""
+    record = body.graph.calls[unit]
+    if not record.is_function:
+        if body.owner.within(record.path) is None:
+            raise NeedsInlineError.for_module(record.path, body.scope, body.graph)
+        return SourceForm(tuple(body.owner.path(record.path).parts))
+    owner = body.split.modules.get(record.path.rpartition("/")[0])
+    if owner is None or all(one.name != record.class_name for one in owner.functions):
+        raise unnamed_function(record, body.tree.ops[unit][0])
+    return SourceForm((f"{record.class_name}.apply",))
+
+
+def unnamed_function(record: ModuleCall, op: Op) -> InputError:
+    """Return the error for a Function that printed code cannot call."""
+    return InputError(
+        f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
+        where=op.location,
+        fix="call it in the forward of a module, from the file that names it, or pin that module "
+        "whole",
+    )
+
+
+def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
+    """Whether a keyword says what the signature says anyway, or nothing that training needs.
+
+    That is an empty cache for later calls, and what printed code of the module does not read.
+    """
+    is_opened = unit in body.opening.opened
+    for argument in body.split.modules[body.graph.calls[unit].path].arguments:
+        if argument.name == name:
+            is_object = isinstance(value, str) and any(objects(value))
+            is_unread = is_opened or str(value).endswith("Cache>")
+            return argument.is_said(value) or (
+                argument.default is not None and is_object and is_unread
+            )
+    return is_opened and is_number(value)  # its printed code has that number itself
+
+
+def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression:
+    return printed_argument(
+        value,
+        other,
+        body,
+        tensor=lambda name: _handed(name, unit, body),
+        rest=lambda one: _object(one, unit, body),
+    )
+
+
+def _object(value: Value, unit: str, body: AtHand) -> Expression:
+    """Print text, nothing, or an object: a module of the owner, None for one that is not read."""
+    if is_mapping(value):
+        raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
+    for name in objects(value):
+        if name.startswith(MODULE):
+            at_hand = body.owner.within(name.removeprefix(MODULE))
+            if at_hand is not None:
+                return body.owner.path(at_hand)
+        if unit not in body.opening.opened:
+            raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{name}>")
+        return literal(None)
+    assert isinstance(value, (str, complex))
+    return literal(value)
+
+
+def _handed(tensor: str, unit: str, body: AtHand) -> Expression:
+    origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
+    if origin is None:  # nothing that the loss depends on, so it is not computed at all
+        if unit not in body.opening.opened:
+            raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{tensor}>")
+        return literal(None)
+    if origin in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in body.have:
+        raise NeedsInlineError(unit, body.graph.calls[unit])
+    return body.value(tensor, body.opening.entry(unit, tensor))
+
+
+def _pattern(value: Value, unit: str, body: AtHand) -> Pattern:
+    if isinstance(value, Ref):
+        maker = body.graph.index.made_by.get(value.tensor)
+        if maker is None or not body.tree.is_inside(maker, unit):
+            return None
+        return LocalTensor(value.tensor, body.opening.arrives(value.tensor, body.scope))
+    value = as_tuple(value)
+    if isinstance(value, tuple):
+        if is_mapping(value):
+            raise NeedsInlineError(unit, body.graph.calls[unit])
+        return tuple(_pattern(item, unit, body) for item in value)
+    return None

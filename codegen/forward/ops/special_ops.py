@@ -1,0 +1,200 @@
+"""Prints ops: by their line of the table, or in a way of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from autopar.codegen.forward.ops import table
+from autopar.codegen.forward.ops.arguments import (
+    Arguments,
+    PrintedPlace,
+    as_op,
+    base_name,
+    by_schema,
+    function_call,
+    schema_of,
+)
+from autopar.codegen.forward.text.expressions import (
+    Binding,
+    Expression,
+    Slot,
+    SourceForm,
+    attribute,
+    binary,
+    call,
+    indexed,
+    joined,
+    literal,
+    method,
+    power,
+)
+from autopar.planner.graph.ops import DType, Op
+
+_SMALL = 1e6  # whole numbers below are written without a point
+
+
+def _dropout(arguments: Arguments) -> SourceForm:
+    rate = arguments.place.rate or arguments["p"]
+    training = arguments.place.training if arguments.raw["train"] else literal(value=False)
+    return call("F.dropout", arguments["input"], rate, training)
+
+
+def _attention(arguments: Arguments) -> SourceForm:
+    if arguments.place.scale is not None:
+        arguments.printed["scale"] = arguments.place.scale
+    if arguments.raw["dropout_p"] != 0.0:
+        rate = arguments.place.rate or arguments["dropout_p"]
+        while_training = (Slot(rate), " if ", Slot(arguments.place.training), " else 0.0")
+        arguments.printed["dropout_p"] = SourceForm(while_training, Binding.CHOICE)
+    return function_call(arguments, table.FUNCTIONS["scaled_dot_product_attention"])
+
+
+def _batch_norm(arguments: Arguments) -> SourceForm:
+    if arguments.raw["training"]:
+        arguments.printed["training"] = arguments.place.training
+    return function_call(arguments, table.FUNCTIONS["batch_norm"])
+
+
+def _subtract_from(arguments: Arguments) -> SourceForm:
+    if arguments.raw.get("alpha", 1) != 1:
+        return by_schema(arguments, "rsub")
+    return binary(arguments["other"], "-", arguments["self"], Binding.SUM)
+
+
+def _flatten(arguments: Arguments) -> SourceForm:
+    if arguments.raw["end_dim"] == -1:
+        return by_schema(arguments, "flatten")
+    return method(arguments["self"], "flatten", arguments["start_dim"], arguments["end_dim"])
+
+
+def _pad(arguments: Arguments) -> SourceForm:
+    if arguments.raw["value"] == 0:
+        arguments.raw["value"] = None  # the default, in other words
+    value = arguments.raw["value"]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _SMALL:
+        arguments.printed["value"] = literal(int(value))  # which torch hands on as a float
+    return function_call(arguments, table.FUNCTIONS["pad"])
+
+
+def _power(arguments: Arguments) -> SourceForm:
+    return power(arguments["self"], arguments["exponent"])
+
+
+def _convert(arguments: Arguments) -> SourceForm:
+    dtype = arguments.raw["dtype"]
+    assert isinstance(dtype, DType)
+    shorthand = table.DTYPE_METHODS.get(dtype.name)
+    if shorthand is not None and arguments.is_default("copy"):
+        return method(arguments["self"], shorthand)
+    keywords = () if arguments.is_default("copy") else (("copy", arguments["copy"]),)
+    return method(arguments["self"], "to", arguments["dtype"], keywords=keywords)
+
+
+def _transposed(arguments: Arguments) -> SourceForm:
+    return attribute(arguments["self"], "mT" if arguments.op.target == "aten.mT.default" else "T")
+
+
+def _tensordot(arguments: Arguments) -> SourceForm:
+    dims = joined((arguments["dims_self"], arguments["dims_other"]))
+    return call(
+        "torch.tensordot", arguments["self"], arguments["other"], keywords=(("dims", dims),)
+    )
+
+
+def _select(arguments: Arguments) -> SourceForm:
+    dim = arguments.raw["dim"]
+    assert isinstance(dim, int)
+    return indexed(arguments["self"], _at(dim, arguments["index"]))
+
+
+def _slice(arguments: Arguments) -> SourceForm:
+    dim, start, end = (arguments.raw[name] for name in ("dim", "start", "end"))
+    assert isinstance(dim, int)
+    bounds: list[str | Slot] = []
+    if start not in (None, 0):
+        bounds.append(Slot(arguments["start"]))
+    bounds.append(":")
+    if end is not None and not (isinstance(end, int) and end >= 2**62):
+        bounds.append(Slot(arguments["end"]))
+    if arguments.raw["step"] != 1:
+        bounds += [":", Slot(arguments["step"])]
+    return indexed(arguments["self"], _at(dim, SourceForm(tuple(bounds))))
+
+
+def _at(dim: int, index: Expression) -> SourceForm:
+    """Return the index of one dim, with colons (or dots) for the dims before it."""
+    if dim == -1:
+        return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
+    if dim < 0:
+        return SourceForm(("..., ", Slot(index), ", :" * (-dim - 1)), Binding.TUPLE)
+    return SourceForm((":, " * dim, Slot(index)), Binding.TUPLE)
+
+
+def _index(arguments: Arguments) -> SourceForm:
+    indices, given = arguments.raw["indices"], arguments["indices"]
+    assert isinstance(indices, tuple)
+    assert isinstance(given, SourceForm)
+    slots = [part for part in given.parts if isinstance(part, Slot)]
+    parts: list[str | Slot] = []
+    for number, (index, slot) in enumerate(zip(indices, slots, strict=True)):
+        parts += [", " if number else "", ":" if index is None else slot]
+    return indexed(arguments["self"], SourceForm(tuple(parts), Binding.TUPLE))
+
+
+def _repeat_interleave(arguments: Arguments) -> SourceForm:
+    arguments.raw["output_size"] = None  # says nothing new, and a rank may have a part only
+    return by_schema(arguments, "repeat_interleave")
+
+
+SPECIAL: Mapping[str, Callable[[Arguments], SourceForm]] = MappingProxyType(
+    {
+        "dropout": _dropout,
+        "scaled_dot_product_attention": _attention,
+        "batch_norm": _batch_norm,
+        "flatten": _flatten,
+        "pad": _pad,
+        "rsub": _subtract_from,
+        "pow": _power,
+        "aten.to.dtype": _convert,
+        "numpy_T": _transposed,
+        "mT": _transposed,
+        "tensordot": _tensordot,
+        "aten.repeat_interleave.self_int": _repeat_interleave,
+        "aten.select.int": _select,
+        "aten.slice.Tensor": _slice,
+        "aten.index.Tensor": _index,
+    }
+)
+
+
+def printed(op: Op, place: PrintedPlace) -> SourceForm:
+    """Return an op as an expression."""
+    arguments = Arguments(op, place)
+    name = base_name(op.target)
+    if not op.target.startswith("aten."):
+        return as_op(arguments)  # whatever PyTorch has under its name
+    special = SPECIAL.get(op.target) or SPECIAL.get(name)
+    if special is not None:
+        return special(arguments)
+    if name in table.BINARY and arguments.raw.get("alpha", 1) == 1:
+        operator, level = table.BINARY[name]
+        if "rounding_mode" not in arguments.raw:
+            return binary(arguments["self"], operator, arguments["other"], level)
+    if name in table.UNARY:
+        return SourceForm((table.UNARY[name], Slot(arguments["self"], Binding.SIGN)), Binding.SIGN)
+    function = table.FUNCTIONS.get(name)
+    if function is not None and function.fits(arguments.raw):
+        return function_call(arguments, function)
+    return by_schema(arguments, table.WRITING.get(name, name))
+
+
+def gives_many(op: Op) -> bool:
+    """Whether PyTorch's function returns several tensors, or a list of them."""
+    if base_name(op.target) == "embedding_bag":
+        return False
+    returns = schema_of(op.target).returns
+    return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
+
+
+__all__ = ["PrintedPlace", "base_name", "gives_many", "printed"]

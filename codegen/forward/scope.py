@@ -1,0 +1,365 @@
+"""The values that code has at hand when it goes on, and which of them it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from autopar.codegen.forward.opening.opening import Opening, argument
+from autopar.codegen.forward.ops import arguments as conversions
+from autopar.codegen.forward.ops.sizes import SizesAtHand
+from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.reading.modules import Container
+from autopar.codegen.forward.reading.split import SplitGraph
+from autopar.codegen.forward.text.expressions import (
+    Binding,
+    Expression,
+    Fact,
+    LocalTensor,
+    SourceForm,
+    binary,
+    call,
+    is_identifier,
+    joined,
+    literal,
+    method,
+    nested,
+    string,
+    text,
+)
+from autopar.codegen.forward.text.lines import Line, Pattern, held_in
+from autopar.planner.errors import InputError
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import Layout
+from autopar.planner.graph.ops import Extent, ModuleCall, Op, TensorOrigin, Value, size
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
+
+
+class NeedsInlineError(Exception):
+    """A call cannot be printed as a call: its code must stand in its caller's."""
+
+    def __init__(self, key: str, record: ModuleCall, *, reason: str = "") -> None:
+        super().__init__(key)
+        self.key, self.record, self.reason = key, record, reason
+
+    @staticmethod
+    def for_module(path: str, scope: str, graph: Graph) -> NeedsInlineError:
+        """Return which call hides a module from code: its own, whose module does not hold it."""
+        return NeedsInlineError._for(scope, f"module {path}", graph)
+
+    @staticmethod
+    def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
+        """Return which call hides a tensor from the code of a call."""
+        tree = opening.tree
+        maker = tree.graph.index.made_by.get(tensor)
+        chain = tree.chain(maker) if maker is not None else ()
+        key = scope
+        if scope in chain:
+            below = chain[chain.index(scope) + 1 :]
+            key = next((c for c in below if c not in opening.inlined), LOSS)
+        return NeedsInlineError._for(key, tensor, tree.graph)
+
+    @staticmethod
+    def _for(key: str, what: str, graph: Graph) -> NeedsInlineError:
+        if key == LOSS or not key:
+            raise InputError(f"{what} is not at hand where the code of the model needs it")
+        return NeedsInlineError(key, graph.calls[key])
+
+
+class Owner:
+    """The module whose code is printed, under the name `self`."""
+
+    def __init__(self, split: SplitGraph, path: str) -> None:
+        self.split, self.root = split, path
+
+    def path(self, path: str) -> SourceForm:
+        """Return the expression for a module inside this one."""
+        return text(f"self{self.steps(path)}")
+
+    def steps(self, path: str) -> str:
+        """Return how a module inside this one is reached from it."""
+        path = self.within(path) or path
+        inside = path.removeprefix(self.root).removeprefix(".")
+        at, steps = self.root, ""
+        for name in inside.split(".") if inside else ():
+            module = self.split.modules.get(at)
+            container = module.container if module is not None else Container.ATTRIBUTE
+            if container is Container.INDEX and name.isdigit():
+                steps += f"[{int(name)}]"
+            elif container is Container.KEY:
+                steps += f"[{string(name)}]"
+            elif is_identifier(name):
+                steps += f".{name}"
+            else:
+                steps += f".get_submodule({string(name)})"
+            at = f"{at}.{name}" if at else name
+        return steps
+
+    def within(self, path: str) -> str | None:
+        """Return by which of its paths a module is reached from this one; None if it is not."""
+        modules = self.split.modules
+        if path == self.root or self.holds(path) or path not in modules:
+            return path
+        first = modules[path].first
+        return next((p for p in modules if modules[p].first == first and self.holds(p)), None)
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer lies in this module."""
+        return not self.root or name.startswith(f"{self.root}.")
+
+    def tensor(self, name: str, op: Op | None) -> SourceForm | None:
+        """Return a parameter or buffer as this module reaches it, None where another holds it."""
+        is_lifted = name.rpartition(".")[2].startswith("lifted_tensor")
+        if is_lifted and self.split.graph.tensors[name].origin is TensorOrigin.CONSTANT:
+            raise InputError(
+                "the code of a forward that makes a tensor of many numbers has to be printed",
+                where=op.location if op is not None else "",
+                expected="at most 64 numbers, or a tensor that the module holds",
+                fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
+            )
+        best = self.name_near(name, op)
+        if not self.holds(best):
+            return None
+        owner, _, leaf = best.rpartition(".")
+        if not is_identifier(leaf):
+            return text(f"self.get_parameter({string(best.removeprefix(self.root).strip('.'))})")
+        return text(f"self{self.steps(owner)}.{leaf}")
+
+    def name_near(self, name: str, op: Op | None) -> str:
+        """Return the name of a parameter, tied ones having several, in or near an op's module."""
+        graph = self.split.graph
+        tied = next((p for p in graph.parameters if p.name == name), None)
+        names = (name, *tied.aliases) if tied is not None else (name,)
+        near = "" if op is None or op.call == LOSS else graph.calls[op.call].path
+        usable = [n for n in names if self.holds(n)]
+        return next((n for n in usable if near and n.startswith(f"{near}.")), (*usable, name)[0])
+
+    def training(self, op: Op) -> SourceForm:
+        """Return whether the module trains, as its code asks it; no loss and no weights do."""
+        is_always = kind_of(op) is OpKind.BATCH_NORM and op.argument("running_mean") is None
+        if op.call == LOSS or is_always:
+            return text("True")
+        path, modules = self.split.graph.calls[op.call].path, self.split.modules
+        is_alike = path not in modules or modules[path].trains == modules[self.root].trains
+        return text("self.training") if is_alike else text(f"self{self.steps(path)}.training")
+
+    def rate(self, op: Op) -> SourceForm | None:
+        """Return the module's own name for the dropout rate of an op, where it has one."""
+        rate = next(
+            (v for v in (argument(op, "p"), argument(op, "dropout_p")) if v is not None), None
+        )
+        name = self._number(op, "drop", rate) or self._number(op, "p", rate, exact=True)
+        return text(name) if name is not None else None
+
+    def scale(self, op: Op) -> SourceForm | None:
+        """Return the module's own name for the factor of an attention's scores, if it has one."""
+        name = self._number(op, "scal", argument(op, "scale"))
+        return text(name) if name is not None else None
+
+    def _number(self, op: Op, word: str, value: object, *, exact: bool = False) -> str | None:
+        if op.call == LOSS or value is None:
+            return None
+        path = self.split.graph.calls[op.call].path
+        module = self.split.modules.get(path)
+        for name, number in module.numbers if module is not None else ():
+            if number == value and (name == word if exact else word in name):
+                return f"self{self.steps(path)}.{name}"
+        return None
+
+    def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
+        """Return the type or device of a parameter of this module, by preference one that ops read.
+
+        A stage holds no others.
+        """
+        read = {name for op in ops for name in op.inputs}
+        parameters = self.split.graph.parameters
+        for parameter in sorted(parameters, key=lambda one: one.name not in read):
+            for name in (parameter.name, *parameter.aliases):
+                owner, _, leaf = name.rpartition(".")
+                if self.holds(name) and is_identifier(leaf):
+                    return text(f"self{self.steps(owner)}.{leaf}.{what}")
+        return None
+
+
+class AtHand:
+    """The values that the code of one call has so far, and how it reaches what its module holds."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        scope: str,
+        *,
+        axis: str = "self.tensor",
+        ops: Sequence[Op] | None = None,  # those of the call that this code computes, if not all
+    ) -> None:
+        self.opening, self.scope = opening, scope
+        self.ops = opening.tree.ops.get(scope, ()) if ops is None else ops
+        self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
+        self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
+        self.axis = text(axis)
+        self.sizes = SizesAtHand(self.split, self.axis)
+        self.have: dict[str, Layout] = {}
+        self.same: dict[
+            LocalTensor, LocalTensor
+        ] = {}  # results of ops that do nothing, or nothing new
+        self.defined: set[LocalTensor] = set()
+        self.arguments: dict[LocalTensor, str] = {}
+        self.lines: list[Line] = []
+        self.unpacked: set[str] = set()  # arguments that are containers
+        self.containers: dict[Expression, str] = {}  # these, by what they hold
+        self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
+        own = self.tree.ops.get(scope, ())
+        self.written = set[str]().union(*map(self.graph.index.written_by, own))
+
+    # --- what comes in ---------------------------------------------------------------------------
+
+    def bind(self, held: LocalTensor, name: str) -> None:
+        """Have a value from outside under a name."""
+        if held.tensor not in self.have:
+            self.arguments[held] = name
+            self.define(held)
+            self.sizes.add_argument(held)
+
+    def copy(self, held: LocalTensor) -> None:
+        """Have an argument in memory of this body's own, to which it may write."""
+        why = "to write into: what is received is a leaf"
+        copied = method(held, "clone")
+        self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
+
+    def bind_pattern(self, pattern: Pattern, source: str, names: tuple[str, ...] = ()) -> None:
+        """Have the values inside a container from outside, under names if they are all plain."""
+        new = [held for held in held_in(pattern) if held.tensor not in self.have]
+        if new:
+            self.unpacked.add(source.partition("[")[0])
+            self.lines.append(Line(results=pattern, expression=text(source), names=names))
+            for held in new:
+                self.define(held)
+            if isinstance(pattern, tuple) and all(
+                isinstance(item, LocalTensor) for item in pattern
+            ):
+                self.containers[joined(tuple(held_in(pattern)))] = source
+
+    # --- what lines make -------------------------------------------------------------------------
+
+    def add_line(self, line: Line) -> None:
+        """Add a line, and have at hand what it makes."""
+        self.lines.append(line)
+        for held in held_in(line.results):
+            self.define(held)
+
+    def define(self, held: LocalTensor) -> None:
+        """Have a value at hand from here on."""
+        self.have.setdefault(held.tensor, held.layout)
+        self.defined.add(held)
+        self.sizes.add(held)
+
+    def rename(self, made: LocalTensor, source: LocalTensor) -> None:
+        """Have a value that is another one, under whose name it is read."""
+        self.same[made] = source
+        self.have.setdefault(made.tensor, made.layout)
+
+    # --- what lines read -------------------------------------------------------------------------
+
+    def value(self, tensor: str, need: Layout, op: Op | None = None) -> Expression:
+        """Return a tensor in the layout in which it is needed, converted first if it must be."""
+        known = self.graph.tensors[tensor]
+        if known.origin not in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in self.have:
+            return conversions.convert_own(self.owned(tensor, op), tensor, need, self.sizes)
+        if tensor not in self.have:
+            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
+        held = LocalTensor(tensor, self.have[tensor])
+        crossing = self.split.crossing.get(tensor)
+        layers = self.split.layer_of
+        is_used_outside = op is None or layers.get(tensor) != layers[op.name]
+        if crossing not in (None, held.layout, need) and is_used_outside:
+            assert crossing is not None
+            return self._converted(LocalTensor(tensor, crossing), LocalTensor(tensor, need), op)
+        return self._converted(held, LocalTensor(tensor, need), op)
+
+    def _converted(self, held: LocalTensor, wanted: LocalTensor, op: Op | None) -> Expression:
+        if held.layout == wanted.layout:
+            return self.same.get(held, held)
+        if held.layout != self.have[held.tensor]:
+            self.value(held.tensor, held.layout, op)
+        if wanted not in self.defined:
+            self.add_line(self._conversion(held, wanted))
+            self.sizes.add_converted(wanted)
+        return wanted
+
+    def _conversion(self, held: LocalTensor, wanted: LocalTensor) -> Line:
+        users = [o for o in self.graph.index.readers[held.tensor] if self._converts_for(o, wanted)]
+        source = self.same.get(held, held)
+        converted: Expression = conversions.convert(source, wanted, held, self.sizes)
+        if held.tensor in self.late_biases:
+            maker = self.graph.index.made_by[held.tensor]
+            bias = self.owned(self.late_biases[held.tensor], maker)
+            converted = binary(converted, "+", bias, Binding.SUM)
+        if self.graph.index.is_written_later(wanted.tensor):  # never into what others still read
+            converted = method(converted, "clone")
+        return Line(
+            results=wanted,
+            expression=converted,
+            reason=conversions.reason(held, wanted, users, self.split),
+        )
+
+    def _converts_for(self, op: Op, wanted: LocalTensor) -> bool:
+        return any(
+            name == wanted.tensor and wanted.layout in self.split.way(op, i)[1:]
+            for i, name in enumerate(op.inputs)
+        )
+
+    def owned(self, tensor: str, op: Op | None) -> Expression:
+        """Return a parameter, buffer or constant as this code reaches it."""
+        constant = self.graph.constants.get(tensor)
+        is_constant = self.graph.tensors[tensor].origin is TensorOrigin.CONSTANT
+        if is_constant and constant is not None and constant.values is not None:
+            return self._numbers(tensor)
+        own = self.owner.tensor(tensor, op)
+        if own is None:
+            raise NeedsInlineError.for_tensor(tensor, self.scope, self.opening)
+        return own
+
+    def _numbers(self, constant: str) -> SourceForm:
+        own_type = self.graph.tensors[constant].dtype
+        dtype = self.dtype() if own_type == "model" else text(f"torch.{own_type}")
+        keywords = (("dtype", dtype), ("device", self.device()))
+        given = tuple((key, value) for key, value in keywords if value is not None)
+        return call("torch.tensor", nested(self.graph.constants[constant].values), keywords=given)
+
+    def inputs(self, op: Op) -> tuple[Expression, ...]:
+        """Return the inputs of an op in the layouts that it needs."""
+        return tuple(
+            self.value(name, self.split.need(op, i), op) for i, name in enumerate(op.inputs)
+        )
+
+    def dtype(self) -> Expression | None:
+        """Return the model's own floating type, as some value at hand has it."""
+        for held in self.values():
+            if self.graph.tensors[held.tensor].dtype == "model":
+                return Fact(held, "dtype")
+        return self.owner.parameter_fact("dtype", self.ops)
+
+    def device(self) -> Expression | None:
+        """Return the device, as some value at hand has it."""
+        held = next(self.values(), None)
+        if held is not None:
+            return Fact(held, "device")
+        return self.owner.parameter_fact("device", self.ops)
+
+    def values(self) -> Iterator[LocalTensor]:
+        """Yield the values at hand, arguments first."""
+        arguments = [held for held in self.sizes.seen if held in self.arguments]
+        yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
+
+    def plain_size(self, value: Value, other: Value = None) -> Expression:
+        """Return a whole size, or another plain argument, that at other lengths is another."""
+        if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
+            more = value if other is None else other
+            assert isinstance(more, (int, Extent))
+            return self.sizes.whole(size(value), size(more))
+        assert value is None or isinstance(value, (bool, int, float, complex, str))
+        return literal(value)
+
+    def reads_written(self, op: Op) -> bool:
+        """Whether an op touches memory that this body writes to."""
+        return not self.written.isdisjoint(self.graph.index.storages((*op.inputs, *op.outputs)))

@@ -1,0 +1,398 @@
+"""Turns shapes of products, convolutions, attention and element-wise ops into seconds."""
+
+from dataclasses import dataclass
+from math import prod
+
+from autopar.planner.costs.kernels.rates import CACHE_SPEEDUP, Throughput, aligned_share
+
+
+def gemm_seconds(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    rates: Throughput,
+    batch: int = 1,
+    element_bytes: float = 2,
+    stored_bytes: float = 2,
+    contiguous: int | None = None,
+) -> float:
+    """Return the seconds of `batch` products of m × k by k × n.
+
+    tiles    = batch · ⌈m/r⌉ · ⌈n/c⌉                for the best of a few tile shapes r × c
+    w, t     = tiles ÷ multiprocessors, k · seconds of a tile per depth
+    clock    = ⌈w⌉ · seconds of a wave + min(⌈w⌉·t, w·t + evening out)
+    power    = 2·batch·m·n·k ÷ sustained rate
+    traffic  = bytes of operands and result ÷ streaming bandwidth
+    seconds  = launch + max(clock ÷ alignment, power, traffic) + exposed share · result's traffic
+
+    `stored_bytes` is traffic per element of the result: 2 to write bf16, 8 to read and write an
+    fp32 gradient. `contiguous` is the bitwise or of the extents that are contiguous in memory;
+    without it k and n, as in a linear's forward. Source: wave quantisation as in NVIDIA's matrix
+    multiplication guide, stream-K (Osama 2023), constants fitted on SimuMax's tables of A100-PCIe
+    and B200. Time never falls when m, n or k grow, alignment being equal. Leaves out: the library's
+    wrong choices (most of what is left on A100), and that a cold device beats its power limit for
+    some hundred microseconds (most of what is left on B200).
+    """
+    units = rates.multiprocessors
+    wave_seconds = rates.wave_seconds
+    clock = float("inf")
+    for rows, columns, seconds_per_depth, balance_seconds in rates.tiles:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        waves = -(-tiles // units)
+        tile_seconds = seconds_per_depth * k
+        whole = waves * tile_seconds
+        even = tiles / units * tile_seconds + balance_seconds
+        seconds = waves * wave_seconds + (whole if whole < even else even)
+        if seconds < clock:
+            clock = seconds
+    extents = k | n if contiguous is None else contiguous
+    if extents * element_bytes % 16:
+        clock /= aligned_share(extents, element_bytes, rates.alignment)
+    power = 2.0 * batch * m * n * k / rates.sustained_flops_per_second
+    stored = batch * m * n * stored_bytes / rates.stream_bytes_per_second
+    traffic = batch * (m + n) * k * element_bytes / rates.stream_bytes_per_second + stored
+    return rates.launch_seconds + max(clock, power, traffic) + rates.store_exposed * stored
+
+
+TENSOR_CORE_CHANNELS = 8  # per group: fewer and tensor cores have nothing to contract over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionShape:
+    """One convolution; sizes are those of the spatial dimensions, in order."""
+
+    batch: int
+    in_channels: int
+    out_channels: int
+    input_size: tuple[int, ...]
+    output_size: tuple[int, ...]
+    kernel_size: tuple[int, ...]
+    groups: int = 1
+    element_bytes: float = 2
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes of the input."""
+        return self.batch * self.in_channels * prod(self.input_size) * self.element_bytes
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of the output."""
+        return self.batch * self.out_channels * prod(self.output_size) * self.element_bytes
+
+    @property
+    def rows(self) -> int:
+        """Output positions: the rows of the product."""
+        return self.batch * prod(self.output_size)
+
+    @property
+    def taps(self) -> int:
+        """Positions of the kernel."""
+        return prod(self.kernel_size)
+
+
+def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
+    """Return the seconds of a convolution in channels-last layout.
+
+    Per group, output positions × (in channels · taps) by (in channels · taps) × out channels, where
+    the input is read once however often its windows overlap: the greater of the product's compute
+    and the true traffic. Source: implicit GEMM of cuDNN. Leaves out Winograd and FFT kernels, and
+    idle taps at the borders. With fewer than eight channels per group (depthwise) the kernel is
+    bound by bytes, at the bandwidth of a gather.
+    """
+    inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
+    return _product_seconds(
+        shape, rows=shape.rows, columns=outputs, depth=inputs * shape.taps, rates=rates
+    )
+
+
+def convolution_input_gradient_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
+    """Return the seconds of the input's gradient: the transposed convolution.
+
+    Input positions × (out channels · taps ÷ stride) by … × in channels, the stride being the ratio
+    of the sizes.
+    """
+    inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
+    rows = shape.batch * prod(shape.input_size)
+    depth = max(1, round(outputs * shape.taps * shape.rows / rows))
+    return _product_seconds(shape, rows=rows, columns=inputs, depth=depth, rates=rates)
+
+
+def convolution_weight_gradient_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
+    """Return the seconds of dW: out channels × positions by positions × (in channels · taps)."""
+    inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
+    return _product_seconds(
+        shape, rows=outputs, columns=inputs * shape.taps, depth=shape.rows, rates=rates
+    )
+
+
+def layout_change_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
+    """Return the seconds that channels-first adds: input and output are each rewritten once.
+
+    Tensor-core kernels read channels-last, so cuDNN transposes before and after; once more for each
+    of the gradients.
+    """
+    return memory_seconds(2 * shape.input_bytes, rates=rates) + memory_seconds(
+        2 * shape.output_bytes, rates=rates
+    )
+
+
+def _product_seconds(
+    shape: ConvolutionShape, *, rows: int, columns: int, depth: int, rates: Throughput
+) -> float:
+    """Return the greater of the product without its traffic and the traffic of both tensors."""
+    moved = shape.input_bytes + shape.output_bytes
+    if shape.groups > 1 and shape.in_channels // shape.groups < TENSOR_CORE_CHANNELS:
+        return memory_seconds(moved, rates=rates, access=rates.access.gather)
+    product = gemm_seconds(
+        rows, columns, depth, rates=rates, batch=shape.groups, element_bytes=0, stored_bytes=0
+    )
+    return max(product, memory_seconds(moved, rates=rates))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One attention over `batch` sequences; `visible` is the share of scores left by the mask."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    visible: float = 1.0
+    element_bytes: float = 2
+
+    @property
+    def mean_dim(self) -> float:
+        """Head dimension per matmul: queries and keys have one, values may have another."""
+        return (self.head_dim + self.value_dim) / 2
+
+    @property
+    def query_elements(self) -> int:
+        """Elements of the queries and of the output, together."""
+        return self.batch * self.heads * self.query_length * (self.head_dim + self.value_dim)
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of the keys and of the values, together."""
+        return self.batch * self.kv_heads * self.key_length * (self.head_dim + self.value_dim)
+
+
+def causal_visible(length: int, block: int) -> float:
+    """Return the share of score blocks on or under the diagonal: (n + 1) ÷ 2n of n × n blocks."""
+    blocks = -(-length // block)
+    return (blocks + 1) / (2 * blocks)
+
+
+def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
+    """Return the seconds of a fused (flash) forward.
+
+    FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
+    kernel   = (FLOPs per multiprocessor + some query rows against all keys) ÷ rate of one
+    rate     = peak · a · d ÷ (d + d₀) [· w past 128]      d₀: the time of exp, in head dimensions
+    seconds  = launch + max(kernel, FLOPs ÷ sustained, bytes ÷ bandwidth)
+
+    Source: FlashAttention-2 (Dao 2023) for the blocks; a, tail and w fitted on SimuMax's tables,
+    whose FLOPs are those of the full square for a causal kernel. d₀ is from memory (the tables hold
+    dims 128 and 192). Grouped queries change the bytes alone. Leaves out dropout (about 10 % when
+    on) and ragged batches.
+    """
+    facts, shared = rates.architecture, rates.attention
+    wide = shared.wide_forward if shape.head_dim > shared.wide_head_dim else 1.0
+    share = facts.attention_forward * wide
+    moved = (shape.query_elements + shape.key_elements) * shape.element_bytes
+    return _fused_seconds(
+        shape, rates=rates, share=share, tail=facts.forward_tail_rows, work=1.0, moved=moved
+    )
+
+
+def fused_attention_backward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
+    """Return the seconds of a fused backward, the scores being computed again.
+
+    As the forward with 2.5 times the FLOPs (five matmuls against two) and its own share of peak and
+    tail. Bytes: reads q, k, v, o, do and writes dq, dk, dv, dq being summed in fp32. Leaves out the
+    sum of dk and dv over grouped queries.
+    """
+    facts, shared = rates.architecture, rates.attention
+    wide = shared.wide_backward if shape.head_dim > shared.wide_head_dim else 1.0
+    share = facts.attention_backward * wide
+    accumulated = shape.batch * shape.heads * shape.query_length * shape.head_dim * 8
+    moved = (
+        2.5 * shape.query_elements + 2 * shape.key_elements
+    ) * shape.element_bytes + accumulated
+    work = shared.backward_flops
+    return _fused_seconds(
+        shape, rates=rates, share=share, tail=facts.backward_tail_rows, work=work, moved=moved
+    )
+
+
+def _fused_seconds(
+    shape: AttentionShape,
+    *,
+    rates: Throughput,
+    share: float,
+    tail: float,
+    work: float,
+    moved: float,
+) -> float:
+    """Return the seconds of a fused kernel: `work` times a forward's FLOPs, `share` of peak."""
+    facts = rates.architecture
+    dim = shape.mean_dim
+    row_flops = 4.0 * work * dim * shape.key_length
+    flops = row_flops * shape.visible * shape.batch * shape.heads * shape.query_length
+    unit_rate = (
+        rates.peak_flops_per_second
+        * share
+        * dim
+        / (dim + facts.softmax_dims)
+        / rates.multiprocessors
+    )
+    rows = min(facts.query_block, shape.query_length)
+    even = flops / rates.multiprocessors + min(tail, shape.query_length) * row_flops
+    kernel = max(even, rows * row_flops) / unit_rate
+    power = flops / rates.sustained_flops_per_second
+    return rates.launch_seconds + max(kernel, power, moved / rates.stream_bytes_per_second)
+
+
+def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0) -> float:
+    """Return the seconds of one kernel that moves these bytes.
+
+    seconds  = launch + bytes · (r ÷ cache speed + (1 − r) ÷ (stream bandwidth · access))
+    resident = r = clamp(2 − bytes ÷ cache, 0, 1)
+
+    The launch is also the ramp: half the bandwidth is reached at launch · bandwidth bytes (4 MB on
+    an A100). What fits in the last-level cache was usually just written there by the op before.
+    Source: HBM fits of SimuMax for the stream and access fractions; the cache speed is a rounded
+    measurement of L2 bandwidth. Leaves out: strided access (pass `access`), atomics, and that the
+    op before may have evicted the cache.
+    """
+    stream_seconds = moved_bytes / (rates.stream_bytes_per_second * access)
+    resident = min(1.0, max(0.0, 2.0 - moved_bytes / rates.cache_bytes))
+    cached_seconds = moved_bytes / (rates.sheet_bytes_per_second * CACHE_SPEEDUP * access)
+    return rates.launch_seconds + resident * cached_seconds + (1.0 - resident) * stream_seconds
+
+
+def elementwise_seconds(
+    elements: float,
+    *,
+    element_bytes: float,
+    passes: float,
+    rates: Throughput,
+    exponentials: float = 0,
+) -> float:
+    """Return the seconds of one kernel: max(passes · bytes ÷ bandwidth, exponentials ÷ their rate).
+
+    `passes` counts tensors read plus tensors written: 2 for gelu, 3 for add. `exponentials` counts
+    exp, tanh or erf per element; they bind on a CPU (2.2 ns each on one EPYC core) and hardly ever
+    on a GPU.
+    """
+    moved = memory_seconds(elements * element_bytes * passes, rates=rates)
+    return max(
+        moved, rates.launch_seconds + elements * exponentials / rates.exponentials_per_second
+    )
+
+
+def norm_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a layer or RMS norm: one read, one write, row statistics left out."""
+    return elementwise_seconds(elements, element_bytes=element_bytes, passes=2, rates=rates)
+
+
+def norm_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a norm's backward.
+
+    Input gradient: reads x and dy, writes dx; weight gradient: reads both again in a second kernel
+    (5 passes in all).
+    """
+    input_gradient = elementwise_seconds(
+        elements, element_bytes=element_bytes, passes=3, rates=rates
+    )
+    return input_gradient + elementwise_seconds(
+        elements, element_bytes=element_bytes, passes=2, rates=rates
+    )
+
+
+def softmax_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a softmax with rows on chip: one read, one write, one exp each."""
+    return elementwise_seconds(
+        elements, element_bytes=element_bytes, passes=2, rates=rates, exponentials=1
+    )
+
+
+def softmax_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a softmax's backward: reads y and dy, writes dx."""
+    return elementwise_seconds(elements, element_bytes=element_bytes, passes=3, rates=rates)
+
+
+def dropout_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a dropout: reads x, writes y and a mask of one byte."""
+    return memory_seconds(elements * (2 * element_bytes + 1), rates=rates)
+
+
+def dropout_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
+    """Return the seconds of a dropout's backward: reads dy and the mask, writes dx."""
+    return dropout_forward_seconds(elements, element_bytes=element_bytes, rates=rates)
+
+
+def embedding_forward_seconds(
+    tokens: int, width: int, *, written: int, element_bytes: float, rates: Throughput
+) -> float:
+    """Return the seconds of a table look-up: gathers one row per token.
+
+    It writes as many rows as it is said to: one per token, or one per bag of tokens.
+    """
+    moved = float(tokens + written) * width * element_bytes
+    return memory_seconds(moved, rates=rates, access=rates.access.gather)
+
+
+def embedding_backward_seconds(
+    tokens: int, width: int, *, vocabulary: int, element_bytes: float, rates: Throughput
+) -> float:
+    """Return the seconds of a dense table gradient.
+
+    Fills vocabulary × width with zeros, then reads every token's gradient and adds it to its row
+    (read and write). Leaves out the sort of the indices.
+    """
+    fill = memory_seconds(float(vocabulary) * width * element_bytes, rates=rates)
+    scatter = 3.0 * tokens * width * element_bytes
+    return fill + memory_seconds(scatter, rates=rates, access=rates.access.gather)
+
+
+def cross_entropy_forward_seconds(
+    tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
+) -> float:
+    """Return the seconds of a softmax loss over tokens × vocabulary logits.
+
+    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 5 for log_softmax in fp32
+    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). Bandwidth is that of the SimuMax
+    cross-entropy fits.
+    """
+    moved = float(tokens) * vocabulary * element_bytes * passes
+    return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
+
+
+def cross_entropy_backward_seconds(
+    tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
+) -> float:
+    """Return the seconds of softmax − onehot over logits: 2 passes fused, 3 from log_softmax."""
+    moved = float(tokens) * vocabulary * element_bytes * passes
+    return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
+
+
+def adamw_fused_seconds(
+    parameters: float,
+    *,
+    state_bytes: float,
+    gradient_bytes: float,
+    copy_bytes: float = 0,
+    rates: Throughput,
+) -> float:
+    """Return the seconds of AdamW in one kernel.
+
+    Per parameter: reads and writes master weight and two moments (3 · 2 · state_bytes), reads the
+    gradient, writes the 16-bit copy where there is one (copy_bytes 2). fp32 without a copy: 24 + 4
+    = 28 bytes. Leaves out the gradient norm.
+    """
+    return memory_seconds(parameters * (6 * state_bytes + gradient_bytes + copy_bytes), rates=rates)

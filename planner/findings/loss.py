@@ -1,0 +1,333 @@
+"""Says how the loss of a batch follows from those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import BATCH, Extent, Op, Ref, TensorOrigin, Value, refs
+from autopar.planner.rules.rule import Linear, OpKind, Rule, is_random
+from autopar.planner.rules.shapes import elementwise
+from autopar.planner.rules.table import kind_of, rule_of, rule_out_of_place
+
+_NUMBERS = frozenset(  # the arguments that hold a plain number to compute with
+    {"other", "self", "alpha", "beta", "scale", "value", "min", "max", "exponent", "fill_value"}
+)
+
+
+def numbers(op: Op) -> Iterator[int | float | Extent]:
+    """Yield the plain numbers that an op computes with."""
+    for name, value in op.arguments:
+        if name in _NUMBERS and isinstance(value, (int, float, Extent)):
+            yield value
+
+
+def counts_rows(op: Op) -> bool:
+    """Whether an op computes with a number that depends on how many rows there are."""
+    return any(isinstance(one, Extent) and not one.is_constant for one in numbers(op))
+
+
+_MEAN = 1  # of losses, as ATen counts reductions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What is divided, and by which number that the batch alone tells.
+
+    `counts` are made of rows, `steps` are the ops that make the divisor of these numbers:
+    `clamp(min=1)`, say.
+    """
+
+    counted: str
+    divisor: str
+    counts: tuple[str, ...]
+    steps: tuple[Op, ...]
+
+
+def is_class(graph: Graph, target: Ref) -> bool:
+    """Whether a loss over classes is given one of them for each row, not a share of every one."""
+    return graph.tensors[target.tensor].is_whole_numbered
+
+
+def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
+    """Return by what a mean counts, () where it is over all of the batch or no mean.
+
+    That are the targets of a loss over classes, with the weights of these, or the mask that picked
+    what the mean is over.
+    """
+    arguments = dict(op.arguments)
+    is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
+    if not is_mean:
+        return ()
+    if kind_of(op).is_class_loss:
+        target, weight = op.argument("target"), op.argument("weight")
+        assert isinstance(target, Ref)
+        has_classes = is_class(graph, target)
+        given = (target, weight) if has_classes else ()
+        return tuple(one.tensor for one in given if isinstance(one, Ref))
+    made = (graph.tensors[name] for name in op.outputs)
+    if any(one.counted_by for one in made):
+        return ()
+    return tuple(sorted({graph.tensors[name].counted_by for name in op.inputs} - {""}))
+
+
+def counts_untold(op: Op, graph: Graph) -> bool:
+    """Whether a mean counts by what the model alone holds or draws: each part has its own there."""
+    names = counted_by(op, graph)
+    if not names or is_told(graph, names):
+        return False
+    if kind_of(op).is_class_loss and len(names) == 1:
+        return _ignores(op, graph, names[0])
+    return True
+
+
+def is_told(graph: Graph, names: Iterable[str]) -> bool:
+    """Whether the batch alone tells what a mean counts by."""
+    tensors = [graph.tensors.get(name) for name in names]
+    is_known = all(one is not None and one.counted_by != one.name for one in tensors)
+    return is_known and steps_from_batch(graph, names) is not None
+
+
+def _ignores(op: Op, graph: Graph, target: str) -> bool:
+    """Whether targets are made with the class that a loss leaves out."""
+    ignored = op.argument("ignore_index")
+    return any(
+        not isinstance(value, bool) and value == ignored
+        for step in graph.index.needed_for([target])
+        for _, value in step.arguments
+    )
+
+
+def division_of(graph: Graph, op: Op) -> Division | None:
+    """Return what an op divides by a number that the batch alone tells, None where it does not.
+
+    Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
+    """
+    if kind_of(op) is not OpKind.DIVISION:
+        return None
+    above, below = op.argument("self"), op.argument("other")
+    is_number = not graph.tensors[op.outputs[0]].shape
+    if not (is_number and isinstance(above, Ref) and isinstance(below, Ref)):
+        return None
+    if graph.tensors[below.tensor].requires_grad or steps_from_batch(graph, [below.tensor]) is None:
+        return None
+    steps, counts = _made_of_numbers(graph, below.tensor)
+    return Division(counted=above.tensor, divisor=below.tensor, counts=counts, steps=steps)
+
+
+def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
+    """Return the ops that make a number of other numbers, in order, and those made of rows.
+
+    What is the same for every batch is made anew as well.
+    """
+    of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
+    waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
+    while waiting:
+        one = waiting.pop()
+        maker = graph.index.made_by.get(one)
+        if maker is None:
+            continue
+        if one not in of_batch or _is_of_numbers(maker, graph):
+            steps[maker.name] = maker
+            waiting += maker.inputs
+        else:
+            counts[one] = None
+    places = graph.index.places
+    return tuple(sorted(steps.values(), key=lambda op: places[op.name])), tuple(counts)
+
+
+def _is_of_numbers(op: Op, graph: Graph) -> bool:
+    """Whether an op makes a number of numbers, whatever rows there are, as many of many."""
+    is_for_each = rule_of(op.target).shape is elementwise and not counts_rows(op)
+    return is_for_each and not op.writes and not any(graph.tensors[i].shape for i in op.inputs)
+
+
+def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | None:
+    """Return the ops that make tensors from the batch alone.
+
+    None where a parameter, a buffer or what was drawn at random is in them.
+    """
+    needed = set(targets)
+    steps = graph.index.needed_for(needed)
+    needed |= {name for op in steps for name in op.inputs}
+    origins = {graph.tensors[name].origin for name in needed}
+    is_own = origins & {TensorOrigin.PARAMETER, TensorOrigin.BUFFER} or any(map(is_random, steps))
+    return None if is_own else steps
+
+
+class Follows(StrEnum):
+    """What a tensor of a whole batch is to those of its equal parts."""
+
+    ALIKE = "alike"  # rows have no part in it
+    ROWS = "rows"  # it has a value for each row
+    MEAN = "mean"
+    SUM = "sum"
+    NEARLY = "nearly"  # their mean, but for weights or for a term that no part knows
+    MEETS = "meets"  # nothing that the parts would tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOfParts:
+    """How the loss follows, and at which op it became that."""
+
+    follows: Follows
+    op: Op | None = None
+
+
+_SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
+_KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, however many those are
+_OF_ROWS = (Follows.MEAN, Follows.SUM)
+_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
+
+
+def loss_of_parts(graph: Graph) -> LossOfParts:
+    """Return how the loss of a graph follows from the losses of equal parts of the batch."""
+    found = all_of_parts(graph)
+    follows = found[graph.loss]
+    return LossOfParts(follows=follows, op=_origin(graph, found, follows))
+
+
+def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
+    """Return for every tensor of a graph how it follows from those of equal parts."""
+    reader = _LossReader(graph)
+    reader.read()
+    return MappingProxyType(reader.follows)
+
+
+def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> bool:
+    """Whether an op divides a mean or sum over rows by a number that the batch alone tells.
+
+    It is a mean then, in which each part has the weight of its own such number.
+    """
+    division = division_of(graph, op)
+    if division is None or not division.counts or _is_weighed(division.counted, graph):
+        return False
+    return all(follows[name] in _OF_ROWS for name in (division.counted, *division.counts))
+
+
+def _is_weighed(number: str, graph: Graph) -> bool:
+    """Whether a number is made of means in which parts have other weights than their rows."""
+    maker = graph.index.made_by.get(number)
+    if maker is None or graph.tensors[number].shape:
+        return False
+    if counted_by(maker, graph) or division_of(graph, maker) is not None:
+        return True
+    return any(_is_weighed(one, graph) for one in maker.inputs)
+
+
+def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
+    """Return the first op on the way to the loss that made it what it is."""
+    makers = graph.index.made_by
+    op = makers.get(graph.loss)
+    while op is not None:
+        before = next((one for one in op.inputs if found[one] is kind and one in makers), None)
+        if before is None:
+            return op
+        op = makers[before]
+    return None
+
+
+class _LossReader:
+    """Reads the ops of a graph in their order, and what each makes of the rows."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.follows: dict[str, Follows] = {}
+        zeros = (op for op in graph.ops if "zeros" in op.target)
+        self.zeros = {out for op in zeros for out in op.outputs}  # where a sum begins
+        for tensor in graph.tensors.values():
+            if tensor.origin is not TensorOrigin.OP:
+                self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
+
+    def read(self) -> None:
+        """Read all ops."""
+        for op in self.graph.ops:
+            found = None
+            is_collected = kind_of(op) in _COLLECTED
+            for name in op.outputs:
+                kind = None if is_collected else self._of_shape(name)
+                if kind is None:
+                    found = kind = found or self._reduced(op)
+                self.follows[name] = kind
+
+    def _of_shape(self, name: str) -> Follows | None:
+        shape = self.graph.tensors[name].shape
+        return None if all(size.is_constant for size in shape) else Follows.ROWS
+
+    def _reduced(self, op: Op) -> Follows:
+        kinds = [self.follows[name] for name in op.inputs]
+        if all(kind is Follows.ALIKE for kind in kinds):
+            return Follows.ALIKE
+        rule = rule_out_of_place(op.target)  # what is written in place is made alike
+        if rule.kind is OpKind.NEW:
+            return Follows.ALIKE
+        if rule.kind is OpKind.GRADIENT:  # what each row has a part in is added up
+            of = {self.follows[name] for name in refs(op.argument("outputs"))}
+            return Follows.SUM if of <= {Follows.ROWS, Follows.SUM} else Follows.MEETS
+        return self._of_rows(op, rule) if Follows.ROWS in kinds else self._of_numbers(op, rule)
+
+    def _of_rows(self, op: Op, rule: Rule) -> Follows:
+        arguments = dict(op.arguments)
+        reduction = arguments.get("reduction")
+        if counts_untold(op, self.graph):
+            return Follows.NEARLY
+        if isinstance(reduction, int):
+            return _REDUCTIONS[reduction]
+        if rule.kind is OpKind.MEAN:
+            return Follows.MEAN
+        if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
+            return Follows.SUM  # within bounds that no row moves
+        adds = isinstance(arguments.get(rule.added), Ref)  # once for each part
+        if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
+            return Follows.SUM
+        return self._unknown(op, rule)
+
+    def _of_numbers(self, op: Op, rule: Rule) -> Follows:
+        if rule.kind in _SCALING:
+            return self._scaled(op, rule.kind)
+        is_linear = rule.linear not in (Linear.UNTOLD, Linear.NO)
+        if is_linear or rule.kind.keeps_entries or rule.kind in _KEEPING:
+            return self._added(op)
+        return self._unknown(op, rule)
+
+    def _unknown(self, op: Op, rule: Rule) -> Follows:
+        learns = self.graph.learns(op)
+        return Follows.MEETS if rule.linear is Linear.NO and learns else Follows.NEARLY
+
+    def _added(self, op: Op) -> Follows:
+        kinds = {self.follows[name] for name in op.inputs if name not in self.zeros}
+        if kinds <= {Follows.ALIKE, Follows.MEAN}:
+            return Follows.MEAN
+        if len(kinds) == 1:
+            return kinds.pop()
+        return Follows.MEETS if Follows.SUM in kinds else Follows.NEARLY
+
+    def _scaled(self, op: Op, kind: OpKind) -> Follows:
+        varying = list(dict.fromkeys(self._varying(op)))
+        above, other = op.argument("self"), op.argument("other")
+        is_division = kind is OpKind.DIVISION
+        if len(varying) == 1 and not (is_division and above != Ref(varying[0])):
+            return _by_number(self.follows[varying[0]], other, is_division=is_division)
+        if is_division and is_weighed_division(op, self.graph, self.follows):
+            return Follows.MEAN
+        learning = [name for name in varying if self.graph.tensors[name].requires_grad]
+        if is_division and isinstance(other, Ref):
+            return Follows.MEETS if other.tensor in learning else Follows.NEARLY
+        return Follows.MEETS if len(learning) > 1 or len(varying) == 1 else Follows.NEARLY
+
+    def _varying(self, op: Op) -> Iterator[str]:
+        return (name for name in op.inputs if self.follows[name] is not Follows.ALIKE)
+
+
+def _by_number(kind: Follows, number: Value, *, is_division: bool) -> Follows:
+    """Return what a number of rows makes of a mean or a sum; other numbers leave it."""
+    if not isinstance(number, Extent) or number.is_constant:
+        return kind
+    pairs = {(Follows.SUM, True): Follows.MEAN, (Follows.MEAN, False): Follows.SUM}
+    quotient = number.divided_by(BATCH)
+    is_multiple = quotient is not None and quotient.is_constant
+    return pairs.get((kind, is_division), Follows.NEARLY) if is_multiple else Follows.NEARLY

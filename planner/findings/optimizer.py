@@ -1,0 +1,378 @@
+"""Tries a model's optimizer on small stand-ins, to know what of a model a rank has to hold for it.
+
+An optimizer steps what its rank holds: parts of parameters under ZeRO and on tensor ranks, those of
+some layers in a pipeline. Where an update asks for more than the number that it updates (Muon's for
+a matrix, another's for the norm of a parameter), or where groups are made by places in the list of
+parameters, that trains otherwise, without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.findings.optimizer_call import (
+    NAME,
+    Make,
+    check_optimizer,
+    check_step,
+    make_on_stand_ins,
+)
+from autopar.planner.findings.schedule_probe import ScheduleEnd, schedule_end
+from autopar.planner.findings.writes import check_stepped_state
+from autopar.planner.graph.graph import Graph
+from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.without_memory import marked_like, without_memory
+
+Schedule: TypeAlias = Callable[[Any], Any]
+
+_LARGEST_DIM = 4  # of a stand-in
+_FP32_BYTES = 4
+_STEPS = 3
+_LISTS = ("params", "param_names")  # of a group
+_WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
+_APART = 1e-3  # of the largest update, by which two are not the same
+
+
+class StandIn(NamedTuple):
+    """A parameter that is made small."""
+
+    name: str
+    size: tuple[int, ...]
+    original: nn.Parameter | None  # whose class and attributes an optimizer may read
+
+
+class _Stepped(NamedTuple):
+    optimizer: Any
+    draws: bool  # random numbers
+
+
+class Reach(IntEnum):
+    """What the update of a number depends on, beside its own gradients."""
+
+    NUMBER = 0
+    PARAMETER = 1  # others of its parameter
+    MODEL = 2  # other parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTraits:
+    """What is known of an optimizer by trying it."""
+
+    name: str
+    reach: Reach
+    groups_by_place: bool  # a part of the parameters would be grouped otherwise
+    moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
+    draws: bool = False  # its step draws random numbers
+    ends: ScheduleEnd | None = None  # of its schedule
+
+
+def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+    """Return what the model's optimizer, or AdamW, is like, None where it cannot be tried here.
+
+    One that a script cannot make or call, or whose scheduler it cannot, is refused.
+    """
+    with _draws_kept():
+        return _traits(model_file, graph)
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Have what is drawn at random in the body change nothing for those who draw later."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+    is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
+    built = without_memory(model_file) if is_own else None
+    make = make_on_stand_ins(model_file, graph, built)
+    every = _to_stand_in_for(graph, built)
+    by_size = {one.size: one for one in every}
+    # AdamW tells no two of a size apart, and a large model has thousands.
+    sizes = list(by_size.values()) if model_file.build_optimizer is None else every
+    try:
+        optimizer = make(_stand_ins(sizes))
+    except AutoparError as error:
+        if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
+            raise
+        return None  # it may want sizes, or a device, that stand-ins have not
+    try:
+        scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
+    except AutoparError as error:
+        if _is_mistake(error.__cause__) or isinstance(error.__cause__, _WRONG_VALUES):
+            raise
+        return None
+    where = str(model_file.path)
+    check_step(
+        optimizer,
+        "build_optimizer",
+        "AdamW, SGD or another that is stepped without the loss",
+        where,
+    )
+    check_optimizer(optimizer, where)
+    ends = None
+    if model_file.build_scheduler is not None:
+        check_step(
+            scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
+        )
+        ends = schedule_end(model_file, model_file.build_scheduler(optimizer))
+    check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
+    try:
+        kept = _moments(make, sizes)
+        if len(sizes) < len(every):
+            of_size = dict(zip(by_size, kept, strict=True))
+            kept = tuple(of_size[one.size] for one in every)
+        return OptimizerTraits(
+            name=type(optimizer).__name__,
+            reach=_reach(make, sizes),
+            groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
+            moments=kept,
+            draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
+            ends=ends,
+        )
+    except Exception:  # whatever a step does that works on other devices alone
+        _refuse_sparse(make, every, type(optimizer).__name__, where)
+        return None
+
+
+def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
+    """Return a small stand-in for each parameter that learns."""
+    originals = dict(built.named_parameters()) if built is not None else {}
+    return [
+        StandIn(
+            one.name,
+            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
+            originals.get(one.name),
+        )
+        for one in graph.parameters
+        if one.trainable
+    ]
+
+
+def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
+    """Refuse an optimizer that steps with sparse gradients and not with dense ones."""
+    parameters = [one for one in _stand_ins(every) if one.ndim == 2]
+    if _steps(make, parameters, is_sparse=False) or not _steps(make, parameters, is_sparse=True):
+        return
+    raise InputError(
+        f"{name} takes sparse gradients alone",
+        where=where,
+        expected="an optimizer for dense gradients: ranks add these up, also where sparse=True",
+        fix="AdamW, Adagrad or SGD",
+    )
+
+
+def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
+    """Whether an optimizer takes a step with gradients of a kind."""
+    try:
+        optimizer = make(parameters)
+        for one in parameters:
+            one.grad = torch.ones_like(one).to_sparse(1) if is_sparse else torch.ones_like(one)
+        optimizer.step()
+    except Exception:
+        return False
+    return True
+
+
+def _is_mistake(cause: BaseException | None) -> bool:
+    """Whether code would fail with any parameters; what models hang on theirs stand-ins lack.
+
+    Where there is no cause, the code has ended the process.
+    """
+    if isinstance(cause, AttributeError):
+        return not isinstance(cause.obj, nn.Parameter)
+    return cause is None or isinstance(cause, (NameError, TypeError, RecursionError))
+
+
+def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
+    """Whether wrong values are none of the stand-ins' fault: the model's own parameters fail, too.
+
+    Those have no numbers, which some optimizers read; they say so by other errors.
+    """
+    if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
+        return False
+    model = without_memory(model_file)
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    asked = next(iter(inspect.signature(model_file.build_optimizer).parameters), "")
+    given = {"model": model, "named_parameters": named}
+    try:
+        model_file.build_optimizer(given.get(asked, [one for _, one in named]))
+    except AutoparError as error:
+        return isinstance(error.__cause__, _WRONG_VALUES)
+    return False
+
+
+def _step_once(optimizer: Any, scheduler: Any) -> None:
+    """Take one step with gradients of nothing, if the optimizer takes one here."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with suppress(Exception):
+        optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
+    made, found = torch.Generator().manual_seed(0), []
+    for one in sizes:
+        found.append(nn.Parameter(torch.randn(one.size, generator=made)))
+        if one.original is not None:
+            marked_like(found[-1], one.original)
+        setattr(found[-1], NAME, one.name)
+    return found
+
+
+def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
+    """Change some numbers and their gradients, and see whether others are updated otherwise."""
+    second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
+    if not _same_where_unchanged(make, sizes, second_ones):
+        return Reach.MODEL
+    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
+    if not all(
+        _same_where_unchanged(make, sizes, changed) for changed in (second_halves, _apart(sizes))
+    ):
+        return Reach.PARAMETER
+    return Reach.NUMBER
+
+
+def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
+    """Return for each parameter every second number along each dim, as squares of a chessboard."""
+    places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
+    return [one % 2 == 1 for one in places]
+
+
+def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> bool:
+    nothing = [torch.zeros_like(one) for one in changed]
+    plain, other = _updates(make, sizes, nothing), _updates(make, sizes, changed)
+    if not all(bool(one.isfinite().all()) for one in (*plain, *other)):
+        raise ArithmeticError("updates of stand-ins tell nothing")
+    largest = max((float(one.abs().max()) for one in plain), default=0.0)
+    return all(
+        float((own - new).abs().mul(~is_changed).max()) <= _APART * largest
+        for own, new, is_changed in zip(plain, other, changed, strict=True)
+    )
+
+
+def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
+    """Return by what each number changes in some steps, those that `changed` names being others."""
+    parameters = _stand_ins(sizes)
+    factors = [
+        1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
+    ]
+    with torch.no_grad():
+        for parameter, factor in zip(parameters, factors, strict=True):
+            parameter.mul_(factor)
+    before = [one.detach().clone() for one in parameters]
+    _stepped(make, parameters, factors)
+    return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
+
+
+def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
+    """Take some steps with gradients times these factors, and note whether these draw numbers."""
+    optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+    before, drawn = _other_states(optimizer), _SeesDraws()
+    for _ in range(_STEPS):
+        for parameter, factor in zip(parameters, factors, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
+        with drawn:
+            optimizer.step()
+    draws = drawn.any or before != _other_states(optimizer)
+    return _Stepped(optimizer, draws)
+
+
+class _SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether torch draws random numbers, from whichever generator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op."""
+        del types
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _other_states(optimizer: Any) -> bytes:
+    """Return the states of the generators of Python and numpy, and of those of an optimizer."""
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
+    return pickle.dumps((random.getstate(), np.random.get_state(), owned))
+
+
+def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
+    """Return what is kept of each parameter in its own shape, in fp32 numbers for each of its."""
+    parameters = _stand_ins(sizes)
+    state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
+    return tuple(
+        sum(
+            kept.element_size() / _FP32_BYTES
+            for kept in state.get(parameter, {}).values()
+            if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.dim()
+        )
+        for parameter in parameters
+    )
+
+
+def _count(one: StandIn) -> int:
+    return torch.Size(one.size).numel()
+
+
+def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
+    """Whether halves of the list are given other settings than they have in the whole."""
+    parameters = _stand_ins(sizes)
+    middle = len(parameters) // 2
+    if not middle:
+        return False
+    try:
+        halves = [
+            _settings(make, schedule, half) for half in (parameters[:middle], parameters[middle:])
+        ]
+    except AutoparError:
+        return True
+    return halves[0] | halves[1] != _settings(make, schedule, parameters)
+
+
+def _settings(
+    make: Make, schedule: Schedule | None, parameters: Sequence[nn.Parameter]
+) -> dict[int, str]:
+    """Return the settings of each parameter in some steps, by its identity."""
+    optimizer = make(parameters)
+    scheduler = None if schedule is None else schedule(optimizer)
+    found: dict[int, str] = defaultdict(str)
+    for _ in range(_STEPS):
+        for group in optimizer.param_groups:
+            settings = sorted((key, repr(group[key])) for key in group if key not in _LISTS)
+            for parameter in group["params"]:
+                found[id(parameter)] += repr(settings)
+        if scheduler is not None:
+            optimizer.step()
+            with suppress(Exception):  # it has ended
+                scheduler.step()
+    return dict(found)

@@ -1,0 +1,274 @@
+"""Finds where the rows of a batch meet or are reordered, and what is drawn for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autopar.planner.findings.loss import (
+    Follows,
+    all_of_parts,
+    counts_rows,
+    division_of,
+    is_weighed_division,
+    loss_of_parts,
+)
+from autopar.planner.findings.writes import written_buffers
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import BATCH, Extent, Op
+from autopar.planner.rules.rule import OpKind, is_random
+from autopar.planner.rules.table import kind_of, takes_statistics
+
+
+def norm_of_rows(graph: Graph) -> Op | None:
+    """Return the first batch norm in training whose statistics are of the rows of a batch.
+
+    Data ranks share such statistics. Microbatches cannot: one has been normalised, and its backward
+    may be done, before the next one is there.
+    """
+    for op in graph.ops:
+        if takes_statistics(op):
+            shape = graph.tensors[op.inputs[0]].shape
+            if any(not size.is_constant for size in shape):
+                return op
+    return None
+
+
+_NATURAL = ""
+# From the places of a sort to the rows that lie there.
+_STEPS = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
+
+
+def grouped_rows(graph: Graph) -> frozenset[str]:
+    """Return the sorts of whole numbers, and the products by groups, that mix no rows."""
+    reader = _OrderReader(graph)
+    for op in graph.ops:
+        reader.read(op)
+    return frozenset(op for op, sort in reader.sorts.items() if sort not in reader.mixed)
+
+
+class _OrderReader:
+    """Reads in which order the rows of each tensor lie: as they came, or as a sort has them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.order: dict[str, str] = {}  # tensor → the sort in whose order its rows lie
+        self.places: dict[str, str] = {}  # tensor → the sort whose rows it names, in their order
+        self.ways_back: dict[str, str] = {}  # tensor → the sort from whose order it leads back
+        self.sorts: dict[str, str] = {}  # a sort, or an op in its order → the sort
+        self.mixed: set[str] = set()
+
+    def read(self, op: Op) -> None:
+        kind = kind_of(op)
+        if kind in (OpKind.SORT, OpKind.ARGSORT) and self._sorts_groups(op):
+            self._sort(op)
+        elif kind is OpKind.INDEX and len(op.inputs) == 2:
+            self._take(op, *op.inputs)
+        elif kind is OpKind.WRITE_AT and self._inverts(op):
+            self.ways_back[op.outputs[0]] = self.places[op.inputs[1]]
+        elif kind is OpKind.ADD_AT and self._returns(op):
+            return
+        elif kind not in (OpKind.COUNT, OpKind.LIKE):
+            self._keep(op, kind)
+
+    def _sorts_groups(self, op: Op) -> bool:
+        given = self.graph.tensors[op.inputs[0]]
+        return given.is_whole_numbered and len(given.shape) == 1 and bool(self._rows(given.name))
+
+    def _sort(self, op: Op) -> None:
+        (given,), places = op.inputs, op.outputs[-1]
+        if given in self.places:  # the sort of a sort's places leads back
+            self.ways_back[places] = self.sorts[op.name] = self.places[given]
+            return
+        self._mix(given)
+        self.sorts[op.name] = op.name
+        self.order.update(dict.fromkeys(op.outputs, op.name))
+        self.places[places] = op.name
+
+    def _inverts(self, op: Op) -> bool:
+        """Whether an op writes at the places of a sort the numbers of its rows."""
+        if len(op.inputs) != 3 or op.inputs[1] not in self.places:
+            return False
+        maker = self.graph.index.made_by.get(op.inputs[2])
+        return maker is not None and kind_of(maker) is OpKind.RANGE
+
+    def _returns(self, op: Op) -> bool:
+        """Whether an op adds what lies in the order of a sort to the rows that its places name."""
+        target, places, added = op.inputs
+        order = self.places.get(places, _NATURAL)
+        return order == self.order.get(added) and target not in self.order
+
+    def _take(self, op: Op, source: str, index: str) -> None:
+        """Rows by the places of a sort lie in its order; by the way back, as they came."""
+        made, order = op.outputs[0], self.order.get(source, _NATURAL)
+        if index in self.places and order == _NATURAL:
+            self.order[made] = self.places[index]
+        elif index in self.ways_back and order == self.ways_back[index]:
+            return
+        elif not self._rows(source) and index not in self.ways_back:
+            self.order[made] = self.order.get(index, _NATURAL)  # what belongs to each row's group
+        else:
+            self._mix(source, index)
+
+    def _keep(self, op: Op, kind: OpKind) -> None:
+        rowed = [one for one in op.inputs if self._rows(one)]
+        orders = {self.order.get(one, _NATURAL) for one in rowed}
+        leads_back = any(one in self.ways_back for one in op.inputs)
+        if orders <= {_NATURAL} and not leads_back:
+            return
+        kept = [out for out in op.outputs if self._rows(out)]
+        is_as_long = len({self._rows(one) for one in (*rowed[:1], *kept)}) == 1
+        if leads_back or len(orders) > 1 or not is_as_long:
+            self._mix(*op.inputs)
+            return
+        (order,) = orders
+        self.order.update(dict.fromkeys(kept, order))
+        if (kind.keeps_entries or kind in _STEPS) and op.inputs[0] in self.places:
+            self.places.update(dict.fromkeys(kept, order))
+        if kind is OpKind.GROUPED:
+            self.sorts[op.name] = order
+
+    def _rows(self, name: str) -> Extent | None:
+        """Return the number of rows, where the first size of a tensor depends on the batch."""
+        shape = self.graph.tensors[name].shape
+        return shape[0] if shape and not shape[0].is_constant else None
+
+    def _mix(self, *names: str) -> None:
+        self.mixed.update(filter(None, self._sorts_of(names)))
+
+    def _sorts_of(self, names: tuple[str, ...]) -> Iterator[str]:
+        for name in names:
+            yield self.order.get(name, _NATURAL)
+            yield self.places.get(name, _NATURAL)
+            yield self.ways_back.get(name, _NATURAL)
+
+
+_ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT)
+_TAKING = (OpKind.PART, OpKind.PARTS)
+
+
+def meeting_rows(graph: Graph) -> Op | None:
+    """Return the first op that reads all rows at once, for the loss or for a buffer.
+
+    It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
+    first half with the second; gives rows what all of them have made, as centering does; or
+    computes with their number; or makes of the rows' mean or sum what is no mean of that of their
+    parts, as a root does; or normalises them by their statistics without being one of torch's batch
+    norms, which share theirs over all ranks. A buffer may keep what was made of all rows.
+    """
+    of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
+    for op in graph.ops:
+        if op.name in grouped:
+            continue
+        if any(by(op, graph) for by in _MEETING):
+            return op
+        if any(by(op, graph, of_parts) for by in (_shares, _counts, _keeps)):
+            return op
+    return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
+
+
+def _compares_rows(op: Op, graph: Graph) -> bool:
+    """Whether an op makes a number for every pair of rows."""
+    return any(_varying(graph, name) > 1 for name in op.outputs)
+
+
+def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op gives rows what was made of all of them together.
+
+    The gradient of a sum over rows is that of each row; that of a mean has their number in it.
+    """
+    if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
+        return False
+    is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
+    return is_shared and any(_varying(graph, name) for name in (*op.inputs, *op.outputs))
+
+
+def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
+    added = (Follows.ALIKE, Follows.ROWS, Follows.SUM)
+    return all(of_parts[name] in added for name in op.inputs)
+
+
+def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op computes with the number of rows; of a mean or a sum the loss tells more."""
+    del graph
+    known = (Follows.MEAN, Follows.SUM)
+    return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
+
+
+def _mixes_rows(op: Op, graph: Graph) -> bool:
+    """Whether an op works along the rows, or takes some of them by their places."""
+    kind = kind_of(op)
+    if kind not in _ALONG + _TAKING:
+        return False
+    shape, arguments = graph.tensors[op.inputs[0]].shape, dict(op.arguments)
+    given = arguments.get("dims", arguments.get("dim"))
+    dims = given if isinstance(given, tuple) else (given,)
+    sizes = [shape[dim] for dim in dims if isinstance(dim, int) and shape]
+    if kind in _TAKING:
+        return BATCH in sizes and graph.tensors[op.outputs[0]].shape != shape
+    return any(not size.is_constant for size in sizes)
+
+
+def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
+    if kind_of(op) is OpKind.BATCH_NORM:
+        return False
+    return bool(written_buffers(op, graph)) and any(
+        of_parts[name] is not Follows.ALIKE for name in op.inputs
+    )
+
+
+def _counts_all(op: Op, graph: Graph) -> bool:
+    """Whether an embedding divides its gradient by how often all rows name an entry."""
+    del graph
+    return bool(dict(op.arguments).get("scale_grad_by_freq"))
+
+
+def _normalises_alone(op: Op, graph: Graph) -> bool:
+    """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
+    if not takes_statistics(op) or not _varying(graph, op.inputs[0]):
+        return False
+    return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
+
+
+def _varying(graph: Graph, name: str) -> int:
+    """Return how many sizes of a tensor depend on the batch."""
+    return sum(not size.is_constant for size in graph.tensors[name].shape)
+
+
+_MEETING = (_compares_rows, _mixes_rows, _counts_all, _normalises_alone)
+
+
+def may_be_uneven(graph: Graph) -> bool:
+    """Whether rows do not meet, and the loss of the batch follows from those of unequal parts."""
+    if graph.fixed_batch is not None or meeting_rows(graph) is not None:
+        return False
+    return parts_have_weights(graph)
+
+
+def parts_have_weights(graph: Graph) -> bool:
+    """Whether the loss of a batch is a weighed mean, or a sum, of the losses of unequal parts.
+
+    A part weighs by its rows, and each mean that the loss adds up by what it counts of them. A mean
+    that is divided by another mean is none of these: its count is not a sum over the parts.
+    """
+    follows = all_of_parts(graph)
+    if follows[graph.loss] not in (Follows.MEAN, Follows.SUM):
+        return False
+    divisions = [
+        division_of(graph, op) for op in graph.ops if is_weighed_division(op, graph, follows)
+    ]
+    names = [name for one in divisions if one is not None for name in (one.counted, *one.counts)]
+    return all(follows[name] is Follows.SUM for name in names)
+
+
+def drawn_once(graph: Graph) -> Op | None:
+    """Return the first op that draws numbers of which the rows of a batch have none of their own.
+
+    A switch that drops a whole layer, noise that is added to a weight, a dropout of a weight.
+    """
+    return next((op for op in graph.ops if is_random(op) and not _has_rows(op, graph)), None)
+
+
+def _has_rows(op: Op, graph: Graph) -> bool:
+    sizes = (size for name in op.outputs for size in graph.tensors[name].shape)
+    return any(not size.is_constant for size in sizes)

@@ -1,0 +1,271 @@
+"""Finds layers that write to their input, layers that can run again, and steps that count."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from autopar.planner.costs.ops.kept import keeps_anything
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.errors import InputError
+from autopar.planner.findings.loss import Follows, all_of_parts
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import (
+    MODULE,
+    GradientUse,
+    ModuleCall,
+    Op,
+    TensorOrigin,
+    objects,
+    refs,
+)
+from autopar.planner.layers import Layer
+from autopar.planner.model.functions import nested_code
+from autopar.planner.model.outside import outside_of
+from autopar.planner.precision import FUSED
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
+
+_OF_A_MATRIX = re.compile(r"aten\.(linear|matmul|einsum|tensordot)\.")
+
+
+def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
+    """Return those of some calls that have to work on copies; refuse where these would differ."""
+    if not any(True for _ in written(graph.ops, graph)):
+        return frozenset()
+    return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
+
+
+def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
+    """Yield the storages of activations that ops write to, the batch among them.
+
+    What the graph has as a scatter is a write into a part of a tensor in the code.
+    """
+    for op in ops:
+        for name in op.inputs[:1] if kind_of(op) is OpKind.SCATTER else op.writes:
+            storage = graph.tensors[name].storage
+            if graph.tensors[storage].origin in (TensorOrigin.OP, TensorOrigin.INPUT):
+                yield storage
+
+
+class _Borders:
+    """What is written across the borders of a call, from within or afterwards."""
+
+    def __init__(self, graph: Graph, call: str) -> None:
+        self.graph, self.call = graph, graph.calls[call]
+        self.own = graph.index.ops_in[call]
+        self.after = graph.ops[graph.index.places[self.own[-1].name] + 1 :] if self.own else ()
+        self.results = graph.tensors.keys() & set(refs(self.call.result))
+
+    @property
+    def matter(self) -> bool:
+        """Whether something is written across."""
+        made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
+        given = frozenset(written(self.own, self.graph)) - made
+        views = [
+            name
+            for name in self.results
+            if self._storage(name) in made - {name}
+            or (name in made and self._is_view_within(self.graph.index.made_by[name]))
+        ]
+        returned = frozenset(map(self._storage, views)).intersection(
+            written(self.after, self.graph)
+        )
+        for storage in given:
+            if self._is_seen(storage):
+                self._refuse("writes into what it is given, and others read that afterwards")
+        for storage in returned:
+            if [self._storage(name) for name in self.results].count(storage) > 1:
+                self._refuse("returns views of one tensor, and others write into one of them")
+        return bool(given or returned)
+
+    def _is_view_within(self, op: Op) -> bool:
+        """Whether torch makes the result of an op as a view of a matrix, which no graph shows."""
+        (result, *_) = op.outputs
+        return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
+
+    def _is_seen(self, storage: str) -> bool:
+        """Whether others would miss what the call writes, as one of its own inputs would."""
+        given = self.graph.tensors.keys() & _given(self.call)
+        if len([name for name in given if self._storage(name) == storage]) != 1:
+            return True
+        hidden = {name for op in self.own for name in op.outputs} - self.results
+        known = set(self.results)
+        for op in self.after:
+            aliases = {name for name in op.inputs if self._storage(name) == storage}
+            if aliases - known or not hidden.isdisjoint(op.inputs):
+                return True
+            known.update(op.outputs)
+        return False
+
+    def _storage(self, name: str) -> str:
+        return self.graph.tensors[name].storage
+
+    def _refuse(self, what: str) -> None:
+        raise InputError(
+            f"layer {self.call.path!r} {what}: a copy, which ZeRO-2 and 3 and recomputation need, "
+            "would not be what they know",
+            where=self.own[0].location,
+            expected="a layer whose results alone tell what it wrote",
+            fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
+        )
+
+
+def _given(call: ModuleCall) -> frozenset[str]:
+    return frozenset(refs((*call.arguments, *(value for _, value in call.keywords))))
+
+
+def steady_buffers(graph: Graph) -> tuple[str, ...]:
+    """Return the buffers that the forward writes without regard to rows.
+
+    Each microbatch would write them again: a count of steps would run ahead. The count of a batch
+    norm is none of them: its statistics are those of each microbatch.
+    """
+    of_parts = all_of_parts(graph)
+    steady = {buffer.name for buffer in graph.buffers}
+    written = set[str]()
+    for op in graph.ops:
+        own = written_buffers(op, graph)
+        written |= own
+        is_of_norm = op.call in graph.calls and graph.calls[op.call].is_batch_norm
+        if is_of_norm or any(of_parts[name] is not Follows.ALIKE for name in op.inputs):
+            steady -= own
+    return tuple(one.name for one in graph.buffers if one.name in steady & written)
+
+
+def written_buffers(op: Op, graph: Graph) -> set[str]:
+    """Return the buffers that an op writes to."""
+    storages = graph.index.written_by(op)
+    return {name for name in storages if graph.tensors[name].origin is TensorOrigin.BUFFER}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hindrance:
+    """Why a layer cannot run again, and where in the model's code that shows."""
+
+    why: str
+    where: str = ""
+
+
+_TWICE = "the model takes a gradient, through which the backward goes a second time"
+Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
+
+
+def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
+    """Yield for each layer the modes in which it cannot be recomputed."""
+    writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
+    taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
+    twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
+    for layer in layers:
+        hindrance = next(iter(twice), None) or _hindrance(layer, graph, writers)
+        op = _recurrent(layer) or _writer_into_kept(layer, graph, writers)
+        if hindrance is not None:
+            yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
+        elif op is not None:
+            why = f"{op.name} writes into the result of a product, which would be kept"
+            yield {Recompute.SELECTIVE: Hindrance(why=why, where=op.location)}
+        else:
+            yield {}
+
+
+def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
+    """Return the classes of what layers are given that is neither tensor nor module: caches, say.
+
+    A layer that runs again finds them as they were, for which what they hold is kept till then.
+    """
+    calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
+    values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))
+    given = {name for value in values for name in objects(value)}
+    return tuple(sorted(name for name in given if not name.startswith(MODULE)))
+
+
+def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindrance | None:
+    """Return why a layer cannot run twice, None if it can; `writers` are ops by what they write."""
+    call = graph.calls.get(layer.call)
+    if call is None or call.is_function or not call.path:
+        return Hindrance(why="its code stands in the model's own forward, not in a module's")
+    made = graph.index.storages(name for op in layer.ops for name in op.outputs)
+    if writers.keys().isdisjoint((*made, *written(layer.ops, graph))):
+        return None
+    try:
+        writing_calls(graph, [layer.call])
+    except InputError as fault:
+        return Hindrance(why=fault.found, where=fault.where)
+    return None
+
+
+def _recurrent(layer: Layer) -> Op | None:
+    """Return an op that is several, which make gates in the place of their products."""
+    return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
+
+
+def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
+    """Return an op that changes what selective recomputation keeps: a result of a contraction.
+
+    What the last op keeps of its operands is the last that runs again: behind it there is no harm.
+    """
+    if not writers:
+        return None
+    ops = [op for op in layer.ops if layer.call in graph.index.around(op.call)]
+    last = max((i for i, op in enumerate(ops) if keeps_anything(op, graph, FUSED)), default=0)
+    kept = (name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs)
+    return next((writers[name] for name in kept if name in writers), None)
+
+
+def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:
+    """Run a step, put back what it changes, and refuse what the forward or the loss reads of it.
+
+    The optimizer may have the model, or its last one may be a global of the file.
+    """
+    outside = outside_of(path, model)
+    before = outside.snapshot()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step()
+        changed = before.changes_to(outside.snapshot())
+    finally:
+        before.put_back()
+    read = _names_read(outside.files)
+    for place in changed:
+        if read.issuperset(re.findall(r"(?:^|\.)(\w+)", place.partition(" of ")[0])):
+            raise InputError(
+                f"the optimizer's or the scheduler's step sets {place}, which the forward or the "
+                "loss reads: printed code would keep one value",
+                where=str(path),
+                expected="what changes in training to be a buffer of the model",
+                fix="count steps in a buffer that forward writes (self.steps += 1), and compute "
+                "the value of that",
+            )
+
+
+def _names_read(files: tuple[ModuleType, ...]) -> set[str]:
+    """Return the names in the code of the modules of some files, of the loss, and of their help."""
+    waiting = [function for file in files for function in _run_in_a_step(file)]
+    met, names = set[CodeType](), set[str]()
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in met:
+            continue
+        met.add(function.__code__)
+        for code in nested_code(function.__code__):
+            names |= {*code.co_names, *code.co_freevars}
+        called = (function.__globals__.get(name) for name in function.__code__.co_names)
+        waiting += [one for one in called if isinstance(one, FunctionType)]
+    return names
+
+
+def _run_in_a_step(file: ModuleType) -> Iterator[FunctionType]:
+    for name, value in vars(file).items():
+        if name == "loss" and isinstance(value, FunctionType):
+            yield value
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            methods = (one for key, one in vars(value).items() if key != "__init__")
+            yield from (one for one in methods if isinstance(one, FunctionType))

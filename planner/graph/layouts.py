@@ -1,0 +1,123 @@
+"""The layouts of a tensor on the tensor axis, and the conversions from one to another.
+
+    I      the same value on every rank; its gradient is whole on every rank
+    R      the same value on every rank; its gradient is a partial sum on each rank
+    S      split along a logical axis, and so is its gradient
+    P      values sum to the true one; the gradient is whole on every rank
+
+An edge whose producer and consumer have no conversion here is an error in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from autopar.planner.cluster.cluster import Collective
+
+
+class LayoutKind(StrEnum):
+    """What a tensor is on the ranks of the tensor axis."""
+
+    WHOLE = "I"
+    REPLICATED = "R"
+    SPLIT = "S"
+    PARTIAL = "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One layout; `axis` (a leaf of the logical axes) and `dim` (of the tensor) where split."""
+
+    kind: LayoutKind
+    axis: str = ""
+    dim: int = -1
+
+    def __str__(self) -> str:
+        return f"S({self.axis}@{self.dim})" if self.kind is LayoutKind.SPLIT else self.kind.value
+
+
+WHOLE = Layout(LayoutKind.WHOLE)
+REPLICATED = Layout(LayoutKind.REPLICATED)
+PARTIAL = Layout(LayoutKind.PARTIAL)
+
+
+def split(axis: str, dim: int) -> Layout:
+    """Return the layout of a tensor that is split along an axis, which lies in this dim."""
+    return Layout(LayoutKind.SPLIT, axis, dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpLayout:
+    """How one op is split: a letter of its rule along an axis, or nothing ("").
+
+    `needs` are the layouts that its inputs are converted to, in the order of `op.inputs`; `gives`
+    those of its outputs. What a tensor is before that, its producer's `gives` says.
+    """
+
+    letter: str
+    axis: str
+    needs: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """How a parameter or buffer lies on the tensor axis (never P)."""
+
+    name: str
+    layout: Layout
+
+
+class Local(StrEnum):
+    """What a conversion does without communication."""
+
+    NOTHING = "nothing"
+    SLICE = "slice"
+    PAD = "pad"  # its own part, zeros elsewhere
+    MASK = "mask"  # the first rank keeps it, zeros on the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """What turns one layout into another, forward and backward; `function` is the runtime's."""
+
+    function: str
+    forward: Collective | Local
+    backward: Collective | Local
+
+
+_I, _R, _S, _P = LayoutKind.WHOLE, LayoutKind.REPLICATED, LayoutKind.SPLIT, LayoutKind.PARTIAL
+_SUM, _GATHER = Collective.ALL_REDUCE, Collective.ALL_GATHER
+_SCATTER, _EXCHANGE = Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL
+
+CONVERSIONS: Mapping[tuple[LayoutKind, LayoutKind], Conversion] = MappingProxyType(
+    {
+        pair: Conversion(function=function, forward=forward, backward=backward)
+        for *pair_, function, forward, backward in (
+            (_I, _R, "sum_gradients", Local.NOTHING, _SUM),
+            (_I, _S, "take_shard", Local.SLICE, _GATHER),
+            (_I, _P, "first_only", Local.MASK, Local.NOTHING),
+            (_R, _I, "first_gradient", Local.NOTHING, Local.MASK),
+            (_R, _S, "take_own", Local.SLICE, Local.PAD),
+            (_R, _P, "first_whole", Local.MASK, Local.MASK),
+            (_S, _I, "gather_whole", _GATHER, Local.SLICE),
+            (_S, _R, "gather", _GATHER, _SCATTER),
+            (_S, _P, "place_own", Local.PAD, Local.SLICE),
+            (_S, _S, "exchange", _EXCHANGE, _EXCHANGE),
+            (_P, _I, "sum_partials", _SUM, Local.NOTHING),
+            (_P, _R, "sum_both", _SUM, _SUM),
+            (_P, _S, "scatter_sum", _SCATTER, _GATHER),
+        )
+        for pair in [(pair_[0], pair_[1])]
+    }
+)
+
+
+def conversion(produced: Layout, needed: Layout) -> Conversion | None:
+    """Return what turns one layout into another, None where they are equal."""
+    if produced == needed:
+        return None
+    return CONVERSIONS[produced.kind, needed.kind]

@@ -1,0 +1,380 @@
+"""The parts of a graph as plain immutable data: tensors, ops, module calls, parameters, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import total_ordering
+from itertools import zip_longest
+from math import prod
+
+from autopar.planner.errors import InputError
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A size c₀ + c₁·B + c₂·B² + …, where B is the batch; no trailing zero coefficients."""
+
+    coefficients: tuple[int, ...]
+
+    @staticmethod
+    def of(*coefficients: int) -> Extent:
+        """Return the extent with these coefficients, lowest power first."""
+        end = len(coefficients)
+        while end and coefficients[end - 1] == 0:
+            end -= 1
+        return Extent(coefficients[:end])
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the size is the same for every batch."""
+        return len(self.coefficients) <= 1
+
+    def at(self, batch: int) -> int:
+        """Return the size for one batch."""
+        if self.is_constant:  # by far the most common case
+            return self.coefficients[0] if self.coefficients else 0
+        return sum(c * batch**power for power, c in enumerate(self.coefficients))
+
+    def __add__(self, other: Extent) -> Extent:
+        return Extent.of(*map(sum, zip_longest(self.coefficients, other.coefficients, fillvalue=0)))
+
+    def __sub__(self, other: Extent) -> Extent:
+        return self + other * Extent.of(-1)
+
+    def __mul__(self, other: Extent) -> Extent:
+        if self.is_constant and other.is_constant:
+            return Extent.of(self.at(0) * other.at(0))
+        product = [0] * (len(self.coefficients) + len(other.coefficients))
+        for i, a in enumerate(self.coefficients):
+            for j, b in enumerate(other.coefficients):
+                product[i + j] += a * b
+        return Extent.of(*product)
+
+    def divided_by(self, divisor: Extent) -> Extent | None:
+        """Return the exact quotient, or None where there is none with integer coefficients."""
+        rest, quotient = list(self.coefficients), [0] * len(self.coefficients)
+        lead = len(divisor.coefficients) - 1
+        if lead < 0:
+            return None
+        for power in range(len(rest) - 1, lead - 1, -1):
+            factor, remainder = divmod(rest[power], divisor.coefficients[lead])
+            if remainder:
+                return None
+            quotient[power - lead] = factor
+            for k, c in enumerate(divisor.coefficients):
+                rest[power - lead + k] -= factor * c
+        return None if any(rest) else Extent.of(*quotient)
+
+    def __lt__(self, other: Extent) -> bool:
+        """Compare for large batches: the higher power decides."""
+        size = max(len(self.coefficients), len(other.coefficients))
+        return _padded(self, size)[::-1] < _padded(other, size)[::-1]
+
+    def __str__(self) -> str:
+        terms = [_term(c, power) for power, c in enumerate(self.coefficients) if c]
+        return " + ".join(reversed(terms)) or "0"
+
+
+ONE = Extent((1,))
+BATCH = Extent((0, 1))
+
+
+def constant(size: int) -> Extent:
+    """Return the extent that is `size` for every batch."""
+    return Extent.of(size)
+
+
+def numel(shape: tuple[Extent, ...]) -> Extent:
+    """Return the number of elements of a tensor."""
+    if all(size.is_constant for size in shape):
+        return constant(prod(size.at(0) for size in shape))
+    total = ONE
+    for size in shape:
+        total = total * size
+    return total
+
+
+def _padded(extent: Extent, size: int) -> tuple[int, ...]:
+    return extent.coefficients + (0,) * (size - len(extent.coefficients))
+
+
+def _term(coefficient: int, power: int) -> str:
+    batch = {0: "", 1: "B"}.get(power, f"B^{power}")
+    if not batch:
+        return str(coefficient)
+    return batch if coefficient == 1 else f"{coefficient}·{batch}"
+
+
+MODEL_DTYPE = "model"
+LOSS_CALL = "(loss)"  # around the ops of the loss function, which is no module
+MODULE = "module "  # before the path of a module that is an argument
+MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the types traced in
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as an argument."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type as an argument, MODEL_DTYPE included."""
+
+    name: str
+
+
+Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple["Value", ...]
+
+
+class Listed(tuple[Value, ...]):
+    """What crosses the border of a call as a list, where other sequences are tuples."""
+
+    __slots__ = ()
+
+
+class Mapped(tuple[Value, ...]):
+    """What crosses the border of a call as a plain dict: pairs of a key and its value."""
+
+    __slots__ = ()
+
+
+class Fields(tuple[Value, ...]):
+    """An object at the border of a call (a dataclass, the outputs of a library's model).
+
+    It is the pairs of an attribute's name and its value.
+    """
+
+    __slots__ = ()
+
+
+class NamedFields(Fields):
+    """A namedtuple at the border of a call, as the pairs of its names and values."""
+
+    __slots__ = ()
+
+
+class TensorOrigin(StrEnum):
+    """Where a tensor comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    OP = "op"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One value of the graph; `storage` names the tensor whose memory it lies in.
+
+    Where its size depends on numbers (`x[mask]`), its shape is the largest that it may have, and
+    `counted_by` names the mask of which it has the true entries; where that is no mask, the first
+    op that made such a size. Of these entries, so many as `expected` are priced: one share of all
+    where masks part them, as in a loop over experts.
+    """
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    storage: str
+    origin: TensorOrigin
+    requires_grad: bool
+    counted_by: str = ""
+    expected: float = 1.0
+
+    @property
+    def numel(self) -> Extent:
+        """The number of elements, of what is counted the most that there may be."""
+        return numel(self.shape)
+
+    def expected_numel(self, batch: int) -> int:
+        """Return the number of elements that a price is for."""
+        return round(self.numel.at(batch) * self.expected)
+
+    @property
+    def is_whole_numbered(self) -> bool:
+        """Whether the elements are whole numbers, or truths."""
+        return self.dtype.startswith(("int", "uint", "bool"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter with every name that the model has for it; tied weights are one parameter."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[Extent, ...]
+    dtype: str
+    trainable: bool
+    moments: float = 2.0  # fp32 numbers that the optimizer keeps for each of its own, as AdamW does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer of the model; `updated` where the forward writes to it (running statistics).
+
+    `narrowed`: a plan in 16 bits holds it in 16 bits, though the model was built with it in fp32.
+    """
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    persistent: bool
+    updated: bool
+    narrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A tensor that the forward made from plain numbers; `values` (nested) where they are few."""
+
+    name: str
+    values: Value
+
+
+class Left(StrEnum):
+    """What a call of a module leaves outside: on a module, in a list, under a global name."""
+
+    NOTHING = ""
+    BEHIND = "behind"
+    FOR_A_WHILE = "for a while"  # other code takes it away in the same step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
+
+    `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
+    own, so it is called as it is and never opened.
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>", modules of
+    the model as "<module h.0.position>". Lists are
+    `Listed`, for callers concatenate them, dicts `Mapped`, and objects with fields `Fields`.
+    `has_unused` marks a call that computes with activations what the loss does not depend on,
+    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks,
+    `mode_is_set` one whose module the code around it has set to training or to evaluating.
+    """
+
+    key: str
+    path: str
+    class_name: str
+    is_function: bool
+    parent: str | None
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+    has_unused: bool = False
+    is_batch_norm: bool = False
+    left: Left = Left.NOTHING
+    mode_is_set: bool = False
+
+
+LOSS_FUNCTION = ("", "loss")  # the model file's own, as the module and the name of a function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One call of a plain function of the model's code, such as `rotate(x, cos, sin)`.
+
+    `module` and `name` are where Python finds the function, `call` is the module call that runs it,
+    `ops` are the names of its ops. Arguments and result are written as those of a `Call`.
+    """
+
+    module: str
+    name: str
+    call: str
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+    ops: tuple[str, ...]
+
+
+class GradientUse(StrEnum):
+    """How the code of a model works on gradients by itself."""
+
+    CHANGED = "changed"  # by a hook
+    TAKEN = "taken"  # by torch.autograd.grad
+    KEPT = "kept"  # by retain_grad, for somebody to look at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnGradient:
+    """A place where a model changes or takes gradients: code that is printed anew would not.
+
+    `call` is the module call that does so, LOSS_CALL in the loss function. `how` is the function
+    of torch by which, `where` the line, or the module that has a hook.
+    """
+
+    call: str
+    use: GradientUse
+    how: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation, its arguments by schema name, in the module call that ran it.
+
+    `location` is the line of the model that does it. In a function that is no module, `callers` are
+    the lines that lead there, up to the one in the forward.
+    """
+
+    name: str
+    target: str
+    arguments: tuple[tuple[str, Value], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    call: str
+    location: str
+    grad_enabled: bool
+    writes: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()
+
+    def argument(self, name: str) -> Value:
+        """Return an argument by its schema name."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise InputError(
+            f"{self.target} ({self.name}) has no argument {name!r} in the plan",
+            fix="plan again with `autopar plan`",
+        )
+
+
+def refs(value: Value) -> Iterator[str]:
+    """Yield the names of the tensors in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def objects(value: Value) -> Iterator[str]:
+    """Yield what is named in an argument that is neither tensor nor plain, be it in a container.
+
+    That is a class, or a module of the model behind `MODULE`.
+    """
+    if isinstance(value, str) and value.startswith("<"):
+        yield value[1:-1]
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from objects(item)
+
+
+def sizes(value: Value) -> tuple[Extent, ...]:
+    """Return an argument that lists sizes as extents (−1 stays −1)."""
+    assert isinstance(value, tuple)
+    return tuple(size(item) for item in value)
+
+
+def size(value: Value) -> Extent:
+    """Return an argument that is one size as an extent."""
+    if isinstance(value, Extent):
+        return value
+    assert isinstance(value, int)
+    return Extent.of(value)

@@ -1,0 +1,270 @@
+"""Plans a training again: on other devices, for a smaller model, or one point of its space."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.cluster import Cluster, cluster_from
+from autopar.planner.cluster.sheet import known_fabrics
+from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError, gathered
+from autopar.planner.layers import Layers, find_layers
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Declared,
+    RecomputePin,
+    SplitRule,
+    constraints_of,
+    minimal_conflict,
+)
+from autopar.planner.plan.declared.settings import declare
+from autopar.planner.plan.files.consistency import layout_faults
+from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.search.search import search
+from autopar.planner.plan.search.space import (
+    STAGES_PER_RANK,
+    BatchFacts,
+    leave_degrees,
+    legal_degrees,
+)
+from autopar.planner.plan.telling.explanation import StepPart, part_seconds
+from autopar.planner.plan.telling.words import recompute_words
+
+
+def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
+    """Return axes and layers; raise an error that tells all that does not fit.
+
+    `where` names the plan's file in messages.
+    """
+    axes = infer_axes(plan.graph)
+    layers = find_layers(plan.graph, axes)
+    faults = list(layout_faults(plan, axes, layers))
+    if faults:
+        raise gathered(faults, where=where, fix="plan again with `autopar plan`")
+    return axes, layers
+
+
+TIME_LIMIT_SECONDS = 60.0
+
+
+def solve_point(
+    plan: Plan,
+    constraints: Constraints,
+    *,
+    measured: Measurements | None = None,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
+) -> RunnerUp | str:
+    """Return the fastest plan of the same training under other constraints, or why none is."""
+    axes = infer_axes(plan.graph)
+    try:
+        other = search(
+            plan.graph,
+            axes,
+            find_layers(plan.graph, axes),
+            plan.model,
+            plan.cluster,
+            replace(constraints, tolerance=0.0),
+            time_limit_seconds=time_limit_seconds,
+            measured=measured,
+        )
+    except (InfeasibleError, TimeLimitError) as error:
+        return error.found
+    return _as_runner_up(other)
+
+
+def _as_runner_up(plan: Plan) -> RunnerUp:
+    gap = plan.proof.gap
+    return RunnerUp(
+        arrangement=plan.arrangement,
+        recompute=recompute_words(plan.stages),
+        step_seconds=plan.prediction.step_seconds,
+        mfu=plan.prediction.mfu,
+        device_bytes=plan.prediction.peak_memory.device_bytes,
+        communication_seconds=part_seconds(plan.prediction, StepPart.COMMUNICATION),
+        idle_seconds=part_seconds(plan.prediction, StepPart.BUBBLE),
+        difference=f"the time limit came first: it can be better by {gap:.1%}" if gap else "",
+    )
+
+
+ORIGIN = "the plan"
+_ROWS = 2  # at most in a microbatch, but one for each tensor rank where these may share them
+_TURNS = 2  # of the pipeline, at most, in a step
+
+
+def arrangement_constraints(plan: Plan) -> Constraints:
+    """Return all of a plan but the insides of layers: its degrees, and a batch as small as shows.
+
+    A step keeps the order of forwards and backwards, with fewer microbatches of fewer rows.
+    """
+    return constraints_of(_arrangement(plan))
+
+
+def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraints:
+    """Return also how modules are split and recomputed, where they are so in all equal layers."""
+    rules = [*_splits(plan, axes, layers), *_recompute(plan, layers)]
+    return constraints_of([*_arrangement(plan), *rules])
+
+
+def _arrangement(plan: Plan) -> Iterator[Declared]:
+    arranged, fixed = plan.arrangement, plan.graph.fixed_batch
+    is_whole = arranged.data * arranged.microbatches == 1
+    most = max(_ROWS, arranged.tensor) if is_whole else _ROWS
+    rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, most)
+    count = min(arranged.microbatches, _TURNS * arranged.pipeline)
+    block = rows * arranged.data
+    if arranged.rows:  # one row more than data ranks: the first has two
+        rows, block = 2, arranged.data + 1
+        count += count % arranged.data == 0  # else they could be shared out evenly
+    places: dict[str, object] = {
+        "precision": arranged.precision.value,
+        "global_batch": count * block,
+        "pins.pp": arranged.pipeline,
+        "pins.dp": arranged.data,
+        "pins.tp": arranged.tensor,
+        "pins.shard": arranged.shard,
+        "pins.microbatch": rows,
+        "pins.zero": arranged.zero.value,
+        "choices.compressed_gradients": arranged.compressed_gradients,
+    }
+    if arranged.pipeline > 1:
+        places["pins.stages_per_rank"] = arranged.stages_per_rank
+        places["pins.schedule"] = arranged.schedule.value
+    for place, value in places.items():
+        yield declare(place, value, origin=ORIGIN, where=place)
+
+
+def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
+    """Yield an axis for each module whose own ops are split along that one alone.
+
+    Of rules that mean one op the first holds, so those of inner modules come first.
+    """
+    if plan.arrangement.tensor == 1:
+        return
+    found: dict[str, set[str]] = {}
+    for layer in layers.layers:
+        for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
+            if layout.axis:
+                found.setdefault(_in_all(op.call, plan), set()).add(axes.names[layout.axis])
+    inner_first = sorted(found.items(), key=lambda one: -one[0].count("."))
+    clear = [(path, *along) for path, along in inner_first if path and len(along) == 1]
+    for number, (path, axis) in enumerate(clear, start=1):
+        if not axis.isdigit():
+            rule = SplitRule(modules=path, axis=axis, is_required=True)
+            yield _rule("splits", number, rule, f"split {axis} in {path}")
+
+
+def _recompute(plan: Plan, layers: Layers) -> Iterator[Declared]:
+    """Yield for the layers of each list the way in which most of them are recomputed."""
+    modes: dict[str, Counter[Recompute]] = {}
+    for layer, mode in zip(layers.layers, plan.layer_modes, strict=True):
+        modes.setdefault(_in_all(layer.call, plan) or "*", Counter())[mode] += 1
+    every = {"*": Recompute.NONE} | {
+        path: most.most_common(1)[0][0] for path, most in modes.items()
+    }
+    for number, (path, mode) in enumerate(every.items(), start=1):
+        rule = RecomputePin(modules=path, mode=mode)
+        yield _rule("recompute", number, rule, f"recompute {mode} in {path}")
+
+
+def _rule(field: str, number: int, value: SplitRule | RecomputePin, text: str) -> Declared:
+    return Declared(place=f"{field} {number}", field=field, value=value, text=text, origin=ORIGIN)
+
+
+def _in_all(call: str, plan: Plan) -> str:
+    """Return the pattern of a call's module in all layers of its list: "h.*.mlp" for "h.3.mlp".
+
+    The loss function is in no module: "".
+    """
+    path = plan.graph.calls[call].path if call in plan.graph.calls else ""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+RESIZED_ORIGIN = "the plan"
+# Of demands that do not fit together any more, the first of these is dropped. Data ranks come
+# first: another number of them computes the same, and tensor and pipeline ranks save memory.
+_DROPPED = (
+    "data",
+    "shard",
+    "zero_levels",
+    "stages_per_rank",
+    "stages",
+    "microbatch",
+    "pipeline",
+    "tensor",
+)
+_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # they choose a number of devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized:
+    """What holds on another number of devices, and what was declared and does not."""
+
+    constraints: Constraints
+    dropped: tuple[Declared, ...]
+
+
+def resized_constraints(plan: Plan, devices: int) -> Resized:
+    """Return what a plan was declared with, its global batch and its precision.
+
+    Demands that leave no degrees on so many devices are dropped one by one, where they are of
+    degrees. What else cannot be had there is left for the search to refuse.
+    """
+    arranged, batch = plan.arrangement, BatchFacts.of(plan.graph)
+    same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
+    declared = (
+        *plan.constraints,
+        *(
+            declare(place, value, origin=RESIZED_ORIGIN, where=place)
+            for place, value in same.items()
+        ),
+    )
+
+    def is_feasible(some: Sequence[Declared]) -> bool:
+        return _leave_a_plan(some, devices, batch)
+
+    dropped = [one for one in declared if one.field in _OF_A_CHOICE]
+    while not is_feasible(rest := [one for one in declared if one not in dropped]):
+        conflict = minimal_conflict(rest, is_feasible)
+        of_degrees = [one for one in conflict if one.field in _DROPPED]
+        if not of_degrees:
+            break
+        dropped.append(min(of_degrees, key=lambda one: _DROPPED.index(one.field)))
+    return Resized(constraints=constraints_of(rest), dropped=tuple(dropped))
+
+
+def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:
+    """Whether some degrees also take the ZeRO levels and the stages that are declared."""
+    if not leave_degrees(declared, devices, batch):
+        return False
+    chosen = constraints_of(declared)
+    most = chosen.stages_per_rank or max(STAGES_PER_RANK)
+    last = max((pin.stage for pin in chosen.stages), default=0)
+    return any(
+        (data > 1 or Zero.NONE in chosen.zero_levels)
+        and (pipeline > 1 or chosen.stages_per_rank in (None, 1))
+        and last < (pipeline * most if pipeline > 1 else 1)
+        for pipeline, data, _ in legal_degrees(devices, chosen, batch)
+    )
+
+
+def machines_left(plan: Plan, devices: int, machines: int = 1) -> Cluster:
+    """Return machines with so many devices of the plan's kind, joined as those of the plan are.
+
+    If the plan is for one machine, the usual network of its devices joins several.
+    """
+    first = plan.cluster.nodes[0]
+    if any(replace(node, devices=first.devices) != first for node in plan.cluster.nodes):
+        raise InputError(
+            "the plan is for unlike machines, and which of them is left is not known",
+            fix=f"describe it in a cluster file: autopar plan {plan.model.spec} --cluster FILE …",
+        )
+    links = {level.name: level.units[0].link for level in plan.cluster.levels}
+    return cluster_from(
+        [replace(first, devices=devices // machines)] * machines,
+        network=links.get("network", known_fabrics()[first.device.fabric]),
+        origin=plan.cluster.origin,
+    )

@@ -1,0 +1,255 @@
+"""Limits that a model sets to its plans: whole batches, lone rows, scalars, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.errors import InfeasibleError
+from autopar.planner.findings.optimizer import OptimizerTraits, Reach
+from autopar.planner.findings.rows import meeting_rows, norm_of_rows
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
+from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
+from autopar.planner.rules.table import takes_statistics
+
+ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
+
+
+def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints without ZeRO-2 and 3, where a parameter is a single number."""
+    scalar = next((one.name for one in graph.parameters if not one.shape), None)
+    if scalar is None or constraints.data == 1:
+        return constraints
+    levels = tuple(level for level in constraints.zero_levels if level < Zero.GRADIENTS)
+    if not levels:
+        raise InfeasibleError(
+            f"ZeRO-2 and 3 cut every parameter, and {scalar} has no dim to cut",
+            expected="zero=0 or zero=1 for a model with a parameter that is a single number",
+            fix="allow zero=1, or give the parameter a dim: nn.Parameter(torch.tensor([1.0]))",
+        )
+    return replace(constraints, zero_levels=levels)
+
+
+def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints with dp=1 and one microbatch where rows meet and nobody says more.
+
+    The tensor axis may split such a batch, for its ranks give each other what rows make of each
+    other. The global batch must be known.
+    """
+    constraints = _with_whole_statistics(constraints, graph)
+    if splits_batch(constraints):
+        return constraints
+    met = meeting_rows(graph)
+    if met is None and graph.fixed_batch is None:
+        return constraints
+    if met is None:  # whether they meet cannot be seen where their number is a constant
+        return replace(constraints, shares_rows=True)
+    assert constraints.global_batch is not None
+    whole = {"dp": ("data", 1), "microbatch": ("microbatch", constraints.global_batch)}
+    own = tuple(
+        Declared(
+            place=f"pins.{name}",
+            field=field,
+            value=value,
+            text=f"{name}={value}",
+            origin=f"the rows of a batch meet in {met.name}",
+        )
+        for name, (field, value) in whole.items()
+        if getattr(constraints, field) is None
+    )
+    return replace(
+        constraints,
+        data=1,
+        microbatch=constraints.global_batch,
+        shares_rows=True,
+        declared=(*constraints.declared, *own),
+    )
+
+
+def _with_whole_statistics(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints with one microbatch where batch norms take statistics of the rows.
+
+    Data ranks share theirs, but microbatches come one after the other: in several of them a model
+    trains otherwise than on one device. Who pins a microbatch, or allows it by name, gets that.
+    """
+    norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
+    if norm is None:
+        return constraints
+    own = Declared(
+        place="choices.one_microbatch",
+        field="one_microbatch",
+        value=True,
+        text="one microbatch on each data rank",
+        origin=f"{norm.name} takes statistics of all rows; microbatch_statistics = true, or a pin "
+        "of microbatch, allows more",
+    )
+    return replace(constraints, one_microbatch=True, declared=(*constraints.declared, own))
+
+
+def keeps_statistics_apart(constraints: Constraints) -> bool:
+    """Whether a person lets batch norms take the statistics of each microbatch by itself."""
+    return constraints.statistics_apart or constraints.microbatch is not None
+
+
+def splits_batch(constraints: Constraints) -> bool:
+    """Whether a person says how the batch is split; one microbatch of all its rows is whole."""
+    is_whole = constraints.microbatch in (None, constraints.global_batch)
+    return not is_whole or constraints.data not in (None, 1)
+
+
+def rows_at_once(constraints: Constraints) -> int | None:
+    """Return the rows of a batch that nobody splits: a model that takes one number takes these.
+
+    Whether its rows meet cannot be seen, so no number is given where the batch is split.
+    """
+    return None if splits_batch(constraints) else constraints.global_batch
+
+
+def least_rows(graph: Graph, *, data: int) -> int:
+    """Return the fewest rows that a microbatch may have on each of so many data ranks."""
+    is_lone = _squeezing_rows(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
+    return 2 if is_lone else 1
+
+
+def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
+    """Raise an error where constraints leave microbatches of one row to a model that takes none."""
+    squeezing, norm = _squeezing_rows(graph), _norm_of_rows(graph)
+    least, data = constraints.microbatch, constraints.data or 1
+    expected = "two rows or more in each microbatch"
+    if squeezing is not None and (least == 1 or constraints.global_batch == data):
+        raise InfeasibleError(
+            f"a microbatch would have one row, which {squeezing.name} squeezes away",
+            where=squeezing.location,
+            expected=expected,
+            fix="name the dim to squeeze (x.squeeze(-1)), or take a larger global batch",
+        )
+    is_lone = (least == 1 and constraints.data == 1) or constraints.global_batch == 1
+    if norm is not None and is_lone:
+        raise InfeasibleError(
+            f"a microbatch would have one row, and {norm.name} norms one number for each row",
+            where=norm.location,
+            expected=f"{expected}, or data ranks, which share the statistics of theirs",
+            fix="take a larger microbatch, or leave it out",
+        )
+
+
+def _norm_of_rows(graph: Graph) -> Op | None:
+    """Return the first batch norm in training that has one number for each row and channel."""
+    for op in graph.ops:
+        if takes_statistics(op):
+            rows, _, *rest = graph.tensors[op.inputs[0]].shape
+            if not rows.is_constant and prod(size.at(1) for size in (rows, *rest)) == 1:
+                return op
+    return None
+
+
+def _squeezing_rows(graph: Graph) -> Op | None:
+    """Return the first op that drops the dim of the rows where there is one row only."""
+    for op in graph.ops:
+        if op.target.split(".")[1] in ("squeeze", "squeeze_"):
+            shape = graph.tensors[op.inputs[0]].shape
+            given = dict(op.arguments).get("dim")
+            asked = given if isinstance(given, tuple) else (given,)
+            dims = range(len(shape)) if given is None else (d for d in asked if isinstance(d, int))
+            if any(not shape[dim].is_constant and shape[dim].at(1) == 1 for dim in dims):
+                return op
+    return None
+
+
+def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
+    """Return the graph with what the optimizer keeps of each parameter."""
+    if traits is None:
+        return graph
+    moments = iter(traits.moments)
+    parameters = tuple(
+        replace(one, moments=next(moments)) if one.trainable else one for one in graph.parameters
+    )
+    return replace(graph, parameters=parameters)
+
+
+def with_optimizer(constraints: Constraints, traits: OptimizerTraits | None) -> Constraints:
+    """Return the constraints with what would have the optimizer train otherwise ruled out."""
+    own = () if traits is None else tuple(_demands(traits))
+    return constraints_of((*constraints.declared, *own)) if own else constraints
+
+
+def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
+    if traits.reach >= Reach.PARAMETER:
+        why = f"{traits.name} updates a parameter as a whole"
+        yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
+        yield _declared("zero", "zero_levels", (Zero.NONE,), "zero=0", why)
+    if traits.reach is Reach.MODEL:
+        why = f"{traits.name} updates all parameters as a whole"
+        yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    elif traits.groups_by_place:
+        why = "build_optimizer groups parameters by their places"
+        yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    if traits.draws:
+        why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
+        yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
+        yield _declared("copies", "steps_once", True, "no copies that are stepped apart", why)
+
+
+def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:
+    return Declared(place=f"optimizer {name}", field=field, value=value, text=text, origin=why)
+
+
+_ROOT = ""
+
+
+def with_own_gradients(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints without what would have a model's own work on gradients go wrong.
+
+    A tensor rank has a share of a gradient, or a partial sum of it. Where the model takes a
+    gradient, all that this flows through has to be in one place: no stage, and no gathered copy
+    of parameters that is freed before the second backward. One that is kept to be looked at
+    trains nothing.
+    """
+    own = tuple(one for found in graph.own_gradients for one in _gradient_demands(found))
+    return constraints_of((*constraints.declared, *own)) if own else constraints
+
+
+def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
+    if found.use is GradientUse.KEPT:
+        return
+    why = gradient_words(found)
+    is_taken = found.use is GradientUse.TAKEN
+    yield _gradient_declared("tp", "max_tensor", 1, "at most tp=1", why)
+    if is_taken or found.call == _ROOT:  # the code of the root stands in every stage anew
+        yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    if is_taken:
+        levels = (Zero.NONE, Zero.OPTIMIZER)
+        yield _gradient_declared("zero", "zero_levels", levels, "zero=0 or zero=1", why)
+
+
+def gradient_words(found: OwnGradient) -> str:
+    """Say what a model does with gradients, and where."""
+    does = "takes" if found.use is GradientUse.TAKEN else "changes"
+    return f"the model {does} gradients by itself, by {found.how} at {found.where}"
+
+
+def _gradient_declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:
+    return Declared(place=f"gradients {name}", field=field, value=value, text=text, origin=why)
+
+
+def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
+    """Return the constraints with a global batch, and with what the model itself rules out."""
+    constraints = with_own_gradients(constraints, graph)
+    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
+    check_lone_rows(constraints, graph)
+    return with_whole_scalars(constraints, graph)
+
+
+def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
+    """Return the constraints with a global batch: a few rows for each device where none is set."""
+    if constraints.global_batch is not None:
+        return constraints
+    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
+        return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
+    pinned = constraints.microbatch or 1
+    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)

@@ -1,0 +1,391 @@
+"""Plans one training on several numbers of devices: a curve, and a choice on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import first_devices, prefix_sizes
+from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.errors import AutoparError, InfeasibleError, InputError, TimeLimitError
+from autopar.planner.graph.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.plan.declared.constraints import Constraints, Objective
+from autopar.planner.plan.declared.limits import completed, with_batch
+from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, best_first
+from autopar.planner.plan.search.points import SearchItem
+from autopar.planner.plan.search.search import Explorer, search
+from autopar.planner.plan.solving.candidate import Candidate
+from autopar.planner.plan.solving.costing import Prices, SearchSubject
+from autopar.planner.plan.telling.words import units_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A traced model, and all that a search on any machines needs to know beside them."""
+
+    graph: Graph
+    axes: GraphAxes
+    layers: Layers
+    model: Model
+    constraints: Constraints
+    measured: Measurements | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What was planned for one number of devices; without a plan, why there is none."""
+
+    devices: int
+    plan: Plan | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One number of devices of a curve, and what its plan comes to.
+
+    `speedup` and `efficiency` are against the fewest devices that have a plan. The last two are of
+    the whole training, where its length is known; money is None where a device has no price.
+    """
+
+    plan: Plan
+    devices: int
+    step_seconds: float
+    speedup: float
+    efficiency: float
+    units_per_second: float
+    units_per_usd: float | None
+    training_seconds: float | None
+    training_usd: float | None
+
+    @property
+    def rate(self) -> float:
+        """What a second costs: money, or as many units of it as there are devices."""
+        return self.plan.machines.usd_per_hour or float(self.devices)
+
+    @property
+    def step_cost(self) -> float:
+        """What a step costs, in units that all points of a curve share."""
+        return self.rate * self.step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The numbers of devices that were asked for, ascending, and the points of those with plans."""
+
+    trials: tuple[Trial, ...]
+    points: tuple[CurvePoint, ...]
+
+    @property
+    def knee(self) -> CurvePoint:
+        """The point where cost × time of a step is least.
+
+        The knee of Eager, Zahorjan and Lazowska (Speedup versus efficiency in parallel systems,
+        1989), where efficiency ÷ time is greatest: up to there a step that is 1 % shorter costs
+        less than 1 % more, beyond it more.
+        """
+        return min(self.points, key=lambda one: (one.step_cost * one.step_seconds, one.devices))
+
+    @property
+    def fastest(self) -> CurvePoint:
+        """The point of the shortest step."""
+        return min(self.points, key=lambda one: (one.step_seconds, one.devices))
+
+    @property
+    def cheapest(self) -> CurvePoint:
+        """The point whose step costs least."""
+        return min(self.points, key=lambda one: (one.step_cost, one.step_seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fewer:
+    """Fewer devices that are as fast, and a step that they take at most."""
+
+    devices: int
+    step_seconds: float
+
+
+def curve_of(trials: Sequence[Trial], constraints: Constraints) -> Curve:
+    """Return the curve of some trials, at least one of them with a plan."""
+    trials = sorted(trials, key=lambda one: one.devices)
+    plans = [one.plan for one in trials if one.plan is not None]
+    points = tuple(_point(plan, plans[0], constraints) for plan in plans)
+    return Curve(trials=tuple(trials), points=points)
+
+
+def _point(plan: Plan, first: Plan, constraints: Constraints) -> CurvePoint:
+    devices, step = plan.machines.devices, plan.prediction.step_seconds
+    speedup = first.prediction.step_seconds / step
+    rate = units_per_second(plan.arrangement, plan.model, step)
+    hourly = plan.machines.usd_per_hour
+    steps = steps_of(plan, constraints)
+    seconds = None if steps is None else steps * step
+    return CurvePoint(
+        plan=plan,
+        devices=devices,
+        step_seconds=step,
+        speedup=speedup,
+        efficiency=speedup * first.machines.devices / devices,
+        units_per_second=rate,
+        units_per_usd=rate * 3600 / hourly if hourly else None,
+        training_seconds=seconds,
+        training_usd=seconds * hourly / 3600 if seconds is not None and hourly else None,
+    )
+
+
+def steps_of(plan: Plan, constraints: Constraints) -> int | None:
+    """Return the steps of the whole training, None where its length is not known."""
+    batch = plan.arrangement.global_batch
+    if constraints.tokens is not None:
+        return ceil(constraints.tokens / (batch * plan.model.tokens_per_row))
+    return None if constraints.samples is None else ceil(constraints.samples / batch)
+
+
+_UNITS = (("days", 86400.0, 2), ("h", 3600.0, 1), ("min", 60.0, 1), ("s", 1.0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenPoint:
+    """The chosen point, and by what it was chosen."""
+
+    point: CurvePoint
+    why: str
+    is_knee: bool = False
+
+
+def choose(curve: Curve, constraints: Constraints) -> ChosenPoint:
+    """Return the cheapest point in time, the fastest within the money, or what else is asked for.
+
+    With neither a deadline nor a budget nor an objective that is the knee.
+    """
+    _check_prices(curve, constraints)
+    left = _affordable(_in_time(curve.points, constraints), constraints)
+    declared = {one.field for one in constraints.declared}
+    rest = Curve(trials=curve.trials, points=tuple(left))
+    if constraints.objective is Objective.MEMORY:
+        point = min(left, key=lambda one: one.plan.prediction.peak_memory.device_bytes)
+        return ChosenPoint(point=point, why="the one of least memory")
+    is_limited = "deadline_seconds" in declared or "budget_usd" in declared
+    by_cost = constraints.objective is Objective.COST
+    if by_cost or ("deadline_seconds" in declared and "objective" not in declared):
+        return ChosenPoint(point=rest.cheapest, why=f"the cheapest{_limits(constraints)}")
+    if is_limited or "objective" in declared:
+        return ChosenPoint(point=rest.fastest, why=f"the fastest{_limits(constraints)}")
+    return ChosenPoint(point=rest.knee, why="the knee", is_knee=True)
+
+
+def _check_prices(curve: Curve, constraints: Constraints) -> None:
+    asked = constraints.budget_usd is not None
+    nameless = [one.plan for one in curve.points if one.plan.machines.usd_per_hour is None]
+    if asked and nameless:
+        raise InputError(
+            f"a budget, and no price of {nameless[0].machines.device} is known",
+            fix="give usd_per_hour to the device in a cluster file (docs/cluster-file.md)",
+        )
+
+
+def _in_time(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence[CurvePoint]:
+    """Return the points that meet the deadline; refuse where none does."""
+    limit = constraints.deadline_seconds
+    if limit is None:
+        return points
+    left = [one for one in points if (one.training_seconds or 0.0) <= limit]
+    if left:
+        return left
+    best = min(points, key=lambda one: one.training_seconds or 0.0)
+    raise InfeasibleError(
+        f"no number of devices trains {_work(constraints)} in {time_text(limit)}: the fastest of "
+        f"those asked for, {best.devices}, {_take(best)} {time_text(best.training_seconds or 0.0)}",
+        fix="allow more time, more or faster devices (--gpus, --device), or less work",
+    )
+
+
+def _affordable(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence[CurvePoint]:
+    """Return the points within the budget; refuse where none is."""
+    limit = constraints.budget_usd
+    if limit is None:
+        return points
+    left = [one for one in points if (one.training_usd or 0.0) <= limit]
+    if left:
+        return left
+    best = min(points, key=lambda one: one.training_usd or 0.0)
+    within = "" if constraints.deadline_seconds is None else " that meets the deadline"
+    raise InfeasibleError(
+        f"no number of devices{within} trains {_work(constraints)} for {usd_text(limit)}: the "
+        f"cheapest of those asked for, {best.devices}, {_cost(best)} "
+        f"{usd_text(best.training_usd or 0.0)}",
+        fix="allow more money, fewer or cheaper devices (--gpus, --device), or less work",
+    )
+
+
+def _take(point: CurvePoint) -> str:
+    return "takes" if point.devices == 1 else "take"
+
+
+def _cost(point: CurvePoint) -> str:
+    return "costs" if point.devices == 1 else "cost"
+
+
+def _work(constraints: Constraints) -> str:
+    if constraints.tokens is not None:
+        return f"{constraints.tokens:,} tokens"
+    return f"{constraints.samples or 0:,} samples"
+
+
+def _limits(constraints: Constraints) -> str:
+    """Return the limits that a choice keeps, as they go on after "the cheapest"."""
+    in_time, money = constraints.deadline_seconds, constraints.budget_usd
+    parts = (
+        "" if in_time is None else f"in {time_text(in_time)}",
+        "" if money is None else f"within {usd_text(money)}",
+    )
+    return "".join(f" {part}" for part in parts if part)
+
+
+def time_text(seconds: float) -> str:
+    """Return how long a training takes, as people say it: "31.2 h"."""
+    for unit, size, least in _UNITS:
+        if seconds >= size * least:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def usd_text(usd: float) -> str:
+    """Return an amount of money: "1,240 USD"."""
+    return f"{usd:,.0f} USD" if usd >= 100 else f"{usd:.3g} USD"
+
+
+def planned_curve(
+    training: Training,
+    clusters: Sequence[Cluster],
+    *,
+    time_limit_seconds: float | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    prices: Prices | None = None,
+) -> Curve:
+    """Return the plans on clusters of ascending sizes; raise the last refusal where none has one.
+
+    All train the same: where no global batch is declared, the largest cluster's is taken. Each gets
+    an equal share of the time that is left.
+    """
+    whole = with_batch(training.constraints, clusters[-1], training.graph)
+    training = replace(training, constraints=whole)
+    prices, refusals = prices or Prices(), list[AutoparError]()
+    began, spent = time.perf_counter(), 0.0
+
+    def told(size: int) -> Callable[[str], None]:
+        if len(clusters) == 1:
+            return report
+        return lambda text: report(f"{size} devices: {text}")
+
+    def trials() -> Iterator[Trial]:
+        nonlocal spent
+        for number, cluster in enumerate(clusters):
+            size, limit = cluster.size, None
+            if time_limit_seconds is not None:
+                left = max(time_limit_seconds - spent, 1e-9)
+                limit = left / (len(clusters) - number)
+            try:
+                plan = search(
+                    training.graph,
+                    training.axes,
+                    training.layers,
+                    training.model,
+                    cluster,
+                    training.constraints,
+                    time_limit_seconds=limit,
+                    report=told(size),
+                    measured=training.measured,
+                    prices=prices,
+                )
+                yield Trial(devices=size, plan=plan)
+            except (InfeasibleError, TimeLimitError) as error:
+                refusals.append(error)
+                yield Trial(devices=size, plan=None, refusal=error.found)
+            spent = time.perf_counter() - began
+
+    made = tuple(trials())
+    if all(one.plan is None for one in made):
+        raise refusals[-1]
+    return curve_of(made, training.constraints)
+
+
+_MOST_COUNTS = 4  # that are looked at
+_MOST_NODES = 100  # of the search on one of them
+_LEAST_SAVED = 0.1  # of the devices: less is within what predictions are off by
+_SHARE_OF_PEAK = 0.9  # that no training is above
+
+Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
+
+
+def fewer_as_fast(
+    training: Training, cluster: Cluster, plan: Plan, *, prices: Prices | None = None
+) -> Fewer | None:
+    """Return the fastest of fewer devices whose step is at most the plan's with its tolerance.
+
+    Half as many devices and so on are looked at, powers of two, and a node less where there are
+    few; those whose step cannot be so short are left out by the bounds of the search.
+    """
+    constraints = completed(training.constraints, cluster, training.graph)
+    exact = replace(training, constraints=replace(constraints, tolerance=0.0))
+    within = plan.prediction.step_seconds * (1 + constraints.tolerance)
+    best: Fewer | None = None
+    for count in _counts(cluster, plan, within):
+        found = _fastest_below(within, exact, first_devices(cluster, count), prices)
+        if found is not None:
+            within = found.prediction.step_seconds
+            best = Fewer(devices=count, step_seconds=within)
+    return best
+
+
+def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
+    """Yield numbers of devices to look at, the most first, but for those that are too few by far.
+
+    Were they to compute at most of their peak, they would still take too long.
+    """
+    prediction, every = plan.prediction, prefix_sizes(cluster)
+    least = prediction.mfu / _SHARE_OF_PEAK * plan.machines.devices
+    least *= prediction.step_seconds / within
+    powers = range(1, cluster.size.bit_length())
+    wanted = {2**power for power in powers} | {cluster.size // 2**power for power in powers} | {1}
+    if len(cluster.nodes) > 1:
+        wanted.add(every[-2])
+    most = (1 - _LEAST_SAVED) * cluster.size
+    wanted = {count for count in wanted if count in every[:-1] and count <= most}
+    yield from sorted((count for count in wanted if count >= least), reverse=True)[:_MOST_COUNTS]
+
+
+def _fastest_below(
+    seconds: float, training: Training, cluster: Cluster, prices: Prices | None
+) -> Candidate | None:
+    """Return the fastest candidate that takes at most some seconds, as far as is looked."""
+    subject = SearchSubject(graph=training.graph, axes=training.axes, layers=training.layers)
+    explorer = Explorer(
+        subject, cluster, training.constraints, measured=training.measured, prices=prices
+    )
+    explorer.know(seconds)
+
+    def near(entries: Iterable[Entry]) -> Iterator[Entry]:
+        return (
+            one
+            for one in entries
+            if (one.value if isinstance(one, FoundLeaf) else one.bound) <= seconds
+        )
+
+    looked = iter(range(_MOST_NODES))
+    try:
+        roots = [one for one in near(explorer.roots()) if isinstance(one, SearchNode)]
+    except InfeasibleError:  # no degrees for so many devices
+        return None
+    found = best_first(
+        roots,
+        lambda item: near(explorer.expand(item)),
+        is_late=lambda: next(looked, None) is None,
+    ).found
+    return found[0].leaf if found else None

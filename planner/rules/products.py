@@ -1,0 +1,340 @@
+"""The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import log2, prod
+
+from autopar.planner.rules.rule import (
+    Computation,
+    Computing,
+    MatrixProducts,
+    OpSizes,
+    given,
+    number,
+    tensor,
+    tensors,
+)
+
+
+def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
+    """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in both directions.
+
+    A layer multiplies all rows by its input weights at once, then each step's state by its hidden
+    weights (and by its projection), one step after the other: T·B × in by in × gates·H, and T times
+    B × H by H × gates·H. `kept` elements of each row and hidden unit are kept for the backward,
+    `unfused` kernels are what a step takes beside its products on a CPU.
+    """
+
+    def computation(sizes: OpSizes) -> Computation:
+        source, rows, steps = _sequence(sizes)
+        ways = 2 if given(sizes, "bidirectional") else 1
+        weights = tensors(sizes, "params")
+        each = len(weights) // (number(sizes, "num_layers") * ways)
+        products: list[MatrixProducts] = []
+        for at in range(0, len(weights), each):
+            left = source if at < each * ways else ""
+            own = weights[at : at + each]
+            products += _layer(sizes, left, own, rows=rows, steps=max(1, steps))
+        widths = [sizes.shape(name)[0] // gates for name in weights[::each]]
+        return Computation(
+            products=tuple(products),
+            steps=steps * len(widths),
+            unfused=unfused,
+            kept=kept * rows * sum(widths),
+        )
+
+    return computation
+
+
+def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
+    """Return the input with its rows and steps; one that is packed has the sizes of its steps."""
+    packed = tensors(sizes, "data")
+    if packed:
+        return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
+    source = tensor(sizes, "input")
+    shape = sizes.shape(source)
+    steps = shape[1 if given(sizes, "batch_first") else 0] if len(shape) > 2 else shape[0]
+    return source, prod(shape[:-1]), steps
+
+
+def _layer(
+    sizes: OpSizes, source: str, weights: tuple[str, ...], *, rows: int, steps: int
+) -> Iterator[MatrixProducts]:
+    """Of the states of a layer only the first is given, and may need no gradient."""
+    of_input, of_state, *more = weights
+    together = rows // steps
+    (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
+    yield MatrixProducts(left=source, right=of_input, batch=1, m=rows, n=wide, k=inputs)
+    for left, times in ((tensor(sizes, "hx"), 1), ("", steps - 1)):
+        yield MatrixProducts(
+            left=left, right=of_state, batch=1, m=together, n=wide, k=states, times=times
+        )
+    if len(more) % 2:  # a projection stands behind the biases
+        out, hidden = sizes.shape(more[-1])
+        yield MatrixProducts(
+            left="", right=more[-1], batch=1, m=together, n=out, k=hidden, times=steps
+        )
+
+
+def cell(gates: int, *, kept: int) -> Computing:
+    """One step of one layer: input and state by their weights."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        products = []
+        for source, weight in (("input", "w_ih"), ("hx", "w_hh")):
+            left, right = tensor(sizes, source), tensor(sizes, weight)
+            n, k = sizes.shape(right)
+            rows = prod(sizes.shape(left)[:-1])
+            products.append(MatrixProducts(left=left, right=right, batch=1, m=rows, n=n, k=k))
+        hidden = sizes.shape(tensor(sizes, "w_hh"))[0] // gates
+        rows = products[0].m
+        return Computation(products=tuple(products), steps=1, kept=kept * rows * hidden)
+
+    return computation
+
+
+def convolution(sizes: OpSizes) -> Computation:
+    """Each result is a sum over the weights of one output channel; transposed, each input of one
+    input channel is spread over the weights. Says the same as the letters do, for any dims.
+    """
+    source, weight = tensor(sizes, "input", "self"), tensor(sizes, "weight")
+    spread = "transpose" in sizes.op.target or bool(given(sizes, "transposed"))
+    rows = prod(sizes.shape(source if spread else sizes.op.outputs[0]))
+    channels, *rest = sizes.shape(weight)
+    if sizes.op.target == "aten.conv_tbc.default":  # taps, input channels, output channels
+        channels, rest = rest[-1], [channels, rest[0]]
+    product = MatrixProducts(
+        left=source, right=weight, batch=1, m=rows // channels, n=channels, k=prod(rest)
+    )
+    return Computation(products=(product,))
+
+
+def matrices(left: str, right: str) -> Computing:
+    """… m k by … k n of two arguments, either of which may be a vector."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        first, second = tensor(sizes, left), tensor(sizes, right)
+        a, b = sizes.shape(first), sizes.shape(second)
+        a = a if len(a) > 1 else (1, *a)
+        b = b if len(b) > 1 else (*b, 1)
+        lead = max((a[:-2], b[:-2]), key=prod)
+        product = MatrixProducts(
+            left=first, right=second, batch=prod(lead), m=a[-2], n=b[-1], k=a[-1]
+        )
+        return Computation(products=(product,))
+
+    return computation
+
+
+def grouped(left: str, right: str) -> Computing:
+    """Matrices or groups of rows by matrices: each row meets one matrix, each column one group."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        first, second = tensor(sizes, left), tensor(sizes, right)
+        a, b = sizes.shape(first), sizes.shape(second)
+        batch = a[0] if len(a) == len(b) == 3 else 1
+        product = MatrixProducts(left=first, right=second, batch=batch, m=a[-2], n=b[-1], k=a[-1])
+        return Computation(products=(product,))
+
+    return computation
+
+
+def rows_by_rows(left: str, right: str) -> Computing:
+    """… p m and … r m: each row of one with each of the other (distances, inner products)."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        first, second = tensor(sizes, left), tensor(sizes, right)
+        a, k = sizes.shape(first), sizes.shape(first)[-1] if sizes.shape(first) else 1
+        out = prod(sizes.shape(sizes.op.outputs[0]))
+        m = a[-2] if len(a) > 1 else 1
+        n = (*sizes.shape(second), 1)[-3] if len(sizes.shape(second)) > 1 else 1
+        batch = max(1, out // max(1, m * n))
+        product = MatrixProducts(left=first, right=second, batch=batch, m=m, n=n, k=k)
+        return Computation(products=(product,))
+
+    return computation
+
+
+def summed_products(sizes: OpSizes) -> Computation:
+    """b m k by b k n, summed over b as well."""
+    left, right = tensor(sizes, "batch1"), tensor(sizes, "batch2")
+    (b, m, k), n = sizes.shape(left), sizes.shape(right)[-1]
+    return Computation(
+        products=(MatrixProducts(left=left, right=right, batch=1, m=m, n=n, k=b * k),)
+    )
+
+
+def over_dims(sizes: OpSizes) -> Computation:
+    """A tensordot: what is summed are the listed dims of both."""
+    left, right = tensor(sizes, "self"), tensor(sizes, "other")
+    a, b, dims = sizes.shape(left), sizes.shape(right), given(sizes, "dims_self")
+    k = prod(a[d] for d in dims if isinstance(d, int)) if isinstance(dims, tuple) else 1
+    product = MatrixProducts(left=left, right=right, batch=1, m=prod(a) // k, n=prod(b) // k, k=k)
+    return Computation(products=(product,))
+
+
+def chain(sizes: OpSizes) -> Computation:
+    """A product of several matrices, in the order that takes the fewest FLOPs, as torch's does."""
+    names = tensors(sizes, "matrices") or tensors(sizes, "tensors")
+    shapes = [sizes.shape(name) for name in names]
+    rows = [shape[0] if i or len(shape) > 1 else 1 for i, shape in enumerate(shapes)]
+    edges = [*rows, shapes[-1][1] if len(shapes[-1]) > 1 else 1]
+    return Computation(products=tuple(_cheapest(names, edges)))
+
+
+def _cheapest(names: tuple[str, ...], edges: list[int]) -> tuple[MatrixProducts, ...]:
+    """Return the products of the best bracketing; what is a product already has no name."""
+    count = len(names)
+    best: dict[tuple[int, int], tuple[MatrixProducts, ...]] = {(i, i): () for i in range(count)}
+    for length in range(1, count):
+        for i in range(count - length):
+            j = i + length
+            ways = (
+                (*best[i, k], *best[k + 1, j], MatrixProducts(
+                    left=names[i] if k == i else "", right=names[j] if k + 1 == j else "",
+                    batch=1, m=edges[i], n=edges[j + 1], k=edges[k + 1],
+                ))
+                for k in range(i, j)
+            )  # fmt: skip
+            best[i, j] = min(ways, key=lambda way: sum(one.flops for one in way))
+    return best[0, count - 1]
+
+
+def bilinear(sizes: OpSizes) -> Computation:
+    """… i by o i j by … j: the first input by all weights, then by the second, for each result."""
+    left, right, weight = (tensor(sizes, name) for name in ("input1", "input2", "weight"))
+    rows, (o, i, j) = prod(sizes.shape(left)[:-1]), sizes.shape(weight)
+    first = MatrixProducts(left=left, right=weight, batch=1, m=rows, n=o * j, k=i)
+    return Computation(products=(
+        first, MatrixProducts(left="", right=right, batch=rows, m=o, n=1, k=j),
+    ))  # fmt: skip
+
+
+def bags(sizes: OpSizes) -> Computation:
+    """Each row that is looked up is added to its bag, times its weight where it has one."""
+    rows = sum(prod(sizes.shape(name)) for name in tensors(sizes, "per_sample_weights"))
+    flops = 2 * rows * sizes.shape(tensor(sizes, "weight"))[1]
+    return Computation(flops=flops, backward_flops=flops)
+
+
+def attention(sizes: OpSizes) -> Computation:
+    """Scores of each query and key, and sums of values; the backward computes 5 products for 2.
+
+    Of the kernels that a model calls by their own names: heads before rows in those of
+    scaled_dot_product_attention, behind them in the others.
+    """
+    query, key, value = (
+        sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))
+    )
+    at = -2 if "scaled_dot_product" in sizes.op.target else -3
+    heads = -3 if at == -2 else -2
+    each = prod(query[:-3]) * query[heads] * query[at] * key[at]
+    flops = 2 * each * (query[-1] + value[-1])
+    return Computation(flops=flops, backward_flops=5 * flops // 2)
+
+
+def power(sizes: OpSizes) -> Computation:
+    """A matrix to a whole power: squared for each bit of it, and once more for each that is set."""
+    source = tensor(sizes, "self")
+    *lead, n, _ = sizes.shape(source)
+    exponent = abs(number(sizes, "n", 1))
+    times = max(0, exponent.bit_length() - 1 + exponent.bit_count() - 1)
+    flops = 2 * prod(lead) * n**3 * times
+    return Computation(flops=flops, backward_flops=2 * flops)
+
+
+_PANEL = 32  # columns that LAPACK's blocked algorithms finish before they go on
+
+
+def factored(
+    forward: Callable[[int, int], float], backward: Callable[[int, int], float]
+) -> Computing:
+    """FLOPs by the larger and the smaller extent of each matrix, panel after panel."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
+        m, n, batch = max(rows, columns), min(rows, columns), prod(lead)
+        return Computation(
+            flops=round(batch * forward(m, n)),
+            backward_flops=round(batch * backward(m, n)),
+            steps=-(-n // _PANEL),
+        )
+
+    return computation
+
+
+def cubic(forward: float, backward: float) -> Computing:
+    """So many n³ of a square matrix."""
+    return factored(lambda _, n: forward * n**3, lambda _, n: backward * n**3)
+
+
+def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
+    """`factor`·n³ to factor the matrix, n² twice for each column of the right side; a single solve
+    with a triangle takes half of that. The backward solves once more, and multiplies."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        *lead, n, _ = sizes.shape(tensor(sizes, *matrix))
+        side = sizes.shape(tensor(sizes, *by))
+        columns = max(1, prod(side) // max(1, prod(lead) * n))
+        triangles = 1 if "triangular" in sizes.op.target else 2
+        once = triangles * n * n * columns * prod(lead)
+        return Computation(
+            flops=round(factor * n**3 * prod(lead)) + once,
+            backward_flops=once + 2 * n * n * columns * prod(lead),
+            steps=-(-n // _PANEL),
+        )
+
+    return computation
+
+
+def folded(forward: float, backward: float) -> Computing:
+    """A tensor that is a square matrix once its dims are joined."""
+
+    def computation(sizes: OpSizes) -> Computation:
+        n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
+        return Computation(flops=round(forward * n**3), backward_flops=round(backward * n**3))
+
+    return computation
+
+
+def fourier(sizes: OpSizes) -> Computation:
+    """5·N·log₂ N for each transform of N numbers, half of it where one side is real."""
+    op = sizes.op
+    source, result = sizes.shape(op.inputs[0]), sizes.shape(op.outputs[0])
+    larger = max((source, result), key=prod)
+    size = prod(larger[dim] for dim in _transformed(sizes, len(larger)))
+    is_real = any(word in op.target for word in ("rfft", "hfft", "stft", "_r2c", "_c2r"))
+    flops = round(5 * prod(larger) * log2(max(2, size)) * (0.5 if is_real else 1))
+    return Computation(flops=flops, backward_flops=flops)
+
+
+def _transformed(sizes: OpSizes, rank: int) -> tuple[int, ...]:
+    for name in ("dim", "dims"):
+        value = given(sizes, name)
+        if isinstance(value, tuple):
+            return tuple(item for item in value if isinstance(item, int))
+        if isinstance(value, int):
+            return (value,)
+    if "fft2" in sizes.op.target:
+        return (-2, -1)
+    return tuple(range(rank)) if "fftn" in sizes.op.target else (-1,)
+
+
+def short_time_fourier(sizes: OpSizes) -> Computation:
+    """A real transform of each window: `n_fft` numbers for each column of the spectrum."""
+    spectrum = max(map(sizes.shape, (*sizes.op.inputs, *sizes.op.outputs)), key=len)
+    size = given(sizes, "n_fft")
+    wide = size if isinstance(size, int) else 2
+    windows = prod(spectrum) // (wide // 2 + 1)
+    flops = round(2.5 * windows * wide * log2(max(2, wide)))
+    return Computation(flops=flops, backward_flops=flops)
+
+
+def connectionist(sizes: OpSizes) -> Computation:
+    """CTC: for each row and step, sums of three ways into each of 2·S + 1 states, twice."""
+    steps, *_ = sizes.shape(tensor(sizes, "log_probs"))
+    targets = sizes.shape(tensors(sizes, "targets")[0])
+    rows = sizes.shape(tensor(sizes, "log_probs"))[1] if len(targets) > 1 else 1
+    flops = 6 * steps * rows * (2 * targets[-1] + 1)
+    return Computation(flops=flops, backward_flops=flops)

@@ -1,0 +1,262 @@
+"""Calls of torch that a trace takes otherwise than a training does, or refuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import fake_impls
+from torch.nn import functional
+from torch.nn.utils import stateless
+from torch.utils import checkpoint
+
+from autopar.planner.errors import TraceError
+from autopar.planner.trace.model_checks import calling_place, is_library_file
+
+_OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+
+
+@contextmanager
+def ctc_traced() -> Iterator[None]:
+    """Have the op inside the CTC loss give a loss per row, and nothing that it keeps."""
+    with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
+        yield
+
+
+def _without_kept(mode: Any, _op: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    with mode:
+        rows = log_probs.new_empty(log_probs.shape[1:-1])
+        return rows, log_probs.new_empty(0)
+
+
+_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
+
+
+def loss_of_each_row(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the losses of all rows, None where another function or reduction is called."""
+    if func not in _LOSSES or kwargs.get("reduction") != "none" or len(args) < 2:
+        return None
+    scores, classes, *rest = args
+    if not scores.is_meta or scores.dim() != 2 or classes.dim() != 1:
+        return None
+    losses: Tensor = func(scores.unsqueeze(2), classes.unsqueeze(1), *rest, **kwargs)
+    return losses.squeeze(1)
+
+
+def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return what such slices take of a tensor that has no rows, None where there are none."""
+    if func is not torch.Tensor.__getitem__ or kwargs:
+        return None
+    x, index = args
+    asked = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(one, slice) for one in asked) or len(asked) > x.ndim:
+        return None
+    sizes = tuple(x.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    whole = [dim for dim, one in enumerate(asked) if _takes_all(one, sizes[dim])]
+    if not whole:
+        return None
+    rest = tuple(slice(None) if dim in whole else one for dim, one in enumerate(asked))
+    result: torch.Tensor = func(x, rest)
+    for dim in whole:
+        result = torch.ops.aten.slice.Tensor(result, dim, 0, sizes[dim])
+    return result
+
+
+def _takes_all(one: slice, size: int) -> bool:
+    is_plain = one.start in (None, 0) and one.step in (None, 1)
+    return is_plain and type(one.stop) is int and one.stop == size > 1
+
+
+_OP = torch.ops.aten._grouped_mm.default
+
+
+@contextmanager
+def grouped_products_traced() -> Iterator[None]:
+    """Give products of the rows of each group by its matrix their shape; kernels take float32."""
+    with patch.dict(fake_impls.op_implementations_dict, {_OP: _result}):
+        yield
+
+
+def _result(mode: Any, _op: Any, rows: Tensor, matrices: Tensor, *_: Any, **__: Any) -> Tensor:
+    with mode:
+        return rows.new_empty((*rows.shape[:-1], matrices.shape[-1]))
+
+
+@contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Have regions of inference be ones without gradients: the exporter does not tell the former.
+
+    The class itself is changed: a decorator was made with it long before.
+    """
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(
+            torch.is_grad_enabled() and not self.mode
+        )
+        self._inference_mode_context.__enter__()
+
+    with patch.object(torch.inference_mode, "__enter__", enter):
+        yield
+
+
+def without_outs(program: torch.nn.Module) -> None:
+    """Replace every op that is given the one tensor to write to, in a graph and those within."""
+    for part in program.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in list(part.graph.nodes):
+                plain = _plain(node)
+                if plain is not None:
+                    _replace(node, plain)
+
+
+def _plain(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Return the overload of an op that takes the same but the tensor to write to."""
+    if not isinstance(node.target, torch._ops.OpOverload) or "out" not in node.kwargs:
+        return None
+    given = _taken(node.target)
+    packet: Any = node.target.overloadpacket
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((one for one in overloads if one is not node.target and _taken(one) == given), None)
+
+
+def _taken(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    arguments = op._schema.arguments
+    return [(one.name, str(one.type)) for one in arguments if not one.is_out]
+
+
+def _replace(node: fx.Node, plain: torch._ops.OpOverload) -> None:
+    written, others = node.kwargs["out"], {k: v for k, v in node.kwargs.items() if k != "out"}
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(plain, node.args, others)
+        copied = node.graph.call_function(torch.ops.aten.copy_.default, (written, made))
+    made.meta = {**node.meta, "val": torch.empty_like(node.meta["val"])}
+    copied.meta = dict(node.meta)
+    node.replace_all_uses_with(copied)
+    node.graph.erase_node(node)
+
+
+_AROUND_A_FORWARD = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",  # of torch 2.15
+)
+
+
+@contextmanager
+def own_checkpoints_noted() -> Iterator[list[str]]:
+    """Gather `file:line` of the model wherever it has torch compute something again."""
+    places: list[str] = []
+
+    def around(*_: Any, **__: Any) -> Iterator[None]:
+        places.append(calling_place())
+        yield
+
+    class Reentrant:
+        """In the place of the Function, whose forward keeps no graph."""
+
+        @staticmethod
+        def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+            places.append(calling_place())
+            return function(*args)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(checkpoint, "CheckpointFunction", Reentrant))
+        for name in _AROUND_A_FORWARD:
+            if hasattr(checkpoint, name):
+                patches.enter_context(patch.object(checkpoint, name, around))
+        yield places
+
+
+_PACKS = (
+    "the model packs sequences by their lengths, so that shapes depend on numbers",
+    "shapes that follow from the shapes of the batch",
+    "give the layer the padded sequences, and read each row's last state: "
+    "out[torch.arange(out.shape[0]), lengths - 1]",
+)
+_RUNS_BACKWARD = (
+    "the forward runs a backward by itself (backward()), whose gradients stay on the parameters",
+    "one backward for each step, which the script runs",
+    "take a gradient by torch.autograd.grad(…, create_graph=True), and add up losses",
+)
+_LEARNS_OUTSIDE = (
+    "the forward or the loss computes with a parameter that is not the model's, and that learns",
+    "parameters of modules of the model: these are built, split and optimized",
+    "make it, or the module that has it, a part of the model, and let forward compute with it "
+    "(return the loss, or what it needs); one that stays as it is: requires_grad_(False)",
+)
+_DERIVES = (
+    "the forward derives a function by torch.func, which has no plain graph",
+    "gradients that autograd takes",
+    "torch.autograd.grad(…, create_graph=True)",
+)
+_REFUSED = {
+    torch.Tensor.backward: _RUNS_BACKWARD,
+    torch._VF._pack_padded_sequence: _PACKS,
+}
+
+
+_SWAPS = (
+    "the forward runs a module with other weights than its own (functional_call)",
+    "modules that compute with what they hold: scripts call them, or print their code",
+    "write what the module computes as a function of the weights (F.linear(x, weight, bias))",
+)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def refuse_call(func: Callable[..., Any]) -> None:
+    """Raise a TraceError where a function has no part in a plan, or runs where none has."""
+    refused = _REFUSED.get(func) or (_DERIVES if _is_derived() else None)
+    if refused is not None:
+        found, expected, fix = refused
+        raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+
+
+def refuse_learning_outside(args: Iterable[Any]) -> None:
+    """Raise a TraceError where code computes with a parameter that learns and is not the model's.
+
+    While a model is traced its own parameters are stand-ins.
+    """
+    if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
+        found, expected, fix = _LEARNS_OUTSIDE
+        raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+
+
+def _is_derived() -> bool:
+    """Whether torch.func takes a derivative of what runs."""
+    outer = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return outer is not None and outer.key() in (kinds.Grad, kinds.Jvp)
+
+
+@contextmanager
+def own_weights_alone() -> Iterator[None]:
+    """Refuse, while the body runs, that a model swaps the weights of a module of its own."""
+    plain = stateless._functional_call
+
+    @wraps(plain)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if _is_of_model(sys._getframe(1)):
+            found, expected, fix = _SWAPS
+            raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+        return plain(*args, **kwargs)
+
+    with patch.object(stateless, "_functional_call", asked):
+        yield
+
+
+def _is_of_model(frame: FrameType | None) -> bool:
+    """Whether the next frame that is not torch's is the model's, and not of who traces it."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and not is_library_file(frame.f_code.co_filename)

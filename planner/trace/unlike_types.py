@@ -1,0 +1,288 @@
+"""Types that do not match: of buffers in 16 bits, of inputs; checks of torch that are left out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, _subclasses
+from torch._subclasses import fake_tensor
+from torch.nn import functional
+
+from autopar.planner.errors import TraceError
+from autopar.planner.findings.loss import is_class
+from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.ops import MODEL_DTYPE, Op, Ref
+from autopar.planner.precision import Precision
+from autopar.planner.rules.table import kind_of, rule_of
+
+Names = frozenset[str]
+
+_MOST_KINDS = 4  # of buffers that are tried one by one
+
+
+def traced_with_few(
+    traced: Callable[[Names], Graph], wide: Callable[[], Mapping[str, Tensor]]
+) -> Graph:
+    """Return a trace in 16 bits with few narrowed buffers, and none that the forward writes.
+
+    `traced` raises UnlikeTypesError where types clash; `wide` returns the buffers that may be
+    narrowed. One that is written is narrowed after all where types clash without that.
+    """
+    try:
+        return traced(frozenset())
+    except UnlikeTypesError as error:
+        clash = error
+    kinds = _kinds(name for name, buffer in wide().items() if buffer.dim())
+    chosen, found = _first_that_fits(traced, kinds, clash)
+    likely = promoting(found)
+    written = frozenset(one.name for one in found.buffers if one.updated)
+    unlikely = [kind for kind in kinds if kind.isdisjoint(likely)]
+    doubtful = [kind for kind in kinds if kind not in unlikely and not kind.isdisjoint(written)]
+    for left_out in (frozenset[str]().union(*unlikely), *doubtful):
+        fewer = chosen - left_out
+        if fewer and fewer != chosen:
+            with suppress(UnlikeTypesError):
+                found = traced(fewer)
+                chosen = fewer
+    return found
+
+
+def promoting(graph: Graph) -> Names:
+    """Return the narrowed buffers that would let fp32 meet 16 bits, were they in fp32.
+
+    That is in an op which wants operands of one type. A cast to the type that a buffer has by now
+    leaves no op, so this may be more buffers than need be.
+    """
+    of = {b.name: frozenset({b.name}) for b in graph.buffers if b.narrowed}
+    found: Names = frozenset()
+    for op in graph.ops:
+        given = [name for name in op.inputs if graph.tensors[name].dtype == MODEL_DTYPE]
+        promoted = [of.get(name, frozenset()) for name in given]
+        together = frozenset[str]().union(*promoted)
+        if rule_of(op.target).alike and not all(promoted):
+            found |= together
+        for name in op.outputs:
+            if together and graph.tensors[name].dtype == MODEL_DTYPE:
+                of[name] = together
+    return found
+
+
+def _first_that_fits(
+    traced: Callable[[Names], Graph], kinds: list[Names], clash: UnlikeTypesError
+) -> tuple[Names, Graph]:
+    """Return the first set of narrowed buffers that makes types fit, or raise the clash."""
+    for number, chosen in enumerate(_choices(kinds)):
+        try:
+            return chosen, traced(chosen)
+        except UnlikeTypesError as error:
+            if number == 0 and (error.found, error.where) == (clash.found, clash.where):
+                break  # no buffer has a part in it
+    raise clash
+
+
+def _choices(kinds: list[Names]) -> Iterator[Names]:
+    every = frozenset[str]().union(*kinds)
+    if every:
+        yield every
+    if 1 < len(kinds) <= _MOST_KINDS:
+        yield from (every - kind for kind in kinds)
+        if len(kinds) > 2:
+            yield from kinds
+
+
+def _kinds(names: Iterable[str]) -> list[Names]:
+    """Gather the names that differ in the number of a layer alone."""
+    kinds: dict[tuple[str, ...], set[str]] = {}
+    for name in names:
+        parts = tuple("*" if part.isdecimal() else part for part in name.split("."))
+        kinds.setdefault(parts, set()).add(name)
+    return [frozenset(kind) for kind in kinds.values()]
+
+
+_SIGNATURE = inspect.signature(functional.gaussian_nll_loss)
+
+
+def unchecked(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the loss, None where another function is called."""
+    if func is not functional.gaussian_nll_loss:
+        return None
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    return _gaussian(*given.args)
+
+
+def _gaussian(
+    mean: Tensor, target: Tensor, variance: Tensor | float, full: bool, eps: float, reduction: str
+) -> Tensor:
+    if isinstance(variance, (int, float)):
+        variance = variance * torch.ones_like(mean)
+    if variance.dim() < mean.dim():
+        variance = variance.unsqueeze(-1)
+    variance = variance.clone()
+    with torch.no_grad():
+        variance.clamp_(min=eps)
+    loss = 0.5 * (torch.log(variance) + (mean - target) ** 2 / variance)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    reduced = {"mean": loss.mean, "sum": loss.sum}.get(reduction)
+    return loss if reduced is None else reduced()
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Tell all but torch itself that nothing is compiled or exported, and that tensors are real."""
+    with ExitStack() as patches:
+        for name in ("is_compiling", "is_exporting"):
+            hidden = _hidden(getattr(torch.compiler, name))
+            patches.enter_context(patch.object(torch.compiler, name, hidden))
+        patches.callback(setattr, _subclasses, "__class__", _subclasses.__class__)
+        _subclasses.__class__ = _Subclasses
+        yield
+
+
+class _Subclasses(ModuleType):
+    """The module whose class of tensors without memory others compare theirs with."""
+
+    @property
+    def FakeTensor(self) -> type:  # noqa: N802
+        return fake_tensor.FakeTensor if _is_asked_by_torch() else _NoTensor
+
+
+class _NoTensor:
+    """What nothing is an instance of."""
+
+
+def _hidden(truth: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: _is_asked_by_torch() and truth()
+
+
+def _is_asked_by_torch() -> bool:
+    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
+
+
+_WHOLE = ("int", "uint", "bool")
+
+
+class UnlikeTypesError(TraceError):
+    """Operands whose element types PyTorch does not compute with together."""
+
+    half_expected = (
+        "one type: torch.rand, torch.arange(…).float() and .float() make float32, and so is what "
+        "it is added to"
+    )
+    half_fix = "cast what is read there: x.to(self.weight.dtype)"
+
+    def in_half(self, precision: Precision) -> TraceError:
+        """Return the error of a model that trains well, but not in 16 bits."""
+        return TraceError(
+            f"in {precision}, {self.found}",
+            where=self.where,
+            expected=self.half_expected,
+            fix=f"{self.half_fix}, or plan with --precision {Precision.FP32}",
+        )
+
+
+class UnlikePairError(UnlikeTypesError):
+    """Two arguments whose element types PyTorch wants to be one."""
+
+    half_expected = "both in one type: torch.tensor([0.5]), torch.ones and .float() make float32"
+    half_fix = "cast one to the other's: weight.to(logits.dtype)"
+
+
+class NoKernelError(UnlikeTypesError):
+    """An op that PyTorch does not compute in 16 bits."""
+
+    half_expected = ""
+    half_fix = "give it x.float(), and cast back what it makes"
+
+
+def check_types(graph: Graph, *, is_half: bool) -> None:
+    """Raise an error for the first op that PyTorch would not compute for the types it is given.
+
+    In a training in 32 bits, floating types below float64 are one.
+    """
+    odd_types = ("float64", "float32") if is_half else ("float64",)
+    for op in graph.ops:
+        rule = rule_of(op.target)
+        if rule.alike == ("*inputs",):
+            _check_product(op, graph, odd_types)
+        elif rule.alike:
+            _check_pair(op, graph, odd_types)
+            _check_classes(op, graph)
+        elif is_half and rule.is_wide and graph.tensors[op.inputs[0]].dtype == MODEL_DTYPE:
+            raise NoKernelError(
+                f"torch does not compute {_name(op)}",
+                where=_where(op, graph),
+                fix=NoKernelError.half_fix,
+            )
+
+
+def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
+    types = list(dict.fromkeys(graph.tensors[name].dtype for name in op.inputs))
+    odd = [one for one in types if one.startswith(_WHOLE) or one in odd_types]
+    if not odd or len(types) == 1:
+        return
+    others = [one for one in types if one not in odd]
+    raise UnlikeTypesError(
+        f"{_name(op)} multiplies {_told(odd[0])} by {_told((others or odd[1:])[0])}",
+        where=_where(op, graph),
+        expected="operands of one type",
+        fix="give float32 in example_batch, or cast what the product reads: x.to(weight.dtype)",
+    )
+
+
+def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
+    arguments = dict(op.arguments)
+    target = arguments.get("target")
+    if kind_of(op).is_class_loss and isinstance(target, Ref) and not is_class(graph, target):
+        return
+    given = {key: arguments.get(key) for key in rule_of(op.target).alike}
+    refs = {key: one.tensor for key, one in given.items() if isinstance(one, Ref)}
+    types = [graph.tensors[name].dtype for name in refs.values()]
+    if len(set(types)) == 2 and set(types) & set(odd_types):
+        raise UnlikePairError(
+            f"{_name(op)} computes in {_told(types[0])}, and its {[*refs][1]} is {_told(types[1])}",
+            where=_where(op, graph),
+            expected="both in one type",
+            fix=UnlikePairError.half_fix,
+        )
+
+
+def _check_classes(op: Op, graph: Graph) -> None:
+    target = dict(op.arguments).get("target")
+    if kind_of(op).is_class_loss and isinstance(target, Ref) and is_class(graph, target):
+        dtype = graph.tensors[target.tensor].dtype
+        if dtype not in ("int64", "uint8"):
+            raise UnlikeTypesError(
+                f"{_name(op)} is given classes in {dtype}",
+                where=_where(op, graph),
+                expected="int64",
+                fix="give int64 in example_batch, and in the dataset",
+            )
+
+
+def _told(dtype: str) -> str:
+    return "the model's own type" if dtype == MODEL_DTYPE else dtype
+
+
+def _name(op: Op) -> str:
+    return op.target.split(".")[1]
+
+
+def _where(op: Op, graph: Graph) -> str:
+    call = graph.calls.get(op.call)  # none in the model file's loss
+    return op.location if call is None else f"{op.location}, in module {call.path or '(root)'}"

@@ -1,0 +1,270 @@
+"""Rows of datasets in the order of one device, stacked into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, default_collate
+
+from autopar.runtime.data.row_faults import (
+    RowColumn,
+    columns_of,
+    fault_of_batch,
+    fault_of_dataset,
+    fault_of_row,
+    is_number,
+    is_same_kind,
+    is_stream,
+)
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.user_code import told
+
+Row: TypeAlias = dict[str, Tensor]
+Collate: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def stacked(rows: list[Row]) -> Row:
+    """Return rows as one batch; leaves where they are of several shapes."""
+    first = rows[0]
+    for key, value in first.items():
+        other = next((row[key] for row in rows if row[key].shape != value.shape), None)
+        if other is not None:
+            shapes = sorted((list(value.shape), list(other.shape)))  # as other ranks say it
+            refuse(
+                f"{key!r} is {shapes[0]} in one row of the dataset and {shapes[1]} in another",
+                fix="pad them in build_collate() of the model file, or let __getitem__ pad or cut "
+                "all rows to the shape that example_batch has",
+            )
+    batch: Row = default_collate(rows)
+    return batch
+
+
+def built_collate(new_collate: Callable[[], Any]) -> Collate:
+    """Return the collate of the model file; leaves where that gives none."""
+    with told("build_collate() of the model file"):
+        collate: Collate = new_collate()
+    if not callable(collate):
+        refuse(
+            f"build_collate() of the model file returns a {type(collate).__name__}",
+            fix="return a function that makes a batch of a list of rows",
+        )
+    return collate
+
+
+class Collated:
+    """Calls the model file's own collate on rows, and takes of its batch what the model is given.
+
+    What it draws (masks, say) follows from the seed and the place of the first row, as with rows.
+    """
+
+    def __init__(
+        self, collate: Collate, columns: Mapping[str, RowColumn], own: slice, *, seed: int
+    ) -> None:
+        self.collate, self.columns, self.own, self.seed = collate, dict(columns), own, seed
+
+    def __call__(self, placed: Sequence[tuple[tuple[int, int], Any]]) -> Row:
+        """Return a batch of rows that stand beside their places."""
+        rows = [row for _, row in placed]
+        with kept_numbers():
+            seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
+            with told("build_collate()'s function"):
+                batch = self.collate(rows)
+        fault = fault_of_batch(batch, self.columns, len(rows))
+        if fault is not None:
+            refuse(fault.found, fix=fault.fix)
+        columns = {key: as_column(batch[key], one.dtype) for key, one in self.columns.items()}
+        return {key: value[self.own] for key, value in apart(columns).items()}
+
+
+def apart(columns: Row) -> Row:
+    """Return columns of which no two share memory: a model may write to one of them.
+
+    A collate may give one tensor under two keys, or two views of one.
+    """
+    apart_ones: Row = {}
+    for key, value in columns.items():
+        others = (columns[other] for other in columns if other != key)
+        is_shared = any(_overlap(value, other) for other in others)
+        apart_ones[key] = value.clone() if is_shared else value
+    return apart_ones
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory of two tensors overlaps."""
+    memory = [each.untyped_storage() for each in (one, other)]
+    last_begin = max(each.data_ptr() for each in memory)
+    return last_begin < min(each.data_ptr() + each.nbytes() for each in memory)
+
+
+def as_column(value: Any, dtype: torch.dtype) -> Tensor:
+    """Return a value as a tensor of a column's type, where both are of one kind."""
+    tensor = torch.as_tensor(value)
+    return tensor.to(dtype) if is_same_kind(tensor, dtype) else tensor
+
+
+class RowPlace(NamedTuple):
+    """Where a row stands: which time through the data it is, and the number of the row."""
+
+    epoch: int
+    row: int
+
+
+class RawRows(Dataset[Any]):
+    """The rows of a dataset as it has them, beside their places, for the model file's collate.
+
+    What the dataset draws for a row (a crop, a window, a mask) depends on its place alone: ranks
+    that share rows read the same, and other plans do. A dataset that reads several rows at once
+    draws for all of them by the first.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.reads_at_once = _reads_at_once(dataset)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.dataset)
+
+    def __getitem__(self, place: RowPlace) -> Any:
+        """Return one."""
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: list[RowPlace]) -> list[Any]:
+        """Return several, at once where the dataset can."""
+        with kept_numbers():
+            if self.reads_at_once:
+                self._seed_by(places[0])
+                with told_of_row(self.dataset):
+                    found = self.dataset.__getitems__([place.row for place in places])
+                return list(map(self.made, places, found))
+            return [self._read(place) for place in places]
+
+    def made(self, place: RowPlace, row: Any) -> Any:
+        """Return what is made of a row."""
+        return place, row
+
+    def _read(self, place: RowPlace) -> Any:
+        self._seed_by(place)
+        with told_of_row(self.dataset):
+            row = self.dataset[place.row]
+        return self.made(place, row)
+
+    def _seed_by(self, place: RowPlace) -> None:
+        seed_numbers(mixed_seed(self.seed, *place))
+
+
+class DatasetRows(RawRows):
+    """The rows of a dataset as tensors, with some of their columns: others need make no batch.
+
+    What is a list or a number becomes a tensor, since torch makes a batch of a row's list
+    otherwise. Widths of numbers become those of the columns.
+    """
+
+    def __init__(self, dataset: Any, columns: Mapping[str, RowColumn], *, seed: int) -> None:
+        super().__init__(dataset, seed=seed)
+        self.columns = dict(columns)
+
+    def made(self, place: RowPlace, row: Mapping[str, Any]) -> Row:
+        """Return the columns of a row."""
+        del place
+        return row_of(row, self.columns, self.dataset)
+
+
+def row_of(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> Row:
+    """Return some columns of a row as tensors; leaves where it is not what a plan was made for."""
+    found: Row = {}
+    try:
+        for name, planned in columns.items():
+            found[name] = as_column(row[name], planned.dtype)
+            if found[name].dtype != planned.dtype or found[name].ndim != len(planned.shape):
+                raise TypeError(name)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        check_row(row, columns, dataset)
+        raise
+    return found
+
+
+def _reads_at_once(dataset: Any) -> bool:
+    """Whether a dataset reads several rows at once; torch's subsets only seem to."""
+    if isinstance(dataset, Subset):
+        return _reads_at_once(dataset.dataset)
+    return hasattr(dataset, "__getitems__")
+
+
+def rows_like(
+    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, at_once: int = 0, seed: int
+) -> DatasetRows:
+    """Return the rows of a dataset with the keys of an example batch.
+
+    Leaves where there are no such keys, and says what the dataset should be. What else a row has
+    no model is given; numbers among it are told, and so are other shapes and kinds, and fewer rows
+    than the data ranks train on at once.
+    """
+    with told_of_row(dataset):
+        first = dataset[0]
+    columns = columns_of(example)
+    check_row(first, columns, dataset)
+    tell([*_notes(first, columns), *few(dataset, at_once)], mesh)
+    return DatasetRows(dataset, columns, seed=seed)
+
+
+def told_of_row(dataset: Any) -> AbstractContextManager[None]:
+    """Leave where reading a row fails, with one message for all ranks, whose rows are others."""
+    return told(f"reading a row of the dataset ({type(dataset).__name__})")
+
+
+def tell(notes: Iterable[str], mesh: Mesh) -> None:
+    """Say once what is worth a note."""
+    for note in notes if mesh.rank == 0 else ():
+        say(f"note: {note}")
+
+
+def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
+    """Whether a dataset is read from its beginning to its end; leaves where it is no dataset."""
+    with told(f"the length of the dataset ({type(dataset).__name__})"):
+        fault = fault_of_dataset(dataset, maker)
+    if fault is not None:
+        refuse(fault.found, fix=fault.fix)
+    return is_stream(dataset)
+
+
+def check_row(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> None:
+    """Leave where a row is not what a plan was made for."""
+    fault = fault_of_row(row, columns, dataset)
+    if fault is not None:
+        refuse(fault.found, fix=fault.fix)
+
+
+def _notes(row: Mapping[str, Any], columns: Mapping[str, RowColumn]) -> Iterator[str]:
+    for key, planned in columns.items():
+        tensor = torch.as_tensor(row[key])
+        found = RowColumn(tensor.dtype, tuple(tensor.shape))
+        if found.shape != planned.shape:
+            yield (
+                f"{key!r} is {found} in the dataset's rows, and the plan was made for {planned}\n"
+                "  fix: let example_batch return such rows, and plan again"
+            )
+    left = [key for key in row if key not in columns and is_number(row[key])]
+    if left:
+        yield (
+            f"the model is not given {', '.join(left)} of the dataset's rows, of which "
+            "example_batch has no tensor\n  fix: let it return one, with an entry for each row, if "
+            "the model should be given it, and plan again"
+        )
+
+
+def few(dataset: Any, at_once: int) -> Iterator[str]:
+    """Yield a note where a dataset has fewer rows than are trained on at once."""
+    rows = len(dataset)
+    if rows < at_once:
+        yield (
+            f"the dataset has {rows} rows, fewer than the {at_once} that are trained on at once: "
+            "some stand in a step several times"
+        )

@@ -1,0 +1,186 @@
+"""What metrics() is given, and the mean of what it returns."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from autopar.runtime.data.batches import Batch
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import summed
+from autopar.runtime.ranks.user_code import told
+
+
+def once(found: Tensor, times: int) -> Tensor:
+    """Return what rows add up to that are there so many times; 0 times, they add nothing."""
+    return found / times if times else torch.zeros_like(found)
+
+
+def over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
+    """Return the sum over data ranks of what is the same on the other axes."""
+    every = summed(own, mesh.world) if mesh.world.size > 1 else own
+    return every / (mesh.tensor.size * mesh.pipeline.size)
+
+
+class Outputs(dict[str, Any]):
+    """A dataclass, or what a model of a library returns.
+
+    An entry is found by its name, as an attribute, and by its place among those that are not None.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the outputs have no {name}, but {', '.join(self)}")
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return [value for value in self.values() if value is not None][key]
+
+
+def named_outputs(**values: Any) -> Any:
+    """Return a namedtuple with the names and values of the model's own."""
+    return namedtuple("NamedOutputs", values)(**values)
+
+
+class Absent:
+    """Stands where the code of a script has nothing of what the model returns.
+
+    That is what the loss does not depend on, or an object that no trace sees into. Metrics that use
+    it end the script with a message.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def _leave(self, *_: Any, **__: Any) -> NoReturn:
+        refuse(
+            f"metrics() of the model file uses {self._place}, which this script does not compute: "
+            "its code has what the loss depends on, where the loss is computed",
+            fix="compute it in metrics() from the other outputs, or plan without tensor and "
+            "pipeline ranks (--pin tp=1 --pin pp=1)",
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._leave(name)
+
+    @classmethod
+    def __torch_function__(cls, *given: Any, **_: Any) -> NoReturn:
+        """Leave where torch is given what is absent."""
+        next(one for one in tree_iter(given) if isinstance(one, cls))._leave()
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "invert", "neg", "abs",
+    "getitem", "iter", "len", "bool", "float", "int", "call",
+):  # fmt: skip
+    setattr(Absent, f"__{_name}__", Absent._leave)
+
+
+ATTRIBUTE = "for_metrics"  # of a part of the model, set where its forward returns the loss alone
+Measure: TypeAlias = Callable[[Any, Batch], Mapping[str, Tensor]]
+
+
+class RowMetrics:
+    """The metrics of one evaluation: of each, the mean of its elements, however many a row has.
+
+    Without a `measure` there are none. In a pipeline the ranks of the last stage alone measure.
+    """
+
+    def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
+        self._measure, self._mesh = measure, mesh
+        self._outputs: list[Any] = []  # of the last microbatch, where this rank has them
+        self.sums: dict[str, Tensor] = {}  # of the elements, and how many they are
+
+    @contextmanager
+    def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Take what the model returns, or what a forward that returns the loss has set aside."""
+
+        def take(part: nn.Module, _: Any, returned: Any) -> None:
+            found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []
+            self._outputs = found or ([returned] if self._mesh.pipeline.size == 1 else [])
+
+        watched = parts if self._measure is not None else ()
+        handles = [part.register_forward_hook(take) for part in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self, batch: Batch, times: int) -> None:
+        """Add the microbatch that the model has just seen, whose rows are there so many times."""
+        if self._measure is None or not self._outputs:
+            return
+        with told("metrics() of the model file", self._measure):
+            outputs = tree_map_only(Tensor, Tensor.detach, self._outputs.pop())
+            found = self._measure(outputs, batch)
+        fault = fault_of_metrics(found, like=self.sums)
+        if fault is not None:
+            refuse(fault[0], fix=fault[1])
+        for name, value in found.items():
+            # On the device, where they are summed over the ranks: numpy leaves them on the CPU.
+            elements = value.to(self._mesh.device, torch.float64)
+            own = torch.stack([elements.sum(), elements.new_full((), value.numel())])
+            self.sums[name] = self.sums.get(name, 0) + once(own, times)
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the rows of all data ranks."""
+        names = self._names()
+        if not names:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        own = torch.stack([self.sums.get(name, nothing) for name in names], 1)
+        sums, counts = over_ranks(own, self._mesh)
+        return dict(zip(names, (sums / counts).tolist(), strict=True))
+
+    def _names(self) -> Sequence[str]:
+        """Return the names of the metrics, which in a pipeline not all ranks know."""
+        if self._measure is None or self._mesh.pipeline.size == 1:
+            return [*self.sums]
+        known: list[Any] = [None] * self._mesh.pipeline.size
+        dist.all_gather_object(known, [*self.sums], group=self._mesh.pipeline.group)
+        return next((names for names in known if names), [])
+
+
+def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, str] | None:
+    """Return why no mean over all rows can be taken of metrics, and what to do; None where it can.
+
+    `like` are the names of an earlier batch.
+    """
+    if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
+        return (
+            f"metrics() of the model file returns {_kinds(found)}",
+            "let it return a dict of tensors, with a number for each row or each target",
+        )
+    for name, value in found.items():
+        if not value.ndim:
+            return (
+                f"{name!r} of metrics() is a single number, and no mean over all rows follows from "
+                "those of batches",
+                "leave out .mean() or .sum(): let it have a number for each row or each target",
+            )
+    names = list(like)
+    if names and names != list(found):
+        return (
+            f"metrics() returns {', '.join(found)} of one batch, and {', '.join(names)} of another",
+            "let it return the same names for all batches, in one order",
+        )
+    return None
+
+
+def _kinds(found: object) -> str:
+    if not isinstance(found, Mapping):
+        return f"a {type(found).__name__}"
+    kinds = sorted({type(one).__name__ for one in found.values()})
+    return f"a dict of {' and '.join(kinds)}"

@@ -1,0 +1,49 @@
+"""What a person should know of a plan is told with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.notes import note_plan, note_rows, note_unpriced
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints
+from autopar.planner.trace import trace
+from tests.codegen.kinds import plan_of
+from tests.planner.rules.multiplying_models import function
+from tests.planner.trace.test_expected_rows import WAYS, graph_of
+
+USUAL = USUAL_MEMORY.share or 0.0
+
+
+@pytest.mark.parametrize(("share", "backend", "is_told"), [
+    (USUAL + 0.01, "nccl", True), (USUAL - 0.01, "nccl", False), (USUAL + 0.01, "gloo", False),
+])  # fmt: skip
+def test_memory_without_room_for_an_error_is_told(
+    capsys: pytest.CaptureFixture[str], share: float, backend: str, *, is_told: bool
+) -> None:
+    plan = plan_of("tp")
+    memory_bytes = int(plan.prediction.peak_memory.device_bytes / share)
+    machines = replace(plan.machines, memory_bytes=memory_bytes, backend=backend)
+    note_plan(replace(plan, machines=machines))
+    assert ("the fullest device holds" in capsys.readouterr().err) == is_told
+
+
+def test_an_op_without_a_formula_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = trace(function(lambda a: torch.renorm(a, 2, 0, 1.0), (4, 4)).file())
+    note_unpriced(graph, infer_axes(graph))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "what aten.renorm.default computes (1 ×" in told
+    assert "% of all that a step moves" in told
+
+
+def test_what_is_expected_of_experts_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_rows(graph_of(tmp_path, WAYS["each choice"]), Constraints())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "6 masks part rows among experts (the first at" in told
+    assert "its even share of them, 16.7%" in told
