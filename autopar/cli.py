@@ -18,20 +18,20 @@ from autopar.command_line import Command, CommandGroup
 from autopar.console import tell_error, telling_what_takes_long
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
-# The function of each command, in the module of its name.
+# The module and the function of each command.
 FUNCTIONS = {
-    "inspect": "inspect",
-    "plan": "plan",
-    "explain": "explain_plan",
-    "diff": "diff",
-    "emit": "emit_script",
-    "verify": "verify_plan",
-    "dryrun": "dryrun",
-    "profile": "profile",
-    "run": "run",
-    "runs": "runs",
-    "ckpt": "ckpt",
-    "doctor": "doctor",
+    "inspect": "inspect.inspect",
+    "plan": "plan.plan",
+    "explain": "explain.explain_plan",
+    "diff": "explain.diff",
+    "emit": "emit.emit_script",
+    "verify": "verify.verify_plan",
+    "dryrun": "dryrun.dryrun",
+    "profile": "profile.profile",
+    "run": "run.run",
+    "runs": "run.runs",
+    "ckpt": "ckpt.ckpt",
+    "doctor": "doctor.doctor",
 }
 
 
@@ -39,8 +39,8 @@ class LazyCommands(Mapping[str, Any]):
     """What a group looks its commands up in."""
 
     def __getitem__(self, name: str) -> Any:
-        function_name = FUNCTIONS[name]
-        function = getattr(import_module(f"autopar.commands.{name}"), function_name)
+        module, _, function_name = FUNCTIONS[name].partition(".")
+        function = getattr(import_module(f"autopar.commands.{module}"), function_name)
         if isinstance(function, typer.Typer):  # several commands under one name
             group = typer.main.get_command(function)
             group.name = name

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 _FROM: Mapping[str, str] = MappingProxyType(
     {
+        "argparse": "Namespace",
         "collections.abc": "Callable Iterable Iterator Mapping Sequence",
         "functools": "partial",
         "itertools": "islice",
@@ -43,7 +44,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.weights": "Recipe load_weights record",
     }
 )
-_PLAIN = ("argparse", "copy", "importlib", "sys", "torch")
+_PLAIN = ("copy", "importlib", "sys", "torch")
 # Of the loop of plain PyTorch that `autopar verify --plain` writes, beside those.
 _FROM_ALONE: Mapping[str, str] = MappingProxyType(
     {

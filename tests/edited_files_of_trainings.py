@@ -44,6 +44,11 @@ _OPTIONS = {
     "--resume": "auto", "--eval-every": "10", "--early-stop": "3", "--data": "synthetic",
     "--last-rows": "pad", "--weight-decay": "0.1", "--warmup-steps": "10",
 }  # fmt: skip
+_SETTINGS = {
+    "STEPS": 1, "CLIP_NORM": 1.0, "SEED": 0, "DTYPE": "float32", "LOG_EVERY": 1, "EXPORT": "none",
+    "CHECKPOINT": "none", "CHECKPOINT_EVERY": 10, "KEEP": 3, "WORKERS": 0, "EVAL_EVERY": 5,
+    "CHECK_FIRST_STEP": False, "BETAS": (0.9, 0.95), "WEIGHT_DECAY": 0.1, "WARMUP_STEPS": 2000,
+}  # fmt: skip
 _EVERYWHERE = ("",)  # where any place may have another right value
 
 
@@ -120,11 +125,7 @@ def _read(path: Path) -> None:
     """Read options; those that are taken are none that no training has."""
     given = json.loads(path.read_text(encoding="utf-8"))
     words = [word for name, value in given.items() for word in (name, _text(value))]
-    options = read_options(
-        words, steps=1, clip=1.0, seed=0, dtype="float32", log_every=1, export="none",
-        checkpoint="none", checkpoint_every=10, keep=3, workers=0, eval_every=5,
-        check_first_step=False, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000,
-    )  # fmt: skip
+    options = read_options(words, _SETTINGS)
     for name, value in vars(options).items():
         assert _makes_sense(name, value), (name, value)
 

@@ -163,8 +163,9 @@ def _strange_names(
 ) -> Iterator[str]:
     """Yield names that nothing in the script defines, and any with two underscores in front."""
     defined = {*_defined(tree), *builtins, *_DUNDERS}
+    settings = {id(one) for call in _readings(tree) for one in ast.walk(call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in defined:
+        if isinstance(node, ast.Name) and node.id not in defined and id(node) not in settings:
             yield f"line {node.lineno}: the name {node.id}"
         if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not _is_super(node):
             yield f"line {node.lineno}: the attribute {node.attr}"
@@ -172,6 +173,12 @@ def _strange_names(
             for alias in node.names:
                 if alias.name not in modules and alias.asname not in ("model_file", "F"):
                     yield f"line {node.lineno}: import {alias.name}"
+
+
+def _readings(tree: ast.Module) -> Iterator[ast.Call]:
+    """Yield where the options are read: only they may see all constants of the script."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    yield from (call for call in calls if ast.unparse(call) == "read_options(argv, globals())")
 
 
 def _is_super(node: ast.Attribute) -> bool:

@@ -6,11 +6,12 @@ import argparse
 import math
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from autopar.runtime.ranks.refusal import OptionParser, as_typed, refuse
 NONE = "none"
 WEIGHTS_ENDING = ".safetensors"
 MOST_STEPS = 10**9
+_HALVES = ("bfloat16", "float16")
 MOST_EPOCHS, _LEAST_EPOCHS = 1e6, 1e-9
 _LEAST_WORKERS, _WORKERS_OF_PROCESSOR = 16, 4
 
@@ -88,11 +90,11 @@ MINUTES = Real(0.01, 1e6)
 DECAY = Real(0, 1e6)
 
 
-def workers_here() -> Whole:
-    """Return what reads the number of processes of a rank, which share the processors here."""
+def workers_here(text: str) -> int:
+    """Return a number of processes that read ahead for a rank; ranks share the processors here."""
     shared_by = max(number_in("LOCAL_WORLD_SIZE", usual=1), 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
-    return Whole(0, max(most, _LEAST_WORKERS))
+    return Whole(0, max(most, _LEAST_WORKERS))(text)
 
 
 def number_in(variable: str, *, usual: int) -> int:
@@ -149,116 +151,164 @@ class StartingWeights:
     may_lack: tuple[str, ...] = ()  # in which * stands for any characters
 
 
-def read_options(
-    argv: Sequence[str] | None,
-    *,
-    steps: int,
-    clip: float | None,
-    seed: int,
-    dtype: str,
-    log_every: int,
-    export: str,
-    checkpoint: str,
-    checkpoint_every: int,
-    keep: int,
-    check_first_step: bool,
-    workers: int | None = None,
-    eval_every: int | None = None,
-    betas: tuple[float, float] | None = None,
-    weight_decay: float | None = None,
-    warmup_steps: int | None = None,
-) -> argparse.Namespace:
-    """Return the options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option of scripts.
 
-    `workers` and `eval_every` are None where there is no such dataset, what AdamW and its schedule
-    are made of where the model file makes its own.
+    Its default is a `setting` of the script: a constant of this name. A script without the constant
+    that it `needs` has no such option, and the value is what it is `without`: without WORKERS there
+    is no dataset, without EVAL_EVERY no evaluation, without BETAS the model file's own optimizer.
     """
-    parser = OptionParser()
-    add = parser.add_argument
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--steps", **as_typed({"type": STEPS, "default": steps, "help": "how many to train"})
+
+    name: str
+    how: Mapping[str, Any]  # argparse reads it
+    setting: str = ""
+    needs: str = ""
+    without: Any = None
+    is_length: bool = False  # of a training: one of them at most is given
+
+    @property
+    def key(self) -> str:
+        """Its name among the options that are read."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+def _option(
+    name: str,
+    text: str,
+    *,
+    setting: str = "",
+    needs: str = "",
+    without: Any = None,
+    is_length: bool = False,
+    **how: Any,
+) -> Option:
+    return Option(
+        name=name,
+        how={"help": text, **how},
+        setting=setting,
+        needs=needs,
+        without=without,
+        is_length=is_length,
     )
-    add("--lr", type=RATE, help="a learning rate in place of the optimizer's own")
-    if betas is not None:
-        text = "of AdamW: of the mean of the gradients, and of their squares"
-        add("--betas", type=share_below_one, nargs=2, default=betas, metavar="BETA", help=text)
-        decayed = "of AdamW, on matrices"
-        add("--weight-decay", type=DECAY, default=weight_decay, help=decayed)
-    if warmup_steps is not None:
-        warmed = "until the highest rate; a tenth of all steps at most"
-        add("--warmup-steps", type=STEPS_OR_NEVER, default=warmup_steps, help=warmed)
-    parser.set_defaults(epochs=None, last_rows="run-on")
-    if workers is not None:
-        _add_rows(parser, length)
-        add("--data", choices=("dataset", "synthetic"), default="dataset")
-        add("--workers", type=workers_here(), default=workers, help="how many read ahead")
-    add("--clip", type=NORM, default=clip, help="largest gradient norm")
-    add("--seed", type=SEED, default=seed, help="of all that is drawn")
-    add("--weights", type=location, help="the .safetensors to start from")
-    add(
-        "--allow-missing",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help='parameters that --weights may lack, as "head.*": they start as they are constructed',
-    )
-    half = "float16" if dtype == "float16" else "bfloat16"  # float16 needs a loss that is scaled
-    add("--dtype", choices=(half, "float32", "float64"), default=dtype, help="to compute in")
-    add("--log-every", type=STEPS, default=log_every, help="steps to a line")
-    add("--json", action="store_true", help="log one JSON object a line")
-    add("--metrics", type=local_file, help="a file that gets one JSON object a line, too")
-    add("--profile-step", type=STEPS, metavar="STEP", help="measured apart on each rank")
-    add(
-        "--tensorboard",
-        type=local_folder,
+
+
+OPTIONS = (
+    _option("--steps", "how many to train", setting="STEPS", type=STEPS, is_length=True),
+    _option(
+        "--epochs", "how often to go through the dataset, or 0.5", type=times, metavar="N",
+        needs="WORKERS", is_length=True,
+    ),
+    _option(
+        "--last-rows", "of an epoch, too few for a step: they are one with rows of the next epoch, "
+        "none, or one of their own", choices=("run-on", "drop", "pad"), default="run-on",
+        needs="WORKERS", without="run-on",
+    ),
+    _option("--lr", "a learning rate in place of the optimizer's own", type=RATE),
+    _option(
+        "--betas", "of AdamW: of the mean of the gradients, and of their squares",
+        setting="BETAS", needs="BETAS", type=share_below_one, nargs=2, metavar="BETA",
+    ),
+    _option(
+        "--weight-decay", "of AdamW, on matrices",
+        setting="WEIGHT_DECAY", needs="WEIGHT_DECAY", type=DECAY,
+    ),
+    _option(
+        "--warmup-steps", "until the highest rate; a tenth of all steps at most",
+        setting="WARMUP_STEPS", needs="WARMUP_STEPS", type=STEPS_OR_NEVER,
+    ),
+    _option("--clip", "largest gradient norm", setting="CLIP_NORM", type=NORM),
+    _option("--seed", "of all that is drawn", setting="SEED", type=SEED),
+    _option(
+        "--data", "the dataset, or example_batch again and again", needs="WORKERS",
+        choices=("dataset", "synthetic"), default="dataset",
+    ),
+    _option(
+        "--workers", "how many read ahead", setting="WORKERS", needs="WORKERS", type=workers_here
+    ),
+    _option("--weights", "the .safetensors to start from", type=location),
+    _option(
+        "--allow-missing", 'parameters that --weights may lack, as "head.*": they start as they '
+        "are constructed", action="append", default=[], metavar="NAME",
+    ),
+    _option(
+        "--dtype", "to compute in; 16 bits are those of the plan", setting="DTYPE",
+        choices=(*_HALVES, "float32", "float64"),
+    ),
+    _option(
+        "--check-first-step", "compare the first loss with that of the whole model in plain "
+        "PyTorch, on rank 0", setting="CHECK_FIRST_STEP", action=argparse.BooleanOptionalAction,
+    ),
+    _option("--log-every", "steps to a line", setting="LOG_EVERY", type=STEPS),
+    _option("--json", "log one JSON object a line", action="store_true"),
+    _option("--metrics", "a file that gets one JSON object a line, too", type=local_file),
+    _option(
+        "--tensorboard", "where its curves are, for TensorBoard", type=local_folder,
         metavar="FOLDER",
-        help="where its curves are, for TensorBoard",
-    )
-    add(
-        "--check-first-step",
-        action=argparse.BooleanOptionalAction,
-        default=check_first_step,
-        help="compare the first loss with that of the whole model in plain PyTorch, on rank 0",
-    )
-    add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
-    add("--timeout", type=SECONDS, default=600, help="seconds without a step, after which it ends")
-    weights = "trained weights: .safetensors, a folder, or none"
-    add("--export", type=weights_or_none, default=export, help=weights)
-    folder = "the folder of checkpoints, or none"
-    add("--checkpoint", type=folder_or_none, default=checkpoint, help=folder)
-    add("--checkpoint-every", type=STEPS, default=checkpoint_every, help="steps to a checkpoint")
-    add("--checkpoint-minutes", type=MINUTES, help="one is also written after so long")
-    add("--keep", type=COUNT, default=keep, help="how many of the newest checkpoints stay")
-    add("--keep-every", type=STEPS, metavar="STEPS", help="of every so many steps one stays")
-    add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
-    parser.set_defaults(eval_every=0, early_stop=None, export_best=False)
-    if eval_every is not None:
-        every = "steps to an evaluation"
-        add("--eval-every", type=STEPS_OR_NEVER, default=eval_every, help=every)
-        add("--early-stop", type=STEPS, help="evaluations without a better one until it ends")
-        best = "export the weights of the best evaluation, of which there is a checkpoint"
-        add("--export-best", action="store_true", help=best)
-    return _together(parser.parse_args(argv), parser)
+    ),
+    _option("--profile-step", "measured apart on each rank", type=STEPS, metavar="STEP"),
+    _option(
+        "--on-nan", "where the loss is no number", choices=("stop", "go-on"), default="stop"
+    ),
+    _option(
+        "--timeout", "seconds without a step, after which it ends", type=SECONDS, default=600
+    ),
+    _option(
+        "--eval-every", "steps to an evaluation", setting="EVAL_EVERY", needs="EVAL_EVERY",
+        without=0, type=STEPS_OR_NEVER,
+    ),
+    _option(
+        "--early-stop", "evaluations without a better one until it ends", needs="EVAL_EVERY",
+        type=STEPS,
+    ),
+    _option(
+        "--export", "trained weights: .safetensors, a folder, or none", setting="EXPORT",
+        type=weights_or_none,
+    ),
+    _option(
+        "--export-best", "export the weights of the best evaluation, of which there is a "
+        "checkpoint", needs="EVAL_EVERY", without=False, action="store_true",
+    ),
+    _option(
+        "--checkpoint", "the folder of checkpoints, or none", setting="CHECKPOINT",
+        type=folder_or_none,
+    ),
+    _option(
+        "--checkpoint-every", "steps to a checkpoint", setting="CHECKPOINT_EVERY", type=STEPS
+    ),
+    _option("--checkpoint-minutes", "one is also written after so long", type=MINUTES),
+    _option("--keep", "how many of the newest checkpoints stay", setting="KEEP", type=COUNT),
+    _option("--keep-every", "of every so many steps one stays", type=STEPS, metavar="STEPS"),
+    _option("--resume", "auto (the newest whole checkpoint), a folder step-N, or never"),
+)  # fmt: skip
 
 
-def _add_rows(parser: OptionParser, length: argparse._MutuallyExclusiveGroup) -> None:
-    """Add what is said of the rows of a dataset."""
-    often = {"type": times, "metavar": "N", "help": "how often to go through the dataset, or 0.5"}
-    length.add_argument("--epochs", **as_typed(often))
-    parser.add_argument(
-        "--last-rows",
-        choices=("run-on", "drop", "pad"),
-        default="run-on",
-        help="of an epoch, too few for a step: they are one with rows of the next epoch, none, or "
-        "one of their own",
-    )
+def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the options of a script; what is not given is as its constants have it."""
+    parser = OptionParser()
+    length = parser.add_mutually_exclusive_group()
+    for one in OPTIONS:
+        if one.needs and one.needs not in settings:
+            parser.set_defaults(**{one.key: one.without})
+            continue
+        how = {**one.how, "default": settings[one.setting]} if one.setting else one.how
+        (length if one.is_length else parser).add_argument(one.name, **as_typed(how))
+    return _together(parser.parse_args(argv), parser, str(settings["DTYPE"]))
 
 
-def _together(options: argparse.Namespace, parser: OptionParser) -> argparse.Namespace:
+def _together(
+    options: argparse.Namespace, parser: OptionParser, planned: str
+) -> argparse.Namespace:
     """Return options as the training takes them; leave where two of them contradict each other."""
+    if options.dtype in _HALVES and options.dtype != (
+        planned if planned in _HALVES else "bfloat16"
+    ):
+        parser.error(
+            f"--dtype {options.dtype}: this script is written for {planned}, and float16 alone "
+            "needs a loss that is scaled; plan for it with --precision"
+        )
     options.dtype = getattr(torch, options.dtype)
-    if "betas" in options:
+    if options.betas is not None:
         options.betas = tuple(options.betas)
     may_lack = tuple(options.allow_missing)
     if options.weights is not None:

@@ -28,12 +28,12 @@ Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 682f595a20dd6829, plan eb034bb2b3223845.
+# Written by autopar 0.2.0, which keeps changes by hand: 5b4d15910a6314ee, plan eb034bb2b3223845.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -266,7 +266,7 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
     """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
         new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
@@ -281,7 +281,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parse_args(argv)
+    options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
@@ -317,24 +317,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export()
     stop(mesh)
     return [model], losses
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of the command line; what is not given is as set above."""
-    return read_options(
-        argv,
-        steps=STEPS,
-        clip=CLIP_NORM,
-        seed=SEED,
-        dtype=DTYPE,
-        log_every=LOG_EVERY,
-        export=EXPORT,
-        checkpoint=CHECKPOINT,
-        checkpoint_every=CHECKPOINT_EVERY,
-        keep=KEEP,
-        check_first_step=CHECK_FIRST_STEP,
-        workers=WORKERS,
-    )
 
 
 if __name__ == "__main__":

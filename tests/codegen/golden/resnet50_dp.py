@@ -25,12 +25,12 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 2c9b51fe0679c85c, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: 6193581374aff9f0, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -159,7 +159,7 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
     """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
         new_batch,
@@ -180,7 +180,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parse_args(argv)
+    options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
@@ -211,24 +211,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export()
     stop(mesh)
     return [model], losses
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of the command line; what is not given is as set above."""
-    return read_options(
-        argv,
-        steps=STEPS,
-        clip=CLIP_NORM,
-        seed=SEED,
-        dtype=DTYPE,
-        log_every=LOG_EVERY,
-        export=EXPORT,
-        checkpoint=CHECKPOINT,
-        checkpoint_every=CHECKPOINT_EVERY,
-        keep=KEEP,
-        check_first_step=CHECK_FIRST_STEP,
-        workers=WORKERS,
-    )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 7f646dc7d9b78315, plan b1f0f4c39ecd8288.
+# Written by autopar 0.2.0, which keeps changes by hand: bc71e8387bf9ccce, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -196,7 +196,7 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
     """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
         new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
@@ -211,7 +211,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) ->
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parse_args(argv)
+    options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
@@ -245,27 +245,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export()
     stop(mesh)
     return model.parts, losses
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of the command line; what is not given is as set above."""
-    return read_options(
-        argv,
-        steps=STEPS,
-        clip=CLIP_NORM,
-        seed=SEED,
-        dtype=DTYPE,
-        log_every=LOG_EVERY,
-        export=EXPORT,
-        checkpoint=CHECKPOINT,
-        checkpoint_every=CHECKPOINT_EVERY,
-        keep=KEEP,
-        check_first_step=CHECK_FIRST_STEP,
-        workers=WORKERS,
-        betas=BETAS,
-        weight_decay=WEIGHT_DECAY,
-        warmup_steps=WARMUP_STEPS,
-    )
 
 
 if __name__ == "__main__":

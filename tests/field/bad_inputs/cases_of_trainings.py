@@ -53,6 +53,17 @@ def _options() -> Iterator[tuple[str, Case]]:
         ("--checkpoint-every 5 --keep-every 7", "--keep-every 7 is no multiple of"),
         ("--early-stop 2", "unrecognized arguments: --early-stop"),
         ("--metr m.jsonl", "unrecognized arguments: --metr"),
+        ("--epochs 2", "unrecognized arguments: --epochs"),
+        ("--last-rows pad", "unrecognized arguments: --last-rows"),
+        ("--betas 0.9", "argument --betas: expected 2 arguments"),
+        ("--betas 0.9 1", "argument --betas: 1 is not a number below 1"),
+        ("--betas nan 0.9", "argument --betas: nan is not a number of 0 or more"),
+        ("--weight-decay -1", "argument --weight-decay: -1 is not a number of 0 or more"),
+        ("--warmup-steps 1.5", "argument --warmup-steps: 1.5 is not a whole number"),
+        ("--checkpoint-minutes 0", "argument --checkpoint-minutes: 0 is not a number of 0.01"),
+        ("--checkpoint-minutes 1e9", "argument --checkpoint-minutes: 1e9 is more than 1e+06"),
+        ("--export-best", "unrecognized arguments: --export-best"),
+        ("--dtype float16", "--dtype float16: this script is written for float32"),
     ):
         yield words, _script(words, told)
 

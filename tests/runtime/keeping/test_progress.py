@@ -33,10 +33,11 @@ CPU: Planned = ("cpu", 0.5, 0.4)
 
 def options(*words: str) -> argparse.Namespace:
     settings: dict[str, Any] = {
-        "steps": 40, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
-        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, "check_first_step": False,
+        "STEPS": 40, "CLIP_NORM": 1.0, "SEED": 0, "DTYPE": "float32", "LOG_EVERY": 1,
+        "EXPORT": "none", "CHECKPOINT": "none", "CHECKPOINT_EVERY": 10, "KEEP": 3,
+        "CHECK_FIRST_STEP": False,
     }  # fmt: skip
-    return read_options(words, **settings)
+    return read_options(words, settings)
 
 
 def metrics_of(given: argparse.Namespace, mesh: Mesh) -> Metrics:

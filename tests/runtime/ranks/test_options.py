@@ -15,10 +15,12 @@ from autopar.runtime.ranks.options import StartingWeights, read_options
 
 def read(*words: str, **more: Any) -> Namespace:
     settings: dict[str, Any] = {
-        "steps": 1, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
-        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, "check_first_step": False, **more,
+        "STEPS": 1, "CLIP_NORM": 1.0, "SEED": 0, "DTYPE": "float32", "LOG_EVERY": 1,
+        "EXPORT": "none", "CHECKPOINT": "none", "CHECKPOINT_EVERY": 10, "KEEP": 3,
+        "CHECK_FIRST_STEP": False,
     }  # fmt: skip
-    return read_options(words, **settings)
+    settings |= {name.upper(): value for name, value in more.items()}
+    return read_options(words, settings)
 
 
 def test_weights_come_with_what_they_may_lack(capsys: pytest.CaptureFixture[str]) -> None:
