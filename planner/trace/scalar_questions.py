@@ -186,7 +186,7 @@ def fixing_noted() -> Iterator[list[str]]:
         yield places
 
 
-_OWN = str(Path(__file__).parent.parent)
+_OWN = str(Path(__file__).parent)
 _ONLY_FASTER = (transformer.__file__, "_detect_is_causal_mask")
 
 

@@ -6,4 +6,4 @@ from autopar.runtime.keeping.watch import place_of_main_thread
 
 
 def test_a_place_is_the_innermost_line_of_no_library() -> None:
-    assert "in place_of_main_thread (places_in_code.py, line " in place_of_main_thread()
+    assert "in place_of_main_thread (watch.py, line " in place_of_main_thread()
