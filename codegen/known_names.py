@@ -16,8 +16,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows in_float32 loss_in placed read_batches read_dataset "
-            "scale_loss summed_rows weighed_ahead weighed_terms_ahead with_plain"
+            "Batch Weighed gathered_rows in_float32 loss_in to_device read_batches read_dataset "
+            "scale_loss summed_rows weighted weighted_terms with_plain"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": (
@@ -25,7 +25,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
-            "ROWS Crossing StagePart freeze keep_apart named names_of numbered submodules "
+            "ROWS Crossing StagePart freeze keep_apart named names_of expand submodules "
             "take_classes"
         ),
         "autopar.runtime.optimizer": (
@@ -36,7 +36,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
         ),
         "autopar.runtime.ranks": (
-            "Axis Mesh note_changes read_options refuse_changes seed_all start stop "
+            "Axis Mesh warn_if_changed read_options refuse_changes seed_all start stop "
             "tell_errors_once"
         ),
         "autopar.runtime.recompute": "recompute update_once",

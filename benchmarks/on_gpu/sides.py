@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from autopar.runtime.data.batches import placed, synthetic_batches
+from autopar.runtime.data.batches import synthetic_batches, to_device
 from autopar.runtime.data.loss import in_float32, loss_in
 from autopar.runtime.optimizer import adamw
 from autopar.runtime.ranks.mesh import Mesh, start
@@ -199,7 +199,7 @@ class _Plain:
         drawn = synthetic_batches(
             self._file.example_batch, self.mesh, rows=(1, job.rows), seed=SEED
         )
-        self._batch = placed(next(drawn), self.mesh, torch.float32)
+        self._batch = to_device(next(drawn), self.mesh, torch.float32)
         self._keys = build(self._file, device="meta", dtype=None, batch_size=job.rows).step.keys
         self._dtype = dtype
 

@@ -113,7 +113,7 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
             after.append(f"{identifier(one.name)} = {_dotted(one.qualname)}")
         else:
             lines.append(f"from {_dotted(one.module)} import {identifier(outer)}{called}")
-    said = remark("where the model file is, seen from here: to be changed when either moves")
+    said = remark("the folder of the model file, seen from here; change it when either moves")
     path = f"{said}\n{call('sys.path.insert', '0', call('str', place)).laid_out()}"
     imported = sorted_imports(lines)
     parts = [path, *([imported] if imported else [])]

@@ -98,7 +98,7 @@ def _outermost(name: str, others: Collection[str]) -> str:
 
 
 def numbered_tuple(names: Iterable[str]) -> Bracketed:
-    """Return a tuple of names as Python, those that count up as `numbered("h.*", range(4))`."""
+    """Return a tuple of names as Python, those that count up as `expand("h.*", range(4))`."""
     runs = tuple(numbered_runs(names))
     if len(runs) == 1 and isinstance(runs[0], Bracketed):
         return Bracketed(runs[0].opening.removeprefix("*"), runs[0].items, runs[0].closing)
@@ -106,7 +106,7 @@ def numbered_tuple(names: Iterable[str]) -> Bracketed:
 
 
 def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
-    """Yield names as Python, those that count up as `*numbered(…)`."""
+    """Yield names as Python, those that count up as `*expand(…)`."""
     run: list[str] = []
     for name in names:
         if run and not _follows(run[-1], name):
@@ -119,7 +119,7 @@ def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
 def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
     """Yield the names of a table as Python, with their values; those that count up as one call.
 
-    That is `numbered("h.*.attn", range(1, 4))` for three names of one value.
+    That is `expand("h.*.attn", range(1, 4))` for three names of one value.
     """
     numbers: dict[tuple[str, Value], list[int]] = {}
     for name, value in table.items():
@@ -135,7 +135,7 @@ def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed,
             yield literal(name), value
         elif (pattern, value) not in told:
             told.add((pattern, value))
-            yield call("numbered", literal(pattern), f"range({bounds})"), value
+            yield call("expand", literal(pattern), f"range({bounds})"), value
 
 
 def _range(numbers: Sequence[int]) -> str | None:
@@ -167,7 +167,7 @@ def _told(run: list[str]) -> Iterator[str | Bracketed]:
         return
     pattern, first = _numbered(run[0])
     bounds = f"{first}, {first + len(run)}" if first else f"{len(run)}"
-    yield call("*numbered", literal(pattern), f"range({bounds})")
+    yield call("*expand", literal(pattern), f"range({bounds})")
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
@@ -288,4 +288,4 @@ def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
     names = (one for one, _ in numbered_rows(summed))
-    return assigned("SUMMED", tuple_of(*map(unpacked, names)))
+    return assigned("REPLICATED", tuple_of(*map(unpacked, names)))

@@ -78,11 +78,11 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield ScriptSetting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
     if is_scheduled_here(plan):
-        warmed = "to LEARNING_RATE, at most a tenth of all; --warmup-steps"
+        warmed = "steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps"
         yield ScriptSetting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
-        final = "of LEARNING_RATE, to which a cosine falls by the last step"
+        final = "the cosine ends at this share of LEARNING_RATE"
         yield ScriptSetting("FINAL_SHARE", literal(USUAL.final_share), final)
-    clipped = "of all gradients together, at most; 0: they stay as they are; --clip"
+    clipped = "largest norm of all gradients together; 0: no clipping; --clip"
     yield ScriptSetting("CLIP_NORM", literal(CLIP_NORM), clipped)
     yield ScriptSetting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
     precision = plan.arrangement.precision
@@ -91,14 +91,16 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting(
             "LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows"
         )
-        yield ScriptSetting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
+        yield ScriptSetting(
+            "CALM_STEPS", literal(2000), "after so many without overflow LOSS_SCALE doubles"
+        )
     kept = "file or folder of the trained weights, or none; --export"
     yield ScriptSetting("EXPORT", literal("model.safetensors"), kept)
     yield ScriptSetting(
-        "CHECKPOINT", literal("none"), "folder of all that it takes to go on; --checkpoint"
+        "CHECKPOINT", literal("none"), "folder of checkpoints, or none; --checkpoint"
     )
     yield ScriptSetting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
-    yield ScriptSetting("KEEP", literal(3), "checkpoints, the newest ones; --keep")
+    yield ScriptSetting("KEEP", literal(3), "newest checkpoints that stay; --keep")
     checked = "compare the first loss with plain PyTorch's; --check-first-step"
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
@@ -107,7 +109,7 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
             "WORKERS", literal(0), "processes that read ahead for this rank; --workers"
         )
     if synchronises_batch_norms(plan):
-        meaning = "over all data ranks, as one device would; False: on each"
+        meaning = "statistics over all data ranks, as on one device; False: on each"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
@@ -161,13 +163,13 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting(
             "MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank"
         )
-    count = "of a data rank in a step, their gradients summed"
+    count = "gradient accumulation steps of a data rank"
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     yield from _sharding(arranged)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
-        per_rank = "of consecutive layers each"
+        per_rank = "stages of consecutive layers on each rank"
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds of a step, MFU")
@@ -204,7 +206,7 @@ def _sharding(arranged: Arrangement) -> Iterator[ScriptSetting]:
     yield ScriptSetting("ZERO", literal(arranged.zero.value), _ZERO_WORDS[arranged.zero])
     if arranged.data > 1:
         if arranged.zero < Zero.GRADIENTS:
-            bucket = "gradients that travel together, beside the backward"
+            bucket = "gradients are sent in buckets, beside the backward"
             yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
         if arranged.compressed_gradients:
             yield ScriptSetting("COMPRESS", literal(True), "gradients travel in 16 bits")
@@ -275,7 +277,7 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
 
 
 def _chosen(plan: Plan) -> Iterator[str]:
-    yield from _wrapped(f"Chosen here, as nobody said: {'; '.join(chosen(plan))}.")
+    yield from _wrapped(f"Not given, so chosen: {'; '.join(chosen(plan))}.")
 
 
 def _predicted_words(plan: Plan) -> Iterator[str]:

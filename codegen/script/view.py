@@ -199,7 +199,7 @@ def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
         return Source()
     found = numbered_rows(patterns(classes, subject.modules))
     rows = [(*row(names, identifier(kind)), "") for names, kind in found]
-    return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
+    return table("CLASSES: dict[str, type[nn.Module]]", ("{", "}"), rows)
 
 
 def _own_rows_table(opened: OpenedSource) -> Source:
@@ -323,7 +323,7 @@ def _wrapping(plan: Plan, *, is_summed: bool, has_ties: bool) -> Source:
     if plan.arrangement.zero is Zero.OPTIMIZER and plan.arrangement.shard > 1:
         if has_ties:
             before = "tied = [tie.names for tie in TIES]\n    "
-            arguments.append("apart=[*tied, SUMMED]" if is_summed else "apart=tied")
+            arguments.append("apart=[*tied, REPLICATED]" if is_summed else "apart=tied")
         elif is_summed:
-            arguments.append("apart=[SUMMED]")
+            arguments.append("apart=[REPLICATED]")
     return Source(before + call("wrap", *arguments).laid_out(before=4, indent=4))

@@ -7,9 +7,9 @@ from autopar.runtime.data.batches import (
     Batch,
     Weighed,
     gathered_rows,
-    placed,
     read_batches,
     read_dataset,
+    to_device,
 )
 from autopar.runtime.data.loss import (
     in_float32,
@@ -17,8 +17,8 @@ from autopar.runtime.data.loss import (
     mean_loss,
     scale_loss,
     summed_rows,
-    weighed_ahead,
-    weighed_terms_ahead,
+    weighted,
+    weighted_terms,
     with_plain,
 )
 
@@ -29,12 +29,12 @@ __all__ = [
     "in_float32",
     "loss_in",
     "mean_loss",
-    "placed",
     "read_batches",
     "read_dataset",
     "scale_loss",
     "summed_rows",
-    "weighed_ahead",
-    "weighed_terms_ahead",
+    "to_device",
+    "weighted",
+    "weighted_terms",
     "with_plain",
 ]

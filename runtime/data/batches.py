@@ -375,7 +375,7 @@ def example_of(example_batch: Example, rows: int, seed: int) -> Batch:
     return {key: value for key, value in whole.items() if isinstance(value, Tensor)}
 
 
-def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
+def to_device(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
     """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so."""
     return {
         key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)

@@ -32,7 +32,7 @@ def as_counted(counts: Tensor, _: float) -> Tensor:
     return counts
 
 
-def weighed_ahead(
+def weighted(
     data: Iterator[Weighed],
     valid_targets: Callable[[Mapping[str, Any]], Tensor],
     mesh: Mesh,
@@ -50,7 +50,7 @@ def weighed_ahead(
     return ((batch, share) for batch, _, share in ahead)
 
 
-def weighed_terms_ahead(
+def weighted_terms(
     data: Iterator[Weighed],
     valid_targets: Callable[[Mapping[str, Any]], Tensor],
     mesh: Mesh,

@@ -160,7 +160,7 @@ class Evaluation:
         metrics = RowMetrics(self._measure, self._rows.mesh)
         with self._untouched(self._rows, metrics):
             batch, times = next(iter(self._rows))
-            given = self._rows.placed(weighed_alike(batch, self._terms))
+            given = self._rows.to_device(weighed_alike(batch, self._terms))
             _ = list(self._losses([given]))
             metrics.add(self._rows.whole(given), times)
 
@@ -212,7 +212,7 @@ class Evaluation:
 
         def given() -> Iterator[Batch]:
             for batch, times in rows:
-                placed = rows.placed(self._weighed(batch, rows))
+                placed = rows.to_device(self._weighed(batch, rows))
                 under_way.append((batch, times, placed))
                 yield placed
 

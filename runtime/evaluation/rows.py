@@ -15,7 +15,7 @@ from autopar.runtime.data.batches import (
     Example,
     example_of,
     gathered_rows,
-    placed,
+    to_device,
 )
 from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
 from autopar.runtime.data.row_faults import columns_of
@@ -201,9 +201,9 @@ class EvaluationRows:
         with refusals_of_workers():
             yield from zip(agreed(iter(loader), sharers, mesh.device), times, strict=True)
 
-    def placed(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         """Return a microbatch as the model takes it: on its device, with all rows that it needs."""
-        batch = placed(batch, self.mesh, self.options.dtype)
+        batch = to_device(batch, self.mesh, self.options.dtype)
         if self.rows_over.size == 1:
             return batch
         return gathered_rows(batch, self.own, self.rows_over, rows=self.dealer.size)

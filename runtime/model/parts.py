@@ -39,7 +39,7 @@ def class_with_forward(module: nn.Module) -> type[nn.Module]:
 Value = TypeVar("Value")
 
 
-def numbered(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
+def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
     """Put numbers in the place of the star: ("h.*", range(2)) gives ("h.0", "h.1")."""
     before, _, behind = pattern.partition("*")
     return tuple(f"{before}{number}{behind}" for number in numbers)

@@ -6,12 +6,11 @@ Scripts import from here; files import from each other.
 from autopar.runtime.ranks.mesh import Axis, Mesh, join_streams, start, stop
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
-from autopar.runtime.ranks.user_code import note_changes, refuse_changes, tell_errors_once
+from autopar.runtime.ranks.user_code import refuse_changes, tell_errors_once, warn_if_changed
 
 __all__ = [
     "Axis",
     "Mesh",
-    "note_changes",
     "read_options",
     "refuse_changes",
     "seed_all",
@@ -19,6 +18,7 @@ __all__ = [
     "start",
     "stop",
     "tell_errors_once",
+    "warn_if_changed",
 ]
 
 join_streams()  # as early as can be: a model file may print while it is imported

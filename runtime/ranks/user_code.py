@@ -219,7 +219,7 @@ def source_digest(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def note_changes(model_file: ModuleType, names: Iterable[str], digest: str, mesh: Mesh) -> None:
+def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, mesh: Mesh) -> None:
     """Say on the first rank that the model file, or one that it imports, is another one by now.
 
     The names of the files are seen from the folder of the model file.

@@ -58,7 +58,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
-_SEEDING = "    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank\n"
+_SEEDING = "    seed_all(options.seed, mesh)  # each data rank has dropout of its own\n"
 _CLIP = "    norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
 _CLIP_WHOLE = "    norm = clip_by_global_norm([model], clip, mesh)\n"
 _STEP = "    optimizer.step()\n"
@@ -136,7 +136,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         "tp, sequence": (
             Edit("gradients are kept", "    optimizer.zero_grad()\n"),
             Edit("gradients of shared norms not summed",
-                 "    sum_replicated([model], SUMMED, mesh.tensor)\n"),
+                 "    sum_replicated([model], REPLICATED, mesh.tensor)\n"),
             Edit("sequence not gathered before the loss",
                  "gather(self.ln_f(x), 1, self.tensor)", "self.ln_f(x)"),
             Edit("partial sums sliced, not added up",

@@ -68,7 +68,7 @@ CLIPPED = "norm = clip_by_global_norm("
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
-        ("placed(batch, mesh, options.dtype)", "dict(batch)", "pretended"),
+        ("to_device(batch, mesh, options.dtype)", "dict(batch)", "pretended"),
         (
             CLIPPED,
             f"torch.distributed.all_reduce(torch.ones(1))\n    {CLIPPED}",

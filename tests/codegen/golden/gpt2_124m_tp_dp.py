@@ -7,8 +7,8 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
-Chosen here, as nobody said: 8 rows for each device (--global-batch); gradients clipped to a norm of
-1 (CLIP_NORM).
+Not given, so chosen: 8 rows for each device (--global-batch); gradients clipped to a norm of 1
+(CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 34.43 ms per step, 1,903,432 tokens/s, 21.0% of the peak FLOPs
     compute 28.24 ms, tensor communication 2.511 ms, exposed data parallel 1.69 ms, framework
@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 5b4d15910a6314ee, plan eb034bb2b3223845.
+# Written by autopar 0.2.0, which keeps changes by hand: bf80858f5fce05bf, plan eb034bb2b3223845.
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from autopar.runtime.data import (
     Batch,
     Weighed,
     in_float32,
-    placed,
     read_batches,
     read_dataset,
     scale_loss,
-    weighed_ahead,
+    to_device,
+    weighted,
 )
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
@@ -88,14 +88,14 @@ from autopar.runtime.tensor import (
 from autopar.runtime.weights import Recipe, load_weights, record
 
 if __name__ == "__main__":
-    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
+    tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# where the model file is, seen from here: to be changed when either moves
+# the folder of the model file, seen from here; change it when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import gpt2 as model_file
 from gpt2 import GPT2, SelfAttention
 
-# The functions of the model file, with the arguments that were planned for.
+# What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="124m")
 new_batch = partial(model_file.example_batch, size="124m")
 new_loss = in_float32(model_file.loss)
@@ -106,13 +106,13 @@ new_scheduler = model_file.build_scheduler
 # --------------------------------------------------------------------------------- settings
 
 STEPS = 100  # --steps
-CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
-CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
+CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # checkpoints, the newest ones; --keep
+KEEP = 3  # newest checkpoints that stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
@@ -123,10 +123,10 @@ PIPELINE = 1  # no pipeline
 DATA = 4  # data ranks: each has rows of its own
 TENSOR = 2  # tensor ranks: they share every microbatch
 MICROBATCH = 16  # rows at a time on a data rank
-MICROBATCHES = 1  # of a data rank in a step, their gradients summed
+MICROBATCHES = 1  # gradient accumulation steps of a data rank
 SHARD = 4  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
-BUCKET_BYTES = 100 * 2**20  # gradients that travel together, beside the backward
+BUCKET_BYTES = 100 * 2**20  # gradients are sent in buckets, beside the backward
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 of each row
 PREDICTED = ("h100-sxm", 0.03443, 0.2101)  # device, seconds of a step, MFU
@@ -197,7 +197,7 @@ def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Te
     )
 
 
-OPENED: dict[str, type[nn.Module]] = {
+CLASSES: dict[str, type[nn.Module]] = {
     "h.*.attn": TensorParallelSelfAttention,
     "": TensorParallelGPT2,
 }
@@ -208,7 +208,7 @@ SPLITS = {
     "h.*.attn.c_attn.weight": Split(0, ((12, 64),) * 3),  # heads
     "h.*.attn.c_attn.bias": Split(0, ((12, 64),) * 3),  # heads
 }
-SUMMED = (
+REPLICATED = (
     "h.*.ln_1.weight",
     "h.*.ln_1.bias",
     "h.*.attn.c_proj.weight",
@@ -229,9 +229,9 @@ SUMMED = (
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
     """Build the model without memory, cut as planned, and return how to make its weights."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
-    take_classes(model, OPENED, mesh.tensor)
+    take_classes(model, CLASSES, mesh.tensor)
     shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
-    wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[SUMMED])
+    wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[REPLICATED])
     return model, recipe
 
 
@@ -256,7 +256,7 @@ def train_step(
         loss = scale_loss(loss_of(model, batch, mesh.tensor), scale)
         loss.backward()
         total += loss.detach()
-    sum_replicated([model], SUMMED, mesh.tensor)
+    sum_replicated([model], REPLICATED, mesh.tensor)
     norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)
     optimizer.step()
     optimizer.zero_grad()
@@ -271,9 +271,9 @@ def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator
     data = read_batches(
         new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
     )
-    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
+    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
+    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -283,18 +283,18 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
-    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # Where there is a checkpoint, the training goes on from it.
+    # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # those that --epochs come to
+    options.steps = keeper.steps  # or as many as --epochs needs
     data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
+        plainly = Plainly(new_model, new_batch, new_loss)  # the model on one device
         data = first_step_checked(
             data,
             one_by_one(partial(loss_of, model, tensor=mesh.tensor)),
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             options,
             mesh,
         )
-    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)

@@ -7,8 +7,8 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST resnet50_dp.py
 
-Chosen here, as nobody said: 64 rows for each device (--global-batch); gradients clipped to a norm
-of 1 (CLIP_NORM).
+Not given, so chosen: 64 rows for each device (--global-batch); gradients clipped to a norm of 1
+(CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 19.48 ms per step, 26,284 samples/s, 8.1% of the peak FLOPs
     compute 15.92 ms, exposed data parallel 1.794 ms, framework 1.72 ms
@@ -25,7 +25,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 6193581374aff9f0, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: f8910122b3cbc226, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from autopar.runtime.data import (
     Batch,
     Weighed,
     in_float32,
-    placed,
     read_batches,
     read_dataset,
     scale_loss,
-    weighed_ahead,
+    to_device,
+    weighted,
 )
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
@@ -57,23 +57,23 @@ from autopar.runtime.keeping import Keeper
 from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
 from autopar.runtime.ranks import (
     Mesh,
-    note_changes,
     read_options,
     seed_all,
     start,
     stop,
     tell_errors_once,
+    warn_if_changed,
 )
 from autopar.runtime.weights import Recipe, load_weights, record
 
 if __name__ == "__main__":
-    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
+    tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# where the model file is, seen from here: to be changed when either moves
+# the folder of the model file, seen from here; change it when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import resnet as model_file
 
-# The functions of the model file, with the arguments that were planned for.
+# What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="50")
 new_batch = partial(model_file.example_batch, size="50")
 new_loss = in_float32(model_file.loss)
@@ -84,17 +84,17 @@ new_scheduler = model_file.build_scheduler
 # --------------------------------------------------------------------------------- settings
 
 STEPS = 100  # --steps
-CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
-CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
+CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # checkpoints, the newest ones; --keep
+KEEP = 3  # newest checkpoints that stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
-SYNC_BATCH_NORM = True  # over all data ranks, as one device would; False: on each
+SYNC_BATCH_NORM = True  # statistics over all data ranks, as on one device; False: on each
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -102,10 +102,10 @@ PIPELINE = 1  # no pipeline
 DATA = 8  # data ranks: each has rows of its own
 TENSOR = 1  # tensor ranks: they share every microbatch
 MICROBATCH = 64  # rows at a time on a data rank
-MICROBATCHES = 1  # of a data rank in a step, their gradients summed
+MICROBATCHES = 1  # gradient accumulation steps of a data rank
 SHARD = 8  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
-BUCKET_BYTES = 25 * 2**20  # gradients that travel together, beside the backward
+BUCKET_BYTES = 25 * 2**20  # gradients are sent in buckets, beside the backward
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows of a step
 SAMPLES_PER_STEP = GLOBAL_BATCH  # a row is one
 PREDICTED = ("h100-sxm", 0.01948, 0.08072)  # device, seconds of a step, MFU
@@ -170,9 +170,9 @@ def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator
         skip=skip,
         repeats=False,
     )
-    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
+    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
+    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -182,22 +182,22 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
-    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
+    warn_if_changed(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # Where there is a checkpoint, the training goes on from it.
+    # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # those that --epochs come to
+    options.steps = keeper.steps  # or as many as --epochs needs
     data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
+        plainly = Plainly(new_model, new_batch, new_loss)  # the model on one device
         data = first_step_checked(
             data, one_by_one(partial(loss_of, model)), [model], plainly, options, mesh
         )
-    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
     progress = keeper.progress(SAMPLES_PER_STEP, "samples", PREDICTED)

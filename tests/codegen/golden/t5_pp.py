@@ -7,10 +7,10 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
-Chosen here, as nobody said: 16 rows for each device (--global-batch); AdamW with a rate of 0.0003,
-betas of 0.9 and 0.95, and a decay of 0.1 for matrices alone (build_optimizer); a warm-up to that
-rate over 2,000 steps, a tenth of all at most, and a cosine from it down to 0.1 of it
-(build_scheduler); gradients clipped to a norm of 1 (CLIP_NORM).
+Not given, so chosen: 16 rows for each device (--global-batch); AdamW with a rate of 0.0003, betas
+of 0.9 and 0.95, and a decay of 0.1 for matrices alone (build_optimizer); a warm-up to that rate
+over 2,000 steps, a tenth of all at most, and a cosine from it down to 0.1 of it (build_scheduler);
+gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 2 × h100-sxm: 40.04 ms per step, 409,155 tokens/s, 17.5% of the peak FLOPs
     compute 29.91 ms, pipeline bubble 6.103 ms, optimizer 1.466 ms, framework 2.24 ms
@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: bc71e8387bf9ccce, plan b1f0f4c39ecd8288.
+# Written by autopar 0.2.0, which keeps changes by hand: 58a7c0dbf3f756ec, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.data import Weighed, placed, read_batches, read_dataset, weighed_ahead
+from autopar.runtime.data import Weighed, read_batches, read_dataset, to_device, weighted
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
@@ -69,14 +69,14 @@ from autopar.runtime.ranks import (
 from autopar.runtime.weights import Recipe, load_weights, record
 
 if __name__ == "__main__":
-    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
+    tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# where the model file is, seen from here: to be changed when either moves
+# the folder of the model file, seen from here; change it when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import t5 as model_file
 from t5 import T5
 
-# The functions of the model file, with the arguments that were planned for.
+# What the model file defines, with the arguments of the plan.
 new_model = partial(model_file.build_model, size="base")
 new_batch = partial(model_file.example_batch, size="base")
 new_dataset = partial(model_file.build_dataset, size="base")
@@ -87,15 +87,15 @@ STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 BETAS = (0.9, 0.95)  # of AdamW; --betas
 WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
-WARMUP_STEPS = 2000  # to LEARNING_RATE, at most a tenth of all; --warmup-steps
-FINAL_SHARE = 0.1  # of LEARNING_RATE, to which a cosine falls by the last step
-CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+WARMUP_STEPS = 2000  # steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps
+FINAL_SHARE = 0.1  # the cosine ends at this share of LEARNING_RATE
+CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
-CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
+CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # checkpoints, the newest ones; --keep
+KEEP = 3  # newest checkpoints that stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
@@ -106,10 +106,10 @@ PIPELINE = 2  # pipeline ranks: each has layers of its own
 DATA = 1  # data ranks: each has rows of its own
 TENSOR = 1  # tensor ranks: they share every microbatch
 MICROBATCH = 16  # rows at a time on a data rank
-MICROBATCHES = 2  # of a data rank in a step, their gradients summed
+MICROBATCHES = 2  # gradient accumulation steps of a data rank
 ZERO = 0  # every data rank holds whole parameters, gradients and optimizer states
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # of consecutive layers each
+STAGES_PER_RANK = 1  # stages of consecutive layers on each rank
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 of each row
 PREDICTED = ("h100-sxm", 0.04004, 0.1746)  # device, seconds of a step, MFU
@@ -163,7 +163,7 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Re
     """Build this rank's stages without memory, cut as planned, and how to make their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
-        model, recipe = record(new_model, seed=seed, dtype=dtype)  # a stage changes its model
+        model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
         stages.append(build_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
 
@@ -184,7 +184,7 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all weights
+    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all scales
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
     norm = clip_by_global_norm(model.parts, clip, mesh, tied=tied.not_owned)
@@ -201,9 +201,9 @@ def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator
     data = read_batches(
         new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
     )
-    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
+    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
+    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -213,12 +213,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
-    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # Where there is a checkpoint, the training goes on from it.
+    # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # those that --epochs come to
+    options.steps = keeper.steps  # or as many as --epochs needs
     data = batches(options, mesh, dataset, keeper.rows)
     load_weights(model.parts, recipe, options.weights, mesh)
     new_optimizer = partial(
@@ -229,9 +229,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
     )
     if options.check_first_step and keeper.step == 0:
-        plainly = Plainly(new_model, new_batch)  # what one device has
+        plainly = Plainly(new_model, new_batch)  # the model on one device
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
-    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)

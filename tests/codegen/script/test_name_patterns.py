@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.codegen.script.parameter_tables import numbered_tuple, outermost, patterns
-from autopar.runtime.model.parts import is_listed, named, numbered, starred
+from autopar.runtime.model.parts import expand, is_listed, named, starred
 
 PARTS = st.sampled_from(("0", "1", "2", "a", "b"))
 NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
@@ -67,8 +67,8 @@ def test_a_pattern_gives_the_names_back() -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["wte", "h.0", "h.1", "h.2", "head"], '("wte", *numbered("h.*", range(3)), "head")'),
-        (["h.4", "h.5"], 'numbered("h.*", range(4, 6))'),
+        (["wte", "h.0", "h.1", "h.2", "head"], '("wte", *expand("h.*", range(3)), "head")'),
+        (["h.4", "h.5"], 'expand("h.*", range(4, 6))'),
         (["h.0", "h.2"], '("h.0", "h.2")'),
         (["h.0", "g.1"], '("h.0", "g.1")'),
         (["a"], '("a",)'),
@@ -80,7 +80,7 @@ def test_names_that_count_up_are_told_as_a_range(names: list[str], expected: str
     text = numbered_tuple(names).flat
     assert text == expected
     ast.parse(text)
-    assert list(eval(text, {"numbered": numbered})) == names
+    assert list(eval(text, {"expand": expand})) == names
 
 
 def test_only_whole_numbers_between_dots_are_starred() -> None:

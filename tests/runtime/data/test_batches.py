@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from autopar.runtime.data.batches import (
     gathered_rows,
-    placed,
     synthetic_batches,
+    to_device,
 )
 from autopar.runtime.data.epochs import RowCounts
 from autopar.runtime.ranks.mesh import ALONE, Mesh, start
@@ -229,7 +229,7 @@ def widened() -> list[torch.dtype]:
     mesh: Mesh = start(pipeline=1, data=1, tensor=1)
     batch: dict[str, Any] = {"x": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
     return [v.dtype for dtype in (torch.float64, torch.bfloat16)
-            for v in placed(batch, mesh, dtype).values()]  # fmt: skip
+            for v in to_device(batch, mesh, dtype).values()]  # fmt: skip
 
 
 def test_data_ranks_share_the_rows_that_one_process_would_take() -> None:
@@ -366,7 +366,7 @@ def test_a_batch_in_16_bits_is_taken_as_the_training_needs_it(
 ) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     batch = {"x": torch.zeros(1, dtype=torch.float16)}
-    assert placed(batch, mesh, training)["x"].dtype is expected
+    assert to_device(batch, mesh, training)["x"].dtype is expected
 
 
 def test_a_stream_of_rows_is_shared_out_as_it_comes_and_begins_anew() -> None:

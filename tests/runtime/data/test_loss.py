@@ -12,8 +12,8 @@ from autopar.runtime.data.loss import (
     in_float32,
     scale_loss,
     summed_rows,
-    weighed_ahead,
-    weighed_terms_ahead,
+    weighted,
+    weighted_terms,
 )
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
@@ -48,7 +48,7 @@ def _data_parallel_gradient(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
     batches = _microbatches(mesh, microbatches)
-    for batch, scale in weighed_ahead(batches, _count, mesh, microbatches=microbatches):
+    for batch, scale in weighted(batches, _count, mesh, microbatches=microbatches):
         loss = cross_entropy((batch["x"] * weight).flatten(0, 1), batch["y"].flatten())
         scale_loss(loss, scale).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
@@ -70,7 +70,7 @@ def _masked_gradient(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
     batches = _microbatches(mesh, microbatches)
-    for batch, scale in weighed_ahead(batches, _count, mesh, microbatches=microbatches):
+    for batch, scale in weighted(batches, _count, mesh, microbatches=microbatches):
         scale_loss(_masked_mean(weight, batch["x"], batch["y"]), scale).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
@@ -105,7 +105,7 @@ def _gradient_of_two_means(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
     batches = _microbatches(mesh, microbatches)
-    weighed = weighed_terms_ahead(batches, _two_counts, mesh, microbatches=microbatches)
+    weighed = weighted_terms(batches, _two_counts, mesh, microbatches=microbatches)
     for batch, scale in weighed:
         means = _two_means(weight, batch["x"], batch["y"])
         terms = [scale_loss(*pair) for pair in zip(means, batch["loss_weights"], strict=True)]
@@ -135,7 +135,7 @@ def _scales(counts: Sequence[int], microbatches: int) -> tuple[list[float], list
 
     found = []
     rows = _by_rows(data(), microbatches)
-    weighed = weighed_ahead(rows, _count, mesh, microbatches=microbatches)
+    weighed = weighted(rows, _count, mesh, microbatches=microbatches)
     for _, scale in weighed:
         found.append((float(scale), len(read)))
     return [scale for scale, _ in found], [number for _, number in found]
@@ -176,7 +176,7 @@ def test_the_host_does_not_wait_for_the_device_to_weigh_what_comes_next() -> Non
     mesh = replace(start(pipeline=1, data=1, tensor=1), device=torch.device("meta"))
     data = _by_rows(({"y": torch.ones(3)} for _ in range(8)), 2, "meta")
     with Copies() as copies:
-        list(weighed_ahead(data, _count, mesh, microbatches=2))
+        list(weighted(data, _count, mesh, microbatches=2))
     assert copies.wait
     assert not any(copies.wait)
 
@@ -187,7 +187,7 @@ def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         rows = _by_rows(({"weight": row} for row in weights), 2)
-        weighed = weighed_ahead(rows, lambda batch: batch["weight"].sum(), mesh, microbatches=2)
+        weighed = weighted(rows, lambda batch: batch["weight"].sum(), mesh, microbatches=2)
         found = torch.stack([scale for _, scale in weighed])
     finally:
         dist.destroy_process_group()
@@ -205,7 +205,7 @@ def test_the_divisor_of_a_whole_step_is_that_of_all_its_counts_together() -> Non
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         rows = _by_rows(({"counts": row} for row in counts), 2)
-        weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, divisor=divisor)
+        weighed = weighted(rows, lambda x: x["counts"], mesh, microbatches=2, divisor=divisor)
         found = torch.stack([scale for _, scale in weighed])
     finally:
         dist.destroy_process_group()
@@ -219,7 +219,7 @@ def test_a_mean_over_no_targets_counts_nothing() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         rows = _by_rows([{"y": torch.full((4,), -100)}] * 2, 2)
-        (_, scale), _ = weighed_ahead(rows, _count, mesh, microbatches=2)
+        (_, scale), _ = weighted(rows, _count, mesh, microbatches=2)
         assert float(scale_loss(torch.tensor(torch.nan), scale)) == 0
     finally:
         dist.destroy_process_group()
@@ -236,8 +236,8 @@ def test_repeated_rows_count_nothing_whatever_their_loss_is_a_mean_over() -> Non
         return torch.stack([_count(batch), _count(batch) // 2])
 
     try:
-        targets = [scale for _, scale in weighed_ahead(rows(), _count, mesh, microbatches=2)]
-        terms = [*weighed_terms_ahead(rows(), counts, mesh, microbatches=2)]
+        targets = [scale for _, scale in weighted(rows(), _count, mesh, microbatches=2)]
+        terms = [*weighted_terms(rows(), counts, mesh, microbatches=2)]
         sums = [scale for _, scale in summed_rows(rows(), mesh)]
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from autopar.runtime.ranks.mesh import start, stop
-from autopar.runtime.ranks.user_code import note_changes, refuse_changes, source_digest
+from autopar.runtime.ranks.user_code import refuse_changes, source_digest, warn_if_changed
 
 
 def test_a_changed_model_file_is_noted_and_an_unchanged_one_is_not(
@@ -21,12 +21,12 @@ def test_a_changed_model_file_is_noted_and_an_unchanged_one_is_not(
         file.write_text("x = 1\n", encoding="utf-8")
     names, mesh = ("net.py", "parts/block.py"), start(pipeline=1, data=1, tensor=1)
     digest = source_digest([path, neighbour])
-    note_changes(module, names, digest, mesh)
+    warn_if_changed(module, names, digest, mesh)
     assert capsys.readouterr().err == ""
     neighbour.write_text("x = 2\n", encoding="utf-8")
-    note_changes(module, names, digest, mesh)
+    warn_if_changed(module, names, digest, mesh)
     assert "net.py, or a file that it imports, has changed since" in capsys.readouterr().err
-    note_changes(module, names[:1], source_digest([neighbour]), mesh)
+    warn_if_changed(module, names[:1], source_digest([neighbour]), mesh)
     assert "note: net.py has changed since this script was written" in capsys.readouterr().err
     stop(mesh)
 
