@@ -212,6 +212,12 @@ def note_optimizer(traits: OptimizerTraits | None) -> None:
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
             f"{traits.ends.where}): a script takes fewer steps by --steps alone."
         )
+    if traits is not None and traits.own_tensors:
+        tell_note(
+            f"{traits.name} keeps tensors beside its state, in {', '.join(traits.own_tensors)}: no "
+            "checkpoint has them, so a training that goes on starts them anew, and no plan shards "
+            "them. Keep them in self.state[parameter]."
+        )
     if traits is not None and traits.draws:
         tell_note(
             f"{traits.name} draws random numbers in its steps: each rank draws those of what it "

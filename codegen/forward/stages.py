@@ -7,7 +7,7 @@ script sets: a deep pipeline prints no more than one of three stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
@@ -37,7 +37,7 @@ from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.writing.statements import Loop, rolled
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE
-from autopar.planner.graph.ops import Op, TensorOrigin
+from autopar.planner.graph.ops import Op, TensorOrigin, refs
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
 _BOUNDS = "self.first : self.end"
@@ -289,7 +289,16 @@ class _Printer:
     def _parameters(self, part: StagePiece) -> tuple[str, ...]:
         origins = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
         read = (name for op in part.ops for name in op.inputs)
-        return tuple(dict.fromkeys(n for n in read if self.graph.tensors[n].origin in origins))
+        used = [n for n in read if self.graph.tensors[n].origin in origins]
+        return tuple(dict.fromkeys((*used, *self._buffers_given(part))))
+
+    def _buffers_given(self, part: StagePiece) -> Iterator[str]:
+        """Yield the buffers that calls are given: a mask may be asked for, and then not be read."""
+        calls = {key for op in part.ops for key in self.graph.index.around(op.call)}
+        for call in (self.graph.calls[key] for key in sorted(calls)):
+            for name in refs((call.arguments, call.keywords)):
+                if self.graph.tensors[name].origin is TensorOrigin.BUFFER:
+                    yield name
 
     def _docstring(self, number: int, part: StagePiece) -> str:
         source = "the batch" if not number else "what the stage before gives"

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import (
@@ -78,6 +80,7 @@ class OptimizerTraits:
     groups_by_place: bool  # a part of the parameters would be grouped otherwise
     moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
     draws: bool = False  # its step draws random numbers
+    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors beside its state
     ends: ScheduleEnd | None = None  # of its schedule
 
 
@@ -148,6 +151,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
             groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
             moments=kept,
             draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
+            own_tensors=own_tensors(optimizer),
             ends=ends,
         )
     except Exception:  # whatever a step does that works on other devices alone
@@ -324,6 +328,22 @@ def _other_states(optimizer: Any) -> bytes:
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))
+
+
+def own_tensors(optimizer: Any) -> tuple[str, ...]:
+    """Return the attributes of an optimizer, or of one inside it, that hold tensors of its own.
+
+    Made of the parameters that it was given, they have whole shapes; and no checkpoint has them.
+    """
+    steppers = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    found: list[str] = []
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            found += (f"{name}.{inner}" for inner in own_tensors(value))
+        elif name not in ("state", "param_groups"):
+            leaves = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.dim())
+            found += [name] if any(id(one) not in steppers for one in leaves) else []
+    return tuple(found)
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:

@@ -279,6 +279,10 @@ class Calls:
             reader(node, scope)
         return reader is not None
 
+    def is_in_function(self, scope: Scope) -> bool:
+        """Whether the code of a custom autograd.Function is being read."""
+        return scope.call in self.modules and self.modules[scope.call].is_function
+
     def _enter(self, node: fx.Node, scope: Scope) -> None:
         recorded = operands_of(node)[1]
         key = self._renamed(str(recorded), scope)

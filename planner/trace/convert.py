@@ -140,16 +140,24 @@ class _Converter:
                 where=self._location(node, scope),
                 fix="compute all rows at once, by broadcasting",
             )
-        elif (
+        elif self._gives_its_input(node, target, scope):
+            scope.values[node] = self.values.value(node.args[0], scope)
+        else:
+            self._read_op(node, target, scope)
+
+    def _gives_its_input(self, node: fx.Node, target: str, scope: Scope) -> bool:
+        """Whether an op gives the tensor it got, under another name at most.
+
+        In an autograd.Function none does: were the result its argument, nothing would call it, and
+        its backward be lost.
+        """
+        return not self.calls.is_in_function(scope) and (
             target in _ALIASES
             or self._drops_nothing(node, target, scope)
             or self._keeps_type(node, target, scope)
             or self._keeps_numbers(node, target, scope)
             or keeps_shapes(node)
-        ):
-            scope.values[node] = self.values.value(node.args[0], scope)
-        else:
-            self._read_op(node, target, scope)
+        )
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
         """Whether a dropout gives the very tensor it got: code around it may go on with that."""

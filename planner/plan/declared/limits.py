@@ -189,6 +189,9 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     elif traits.groups_by_place:
         why = "build_optimizer groups parameters by their places"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    if traits.own_tensors:
+        why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
+        yield _declared("own", "zero_levels", (Zero.NONE,), "zero=0", why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)

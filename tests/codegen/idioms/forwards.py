@@ -18,6 +18,28 @@ def _own(body: str, **more: object) -> Idiom:
     return idiom(f"\n\nclass Own(Model):\n{body}{_OWN}", **more)
 
 
+def _doubled(value: str) -> Idiom:
+    """Return an idiom of a Function that changes gradients alone, as one that reverses them."""
+    return idiom(
+        f"""
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return {value}
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Own(Model):
+    def hidden(self, ids):
+        return Doubled.apply(super().hidden(ids))
+"""
+        + _OWN
+    )
+
+
 FORWARDS: Mapping[str, Idiom] = {
     "activations in place": _own("""
     def hidden(self, ids):
@@ -51,13 +73,16 @@ FORWARDS: Mapping[str, Idiom] = {
         for block in self.blocks:
             block.up.register_forward_hook(lambda module, given, made: made * 1.5)
 """),
-    "a gradient hook": _own("""
+    "a gradient hook": _own(
+        """
     def hidden(self, ids):
         x = super().hidden(ids)
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * 0.5)
         return x
-"""),
+""",
+        otherwise={way: refused("the model changes gradients by itself") for way in ("tp", "pp")},
+    ),
     "checkpoints of its own": _own("""
     def hidden(self, ids):
         from torch.utils.checkpoint import checkpoint
@@ -101,7 +126,8 @@ del loss
         x = self.hidden(ids).unflatten(-1, (4, -1))
         return self.head(torch.einsum("bthd,hde->bte", x, self.mixing))
 """),
-    "a count in a buffer": _own("""
+    "a count in a buffer": _own(
+        """
     def __init__(self):
         super().__init__()
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -110,7 +136,9 @@ del loss
         if self.training:
             self.steps += 1
         return super().forward(ids) * (1 + 0.1 * self.steps)
-"""),
+""",
+        otherwise={"pp": refused("use the buffer steps, which they write, in one")},
+    ),
     "a moving mean in a buffer": _own("""
     def __init__(self):
         super().__init__()
@@ -243,24 +271,10 @@ class Own(Model):
             x = x * 0.9
         return self.head(x)
 """),
-    "a function of its own": idiom(
-        """
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
-class Own(Model):
-    def hidden(self, ids):
-        return Doubled.apply(super().hidden(ids))
-"""
-        + _OWN
-    ),
+    **{
+        f"a function of its own that gives {value}": _doubled(value)
+        for value in ("x * 1.0", "x.view_as(x)", "x", "x.clone()")
+    },
     "a part without gradients": _own("""
     def forward(self, ids):
         with torch.no_grad():

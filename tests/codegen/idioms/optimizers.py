@@ -145,7 +145,8 @@ def build_optimizer(params):
 """,
         every=refused("Lookahead"),
     ),
-    "one around another, as torch has it": idiom("""
+    "one around another, as torch has it": idiom(
+        """
 class Lookahead(torch.optim.Optimizer):
     def __init__(self, inner, every=2, share=0.5):
         super().__init__(inner.param_groups, {})
@@ -169,7 +170,10 @@ def build_optimizer(params):
 
 def build_scheduler(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
-"""),
+""
+""",
+        otherwise={"ZeRO-3": refused("keeps whole tensors beside its state, in slow")},
+    ),
     "two in one": idiom("""
 class Both(torch.optim.Optimizer):
     def __init__(self, one, other):
