@@ -1,4 +1,11 @@
-"""Cuts a graph into layers, finds equal layers, and tells which tensors cross between layers."""
+"""Cuts a graph into layers, finds equal layers, and tells which tensors cross between layers.
+
+Cuts a graph into layers, and finds which layers are equal: layer classes and runs.
+
+A layer is a repeated block of the model where there is one, and what stands beside the blocks
+(embedding, head) otherwise. Equal layers have the same ops in the same order on tensors of the same
+form; they are costed and solved once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Notes what a training draws at random, and compares trainings by it."""
+"""Notes what a training draws at random, and compares trainings by it.
+
+Ranks that draw from the same state draw the same numbers, so no mask is read. As many numbers are
+independent as in one process, no two modules or data ranks share any, a layer that runs again draws
+what it drew before, and all follow from the seed of the script.
+"""
 
 from __future__ import annotations
 
@@ -289,9 +294,8 @@ def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
-            if draw.seeds_a_split:  # what is drawn by its seed tells more
-                continue
-            if draw.is_again and (draw.op, draw.state) not in first:
+            known = draw.seeds_a_split or (draw.op, draw.state) in first  # its draws tell more
+            if draw.is_again and not known:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"
                 yield str(site), text
@@ -381,8 +385,8 @@ def _repeated(sites: Mapping[Site, _Drawn]) -> dict[tuple[Site, Site], set[str]]
 
 
 def _at(drawn: _Drawn) -> str:
-    places = [place for place in drawn.places.values() if place]
-    return f" at {places[0]}" if places else ""
+    place = next(filter(None, drawn.places.values()), "")
+    return f" at {place}" if place else ""
 
 
 def _joined(faults: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -1,4 +1,15 @@
-"""A training as a person writes it for one device, in plain PyTorch."""
+"""A training as a person writes it for one device, in plain PyTorch.
+
+Reads the rows of a training as plain PyTorch does, in the order that scripts have them in.
+
+What the order and the draws of a dataset follow from is the seed: the rows of an epoch are a
+permutation, and what a dataset draws for a row follows from its place.
+
+A training as a person writes it for one device: plain PyTorch around a model file's functions.
+
+Nothing that scripts run is used here but the numbering of random draws (`plain_model`), so a fault
+of the runtime shows as a difference.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""A device that is not there, and what is drawn on it."""
+"""A device that is not there, and what is drawn on it.
+
+Makes a device that is not there: tensors say that they lie on it, and hold no values.
+
+As on a GPU, an op over tensors there and on the CPU raises, and random numbers come from a
+generator of the device's own. Ops on it run under FakeTensorMode alone.
+
+Runs ranks of a script on a pretended device, and tells whether layers that run again draw alike.
+
+A training on CPUs does not show this: torch keeps the CPU's generator for a layer that runs again
+in other cases than a GPU's. `python -m autopar.codegen.proof.device_draws SCRIPT RANK/WORLD …`
+prints a list of sentences, as JSON.
+"""
 
 from __future__ import annotations
 

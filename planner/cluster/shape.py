@@ -1,4 +1,10 @@
-"""Tells which links the traffic of a group of ranks crosses, and which devices the ranks have."""
+"""Tells which links the traffic of a group of ranks crosses, and which devices the ranks have.
+
+Lists the orders of unlike nodes that a plan may have, the same however a file lists them.
+
+Few nodes are put in every order. Many stay side by side with their like, since a group of unlike
+devices waits for the slowest of them: then the kinds are put in every order, if they are few.
+"""
 
 from __future__ import annotations
 

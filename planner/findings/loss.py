@@ -1,4 +1,14 @@
-"""Says how the loss of a batch follows from those of its parts."""
+"""Says how the loss of a batch follows from those of its parts.
+
+Says by what a mean counts that is not over all of a batch, and whether the batch alone tells it.
+
+A part of a batch has the weight of its own such count in the mean of the whole.
+
+Says how the loss of a batch follows from those of its parts: as their mean, or as their sum.
+
+A reduction makes a mean or a sum over rows, and linear ops keep that. What else is made of such
+numbers (a root, a product, the greatest) no part of the batch knows.
+"""
 
 from __future__ import annotations
 

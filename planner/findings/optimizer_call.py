@@ -1,4 +1,10 @@
-"""Calls build_optimizer with what it asks for, as small stand-ins."""
+"""Calls build_optimizer with what it asks for, as small stand-ins.
+
+Finds the parameters that a gradient of the loss reaches: others stay as an optimizer has them.
+
+A teacher under `torch.no_grad()`, or one whose outputs are detached, has weights that could learn
+and do not. An optimizer leaves out what has no gradient; zeros in its place would decay.
+"""
 
 from __future__ import annotations
 

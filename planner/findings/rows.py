@@ -1,4 +1,11 @@
-"""Finds where the rows of a batch meet or are reordered, and what is drawn for all of them."""
+"""Finds where the rows of a batch meet or are reordered, and what is drawn for all of them.
+
+Finds rows that are put in the order of their groups, computed there, and brought back.
+
+Experts do that: the rows are sorted by their expert, each group is multiplied by the matrix of its
+expert, and every row goes back to its place. No row has a part in another one's result, as long as
+what lies in the order of a sort meets nothing that lies in another order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Finds layers that write to their input, layers that can run again, and steps that count."""
+"""Finds layers that write to their input, layers that can run again, and steps that count.
+
+Finds the layers that write into what they are given, or whose results others write into.
+
+Such a layer works on copies where it runs again or is a unit of `fully_shard`
+(runtime/model/apart.py). Others may know what it writes there by its results alone then.
+
+Finds what the step of an optimizer or a scheduler sets outside it, and the forward reads.
+
+Code that is printed would keep the value that the trace has seen.
+"""
 
 from __future__ import annotations
 

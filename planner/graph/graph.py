@@ -1,4 +1,10 @@
-"""The traced model as plain immutable data, with the one index that answers questions about it."""
+"""The traced model as plain immutable data, with the one index that answers questions about it.
+
+Answers questions about a graph: who makes a tensor, who writes to its memory, what needs what.
+
+This is the one idea of writes and aliases. A tensor lies in a storage, perhaps with others; an op
+that writes to one of them writes to the storage, and what reads any of them later reads that too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""The parts of a graph as plain immutable data: tensors, ops, module calls, parameters, sizes."""
+"""The parts of a graph as plain immutable data: tensors, ops, module calls, parameters, sizes.
+
+What a graph is made of, as plain immutable data: tensors, ops, module calls, parameters.
+
+Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
+constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
+type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says
+so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Measures the collectives among processes of this machine and fits latency and rate to them."""
+"""Measures the collectives among processes of this machine and fits latency and rate to them.
+
+A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm pays h latencies and sends
+k of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
+small messages count as much as large ones; once for each collective, and once for all together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""Solves an integer program through PuLP, and a linear program that gains rows."""
+"""Solves an integer program through PuLP, and a linear program that gains rows.
+
+Solves an integer program through PuLP and says what came of it: solved, infeasible, timed out.
+
+HiGHS solves where it can be imported, CBC otherwise. The verdict is read from `sol_status`, never
+from `status`: on a time-out PuLP calls the latter "Optimal", and CBC leaves plausible numbers in an
+infeasible program. Both solvers run on one thread and to a gap of zero, so that a program has one
+answer; what remains is their tolerance of feasibility, about 1e-9 (HiGHS) and 1e-7 (CBC) in the
+units of the program: state it in units in which the numbers are near one.
+
+Solves a linear program that gains rows: each time from where the last optimum was.
+
+PuLP hands a program over anew whenever it is solved, so this one is given to HiGHS directly.
+"""
 
 from __future__ import annotations
 

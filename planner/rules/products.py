@@ -1,4 +1,11 @@
-"""The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra."""
+"""The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra.
+
+Turns sizes into the FLOPs of linear algebra and Fourier transforms: textbook counts.
+
+Source: Golub and Van Loan, Matrix Computations, for an m × n matrix with n ≤ m; backwards by the
+products and solves in their formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers
+count as real ones.
+"""
 
 from __future__ import annotations
 

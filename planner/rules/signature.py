@@ -1,4 +1,10 @@
-"""The language of the rules: which dims of an op's tensors are the same letter."""
+"""The language of the rules: which dims of an op's tensors are the same letter.
+
+A pattern such as `input … i, weight o i, bias? o -> … o` names each tensor argument and its dims.
+`…` stands for any number of dims, aligned on the right and broadcast; `[d]` is a letter that may
+not be split; `g·c` is a product whose first size is the argument `groups`; `?` marks an optional
+tensor.
+"""
 
 from __future__ import annotations
 

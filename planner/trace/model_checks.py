@@ -1,4 +1,9 @@
-"""Checks what a model is before it is traced: its parts and their modes; names the user's line."""
+"""Checks what a model is before it is traced: its parts and their modes; names the user's line.
+
+Looks at which modules train and which evaluate, as the constructor has left them.
+
+A training leaves modes as they are, as a plain loop does that never calls `model.train()`.
+"""
 
 from __future__ import annotations
 

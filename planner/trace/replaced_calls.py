@@ -1,4 +1,18 @@
-"""Calls of torch that a trace takes otherwise than a training does, or refuses."""
+"""Calls of torch that a trace takes otherwise than a training does, or refuses.
+
+Gives the losses of single rows their shape, which torch has wrong on the meta device.
+
+Where the number of rows is a symbol, `cross_entropy(…, reduction="none")` of [rows, classes] has
+no dims there; of [rows, classes, 1] it has the right ones.
+
+Keeps slices of constants that take all of a dim: for shorter rows they take a part of it.
+
+`self.mask[:, :, :t, :t]` leaves no mark in a trace whose rows are as long as the mask.
+
+Runs what a model checkpoints by itself as if it did not, and notes where it does.
+
+The plan chooses which layers run again. What a model computes again besides, `autopar plan` tells.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Runs a model while it is traced, and notes what it changes outside itself."""
+"""Runs a model while it is traced, and notes what it changes outside itself.
+
+Notes where a model changes gradients, or takes some: code that is printed anew would not.
+
+What `torch.autograd.grad` makes is one op in the graph, `autopar::gradient`, which nobody looks
+into. Hooks leave no op at all.
+"""
 
 from __future__ import annotations
 

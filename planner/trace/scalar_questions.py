@@ -1,4 +1,25 @@
-"""Answers what a model asks of its tensors while it is traced, where one answer is possible."""
+"""Answers what a model asks of its tensors while it is traced, where one answer is possible.
+
+Answers a model that decides by numbers which the batch and the weights have no part in.
+
+`(positions.diff() != 1).any()` of positions that an arange made, or `mask.all()` of ones: what was
+recorded so far computes it, for several numbers of rows, which must agree.
+
+Lets a model ask for the length of a tensor without fixing its number of rows.
+
+Python's own `len` makes a plain number of whatever it is told: `len(x)`, said in place of
+`x.shape[0]`, held for the rows of the trace alone.
+
+Takes the checks of a model as passed: they decide on values, which a trace does not have.
+
+`assert ids.min() >= 0` and `if labels.max() >= self.vocab: raise ValueError(…)` ask a tensor for a
+truth. Where the statement can do nothing but raise, the answer is the one that does not. Where
+torch asks whether a mask that it applies anyway is the causal one, the answer is that it may not.
+
+Notes which numbers a model draws at random, and refuses to have it decide by them.
+
+Dropping a layer where `torch.rand([]) < p` makes every step, and every rank, run other code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Reads writes into parts of tensors, and counts of rows that differ by one."""
+"""Reads writes into parts of tensors, and counts of rows that differ by one.
+
+Gives what masks pick the share of its entries that is expected: where masks part the entries.
+
+A loop over experts picks by `chosen == 0`, `chosen == 1`, … the rows of each: any may be all
+rows, which no plan can know, but together they are all rows once. Each is priced with its even
+share.
+
+Turns writes into a part of a tensor into new tensors: `x[:, 1:] = y` becomes a slice_scatter.
+
+A split may convert a view, and what is written to the converted view is lost to the tensor that it
+shows. So where gradients flow, a copy into slices and selections of a tensor makes a new tensor,
+and what comes later reads that one. Where another view, made before, is read after the write, the
+write is left as it stands.
+"""
 
 from __future__ import annotations
 

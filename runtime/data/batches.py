@@ -1,4 +1,13 @@
-"""Microbatches of a rank: from rows of a dataset, of a stream, or from an example."""
+"""Microbatches of a rank: from rows of a dataset, of a stream, or from an example.
+
+Turns a dataset, or an example batch, into the microbatches of one data rank.
+
+Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch, unless
+the last rows of an epoch are dropped or are a step of their own: the rows of a step are the same
+under every plan. Within a step, microbatch m of all data ranks together is one block of it, so a
+plan with d data ranks trains on what one process would with d times the rows. Data ranks have as
+many rows each, or each its own number of them, as unlike devices do.
+"""
 
 from __future__ import annotations
 

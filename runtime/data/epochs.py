@@ -1,4 +1,11 @@
-"""How many batches an epoch has, and which rows each data rank reads of them."""
+"""How many batches an epoch has, and which rows each data rank reads of them.
+
+Shares out the rows of a step among its microbatches and the data ranks.
+
+A step with all of its rows gives each data rank what the plan says. One with fewer rows (the last
+of an epoch) gives each microbatch of each rank about as many; where there are too few even for
+that, the last microbatches repeat a row, which counts 0.
+"""
 
 from __future__ import annotations
 

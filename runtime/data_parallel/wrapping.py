@@ -1,4 +1,10 @@
-"""Gives a module data parallelism in place."""
+"""Gives a module data parallelism in place.
+
+Hands on to the layers of `fully_shard` what its hooks would keep from them.
+
+They gather parameters where a module is called, not where its forward is (`layer.forward(x)`), and
+they give it new dicts and lists: what a layer writes there for others would be lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Deals the rows of an evaluation, so that each counts once."""
+"""Deals the rows of an evaluation, so that each counts once.
+
+Deals the rows of a dataset to data ranks: each row counts once, and all ranks are as long at it.
+
+A microbatch always has the rows that the plan has for it. Those at the end of a dataset that do not
+fill one are repeated: of 5 rows with 4 to a microbatch, the last one stands in it four times. Where
+every row is there as often as the others, their mean is what it was.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Opens the folder of checkpoints for one training alone."""
+"""Opens the folder of checkpoints for one training alone.
+
+Claims a folder for one training: two that write checkpoints into it notice each other.
+
+A file in the folder says which process has it. On the same machine it is seen at once whether that
+process still runs. Elsewhere only its heartbeat tells: it counts up the number in the file. No
+clocks are compared, and nothing but files is needed, so that shared disks and stores will do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Finds the checkpoint to go on from, and which to let go of."""
+"""Finds the checkpoint to go on from, and which to let go of.
+
+Tells the folders of a training apart: whole checkpoints, unfinished ones, broken ones.
+
+On a disk a checkpoint is written as `step-N.tmp` and renamed when it is whole. In a store, which
+cannot rename, it has its name from the start, and is whole once it has its manifest, which is
+written last and removed first. Folders of that name without any file of a checkpoint are others'.
+"""
 
 from __future__ import annotations
 

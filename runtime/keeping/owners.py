@@ -1,4 +1,10 @@
-"""Which rank writes which part of what all of them hold."""
+"""Which rank writes which part of what all of them hold.
+
+Turns the modules of this rank into the logical tensors that it holds parts of.
+
+A logical tensor is one of the user's whole model, under the first of its names there; which part of
+it is here follows from the plan. So what one plan has written another one can read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What a training tells as it goes: its lines, its pace, numbers that are none."""
+"""What a training tells as it goes: its lines, its pace, numbers that are none.
+
+Finds ranks that are slower than the others, by what each of them does alone.
+
+In a step all ranks wait for the slowest, so their steps take equally long. What differs is measured
+apart: how long a rank waits for its rows, and how long it takes for the same small product, between
+two steps. A slow link is not found so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Writes tensors into a .safetensors file, from copies on the host."""
+"""Writes tensors into a .safetensors file, from copies on the host.
+
+Copies tensors of a device into memory of the host, as fast as that goes.
+
+A copy is fast where pages of the host are locked. torch's own allocator of such memory rounds each
+tensor up to a power of two and never gives it back, so the memory here is locked by the driver.
+"""
 
 from __future__ import annotations
 

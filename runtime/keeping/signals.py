@@ -1,4 +1,10 @@
-"""Signals, garbage and the profile of a step: what a loop does between steps."""
+"""Signals, garbage and the profile of a step: what a loop does between steps.
+
+Collects Python's garbage after the same steps on all ranks.
+
+Python looks for cycles when so many objects have been made, on each rank at another time, and all
+others wait for that rank. What is there before the first step is not looked through again.
+"""
 
 from __future__ import annotations
 

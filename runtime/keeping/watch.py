@@ -1,4 +1,15 @@
-"""Notices that a training stands still, and tells where each rank is."""
+"""Notices that a training stands still, and tells where each rank is.
+
+Tells by torch's flight recorder which messages this rank has begun, and which it waits for.
+
+On a GPU the host runs ahead: the line where it waits is one that reads a number, whatever holds the
+training up. What it has begun in each group, compared with other ranks, tells more.
+
+Has ranks that stand still tell each other where, by a store, and finds those that say nothing.
+
+Each rank appends one line to one key, one rank of each node reads that, and all wait for what was
+found: the store, which one thread of one rank serves, gets a few calls from each rank.
+"""
 
 from __future__ import annotations
 

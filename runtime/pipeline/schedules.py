@@ -1,4 +1,11 @@
-"""Runs microbatches through the stages: torch's schedules, or forward only."""
+"""Runs microbatches through the stages: torch's schedules, or forward only.
+
+Turns microbatches into their losses by the stages of all ranks, without backwards or a schedule.
+
+In turns of the same length, each rank runs the last of its stages that has a microbatch to run. So
+ranks of several stages are as busy as those of one; one microbatch after the other, all ranks but
+one would wait.
+"""
 
 from __future__ import annotations
 

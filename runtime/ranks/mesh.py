@@ -1,4 +1,14 @@
-"""The axes of ranks and their groups, joined once at the start."""
+"""The axes of ranks and their groups, joined once at the start.
+
+Turns the degrees of a plan and torchrun's environment into the mesh of this process.
+
+An axis belongs to the mesh, a dim to a tensor. The tensor axis is the fastest, so that its ranks
+are neighbours on the quickest links; then data, whose ranks that share one sharded copy are
+neighbours; the pipeline axis is the slowest:
+
+    rank = (pipeline · data_size + data) · tensor_size + tensor
+    data = replica · shard_size + shard
+"""
 
 from __future__ import annotations
 

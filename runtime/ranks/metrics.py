@@ -1,4 +1,9 @@
-"""The metrics of a training: lines of a file, and curves."""
+"""The metrics of a training: lines of a file, and curves.
+
+Turns JSON that may be anybody's into frozen dataclasses, or says which value is not its field's.
+
+pydantic does the same for files that commands read. A script needs torch alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""How ranks find each other over the network, and what to set where they do not."""
+"""How ranks find each other over the network, and what to set where they do not.
+
+Gives the ranks of one start a store of their own, where torchrun keeps one for all starts.
+
+After a restart, torch's own env:// reads the addresses of dead ranks from that store (2.13): gloo
+connects to them until it gives up. Here all that the ranks of a start leave begins with a word
+that no earlier start has.
+
+Finds the network interface by which other nodes reach this one, for gloo and nccl to listen on.
+
+gloo listens on the address that the name of the machine has there. Debian and Ubuntu give that name
+127.0.1.1, which on each other node is that node itself.
+"""
 
 from __future__ import annotations
 

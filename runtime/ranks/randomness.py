@@ -1,4 +1,9 @@
-"""Random numbers of ranks: seeds, generators, and regions without any."""
+"""Random numbers of ranks: seeds, generators, and regions without any.
+
+Computes without random numbers: nothing is dropped out, and constants stand for what is drawn.
+
+No two splits of a model share what they draw, so they are compared without.
+"""
 
 from __future__ import annotations
 

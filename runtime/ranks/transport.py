@@ -1,4 +1,16 @@
-"""Messages between ranks, groups of neighbours, and what all ranks agree on."""
+"""Messages between ranks, groups of neighbours, and what all ranks agree on.
+
+Moves tensors between the ranks of an axis, without gradients.
+
+What a layer waits for travels by torch's functional collectives, which `torch.compile` sees
+through. Sums and parts of a bucket travel in its own memory while other work is done.
+
+Gives each two neighbours on the pipeline axis a group of their own.
+
+nccl runs what a group is told in turn, on one stream: a message to a neighbour that is late would
+hold up those to all others of the axis. torch's schedules of several stages per rank count on it
+that messages of two pairs do not wait for each other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,18 @@
-"""Layers that run again: on what they were given, drawing what they drew."""
+"""Layers that run again: on what they were given, drawing what they drew.
+
+Has a layer that runs again in the backward draw the random numbers of its first forward.
+
+torch.utils.checkpoint keeps the generators of the GPUs that positional tensors lie on, and none
+where a layer is called by keywords alone. Here the generators of the CPU and of the GPU are kept,
+whatever the layer is given. With selective recomputation an op whose result is kept does not run
+again. If it drew numbers (attention with dropout), the second forward sets the generators to where
+the op left them in the first one, for what is drawn after it.
+
+Lets a forward that runs again find the objects that it is given as they were the first time.
+
+A cache of keys and values, a dict that layers share: what the first run wrote there, the second
+would find. Tensors and modules are not copied.
+"""
 
 from __future__ import annotations
 

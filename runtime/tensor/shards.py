@@ -1,4 +1,15 @@
-"""Which part of which parameter a rank holds."""
+"""Which part of which parameter a rank holds.
+
+Tells which chunks of a global tensor the shard in this process holds.
+
+The record lives on the module that owns the parameter: `fully_shard` replaces parameter objects
+but leaves modules in place.
+
+Turns whole parameters into the shards that this rank of the tensor axis holds.
+
+Shards are plain local parameters, so that the user's own nn.Linear works on its share; what a
+shard holds of the whole is recorded (see chunks.py).
+"""
 
 from __future__ import annotations
 

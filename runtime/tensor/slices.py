@@ -1,4 +1,18 @@
-"""Cuts of tensors over ranks: their places, lengths and slices."""
+"""Cuts of tensors over ranks: their places, lengths and slices.
+
+Turns the description of how a dim is cut into the ranges that each rank of an axis holds.
+
+A dim is laid end to end of parts, each `count` blocks of `unit` elements; every part is cut over
+the ranks by whole blocks, balanced, the first ranks taking one more where it does not divide. A
+fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shard of a concat is
+the concat of the shards.
+
+Remembers how long the dims of a microbatch are, of which each tensor rank holds a share.
+
+57 tokens on two ranks are 29 and 28: a rank that has 29 cannot tell 57 from 58. What was cut whole
+in this forward is known, and so is what a stage receives; two lengths with equal shares on some
+rank (of a text and of its labels, say) are told apart by a message.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Turns a constructor into the model that plain PyTorch makes of it; each draw has its own seed."""
+"""Turns a constructor into the model that plain PyTorch makes of it; each draw has its own seed.
+
+Turns a seed into the random numbers that a constructor draws: the n-th draw is seeded by n.
+
+A draw that is seeded by its number can be made alone, so no process makes the whole model. What a
+constructor seeds itself stays as it seeds it: its draws then follow each other as in plain PyTorch.
+
+Turns a model's constructor into the model that plain PyTorch makes of it, on the CPU.
+
+Nothing is recorded, replayed or pretended. Each random op is seeded by its number (see draws.py),
+so these are the weights that a plan starts from, and an independent reference for them.
+"""
 
 from __future__ import annotations
 

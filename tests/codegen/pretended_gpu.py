@@ -44,7 +44,7 @@ class _Refusing(DryRunRecording):  # type: ignore[no-untyped-call]
 
 def main(jobs: Sequence[str]) -> None:
     """Print a report for each script and rank, each from a process that has met no other."""
-    vars(watching)["Recording"] = _Refusing
+    vars(watching)["DryRunRecording"] = _Refusing
     pretend()
     for path, rank in zip(jobs[::2], jobs[1::2], strict=True):
         running = get_context("fork").Process(target=_dry_run, args=(path, rank))

@@ -1,4 +1,15 @@
-"""Finds which calls have to be printed, because the plan changes what they do."""
+"""Finds which calls have to be printed, because the plan changes what they do.
+
+Tells whether a module's own code would take the size of a part for that of a whole, or reversed.
+
+A trace shows sizes as numbers, those of rows as multiples of the batch, and not where they were
+read. What a rank has at hand in a module tells what they may be.
+
+Decides which modules get code of their own, and in which of them each conversion stands.
+
+Conversions stand where the fewest modules must be opened: by preference in the innermost call that
+sees both the op that makes a tensor and the ops that use it, or in one that is open anyway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What is opened of a model: what the plan changes there, and what of its outputs nobody uses."""
+"""What is opened of a model: what the plan changes there, and what of its outputs nobody uses.
+
+Finds the calls that read what other code has left behind: on a module, or in what both know.
+
+Printed code leaves nothing anywhere, and neither does another stage: what reads there must be
+printed as well, where each tensor and each number is at hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Prints sizes as the author would: of tensors at hand, or made from them."""
+"""Prints sizes as the author would: of tensors at hand, or made from them.
+
+Turns a number that varies with the lengths of rows into arithmetic on the lengths at hand.
+
+Two traces tell each number twice, for the lengths of the one and for those of the other. Arithmetic
+that gives both is taken for what the model computes; the simplest is tried first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The memory of a dry run: kernels that stand in, who owns what."""
+"""The memory of a dry run: kernels that stand in, who owns what.
+
+Lets ops allocate and keep, on the CPU, what a CUDA device's kernels would.
+
+Some ops are one kernel there and many on a CPU, which keep more for the backward: an RMS norm (its
+input in fp32, twice), dropout (the mask in the values' own dtype) and attention with dropout (all
+scores). What a kernel takes as its own workspace while it runs is not shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""The time of one collective from latency and rate: one function per algorithm."""
+"""The time of one collective from latency and rate: one function per algorithm.
+
+Words: `payload_bytes` is the size that nccl-tests calls by that name: of the tensor for all-reduce
+and broadcast, of the gathered result for all-gather, of the whole input of one rank for
+reduce-scatter and all-to-all, of the message for point to point. `rate` is bytes per second, one
+direction, of one rank (or of the narrowest cut of a ring). `hops_seconds` is the latency of going
+once round or once through; hop latencies are α. One rank costs nothing.
+"""
 
 import math
 import tomllib

@@ -1,4 +1,13 @@
-"""Prices conversions between layouts, and the messages of synchronised batch norms."""
+"""Prices conversions between layouts, and the messages of synchronised batch norms.
+
+Prices batch norms that are synchronised: each sees the rows of all ranks that share the data.
+
+    forward    every rank's means, variances and number of rows are gathered
+    backward   two sums for each channel are added up; what runs again gathers again
+
+The layer waits for both. Beside them the host dispatches ops that are too small for the device to
+take time, where it does not run ahead.
+"""
 
 from __future__ import annotations
 

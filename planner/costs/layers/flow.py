@@ -1,4 +1,9 @@
-"""Lays the layouts of one layer over its ops: costs, conversions, parameters, what runs again."""
+"""Lays the layouts of one layer over its ops: costs, conversions, parameters, what runs again.
+
+Lays the layouts of one layer over its ops: what each op costs, what is converted, by whom used.
+
+All recompute modes read the same flow.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""Turns one layer in its layouts into what it costs one rank, under each recompute mode."""
+"""Turns one layer in its layouts into what it costs one rank, under each recompute mode.
+
+Memory is counted by *place*: whose memory a tensor lies in, and along which axis it is split. Two
+ops that keep the same place keep it once. What one later layer uses is counted by that layer, also
+where only its maker keeps it; what several later layers use is counted by its maker, and by no
+other. So every tensor is counted once, whichever recompute modes the layers have.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
@@ -23,7 +29,7 @@ from autopar.planner.costs.layers.flow import (
 )
 from autopar.planner.costs.ops.kept import splits_classes
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import LayerCost, Modes, Recompute
+from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import TensorOrigin
 from autopar.planner.layers import Layer
@@ -360,39 +366,4 @@ def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
     return sum(
         pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)
         for name in pricer.residence.cuts[flow.position]
-    )
-
-
-_GREATEST = (
-    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
-    *("learning_bytes", "learned_gradient_bytes", "deferred_bytes"),
-)
-
-
-def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
-    """Return each layer at its slowest on any kind of device; equal layers stay one object."""
-    if len(rows) == 1:
-        return rows[0]
-    known: dict[tuple[int, ...], Modes] = {}
-    row = []
-    for alternatives in zip(*rows, strict=True):
-        key = tuple(map(id, alternatives))
-        if key not in known:
-            known[key] = {
-                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
-            }
-        row.append(known[key])
-    return tuple(row)
-
-
-def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the cost that none of some costs exceeds; parts are those of the slowest of all."""
-    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
-    backward = max(one.backward_seconds for one in costs)
-    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
-    return replace(
-        most,
-        backward_seconds=backward,
-        weight_gradient_seconds=backward - inputs,
-        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
     )

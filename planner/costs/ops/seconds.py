@@ -1,4 +1,7 @@
-"""Turns one op on one rank into seconds: one line of the table for each kind of op."""
+"""Turns one op on one rank into seconds: one line of the table for each kind of op.
+
+What has no line is a kernel that moves its inputs and results (traffic.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Builds the order of each pipeline schedule, action for action as torch runs it."""
+"""Builds the order of each pipeline schedule, action for action as torch runs it.
+
+Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), interleaved 1F1B
+(arXiv 2104.04473), zero bubble ZB-H1 and ZB-V (arXiv 2401.10241). Where the papers leave freedom
+(warm-up lengths, rounds of microbatches, ties) torch's choice is taken, because the emitted script
+runs torch's schedules and the cost must be of what runs.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,12 @@
-"""The table of pipeline schedules: what each needs, builds, holds and is called in torch."""
+"""The table of pipeline schedules: what each needs, builds, holds and is called in torch.
+
+Counts the microbatches whose activations a stage holds at once, by closed form.
+
+A microbatch is in flight on a stage from its forward until its backward ends, or its weight
+gradient where the backward is split: torch keeps the whole graph from the first half to the second,
+and beside it the gradients of the results of ops with weights (deferred). A rank computes one
+action at a time, so the counts follow from its order alone, whatever the actions cost.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,24 @@
-"""Bounds from below what a step and its data parallelism take, before anything is solved."""
+"""Bounds from below what a step and its data parallelism take, before anything is solved.
+
+Bounds from below what ranks that share data wait for, whatever the layers of their stage.
+
+Of layers that compute for c, move k in copies and take t in collectives, the passes take at least
+
+    max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of what computes beside a collective
+
+Of these t, what nothing is computed beside takes the rest of its time too, t ÷ (1 + q): a stage of
+ZeRO-3 gathers its first layer before it computes anything, and scatters its last gradients after it
+has computed everything.
+
+ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
+ZeRO-1 and 0 reduce in the last one; ZeRO-1 gathers before the first forward, ZeRO-2 in it. What
+every pass waits for has a collective for each layer; the rest is taken at the least of every way to
+divide its bytes among layers and buckets.
+
+A bound of a step's time that holds before anything is solved; the search prunes by it.
+
+It takes a total over all layers and holds for every way to cut the layers into stages.
+"""
 
 from __future__ import annotations
 

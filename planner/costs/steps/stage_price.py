@@ -1,4 +1,19 @@
-"""Prices a stage alone, and what the ranks that share its data send."""
+"""Prices a stage alone, and what the ranks that share its data send.
+
+Turns a stage and the ranks that share its data into seconds of gathering and reducing.
+
+    ZeRO 0      all-reduce of the gradients, by the bucket, beside the last backward
+    ZeRO 1      reduce-scatter likewise; the updated parameters are gathered before all else
+    ZeRO 2      as 1, but layer by layer, the gathers beside the first forward, and every microbatch
+                scatters, since no rank keeps whole gradients
+    ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
+                scatters its gradients
+
+Batch norms see the rows of all ranks, in every pass (norm_statistics.py).
+
+Where a sharded copy lies on fewer ranks than share the data (HSDP), what was scattered is summed
+over the copies. One bucket that holds everything is a reduction which nothing overlaps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Bounds what a node of the search can come to, from the layouts that are solved by then."""
+"""Bounds what a node of the search can come to, from the layouts that are solved by then.
+
+What the bounds need to know of layouts inside the layers: of one solution, or of any at least.
+
+Layouts that nobody has solved yet take no less time than the fastest ones, and hold, send, update
+and compute again no less than all of it, split evenly among the ranks of the tensor axis.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""The least that the layers of a model can take, before layouts and stages are chosen."""
+"""The least that the layers of a model can take, before layouts and stages are chosen.
+
+Bounds from below the time that recomputation costs, before layers are laid on stages.
+
+Rank r holds the saved tensors of K_r microbatches and the state of its layers within M bytes, so
+
+    Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K        A: saved bytes, S: state
+
+Whatever the stages, the layers together must save no more than that. The cheapest way to get there
+takes layers' recomputation by its price per byte, the last one in part (a fractional knapsack).
+"""
 
 from __future__ import annotations
 

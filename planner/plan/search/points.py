@@ -1,4 +1,14 @@
-"""Lists what a search looks at: points of the space, their variants, orders of unlike nodes."""
+"""Lists what a search looks at: points of the space, their variants, orders of unlike nodes.
+
+Turns a batch and unlike devices into numbers of rows for each kind of device.
+
+A step has m microbatches of B rows over all data ranks. Of these every device of kind k has r_k:
+
+    Σ_k n_k · r_k  =  B        r_k ≥ 1
+
+Where there are few such shares all are tried, else those in which the slowest kind is done first by
+an estimate: the time of r rows as a line through that of an even share and of twice as many.
+"""
 
 from __future__ import annotations
 

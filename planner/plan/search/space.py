@@ -1,4 +1,8 @@
-"""Enumerates the arrangements of a training: degrees, microbatch, schedule, ZeRO, as a tree."""
+"""Enumerates the arrangements of a training: degrees, microbatch, schedule, ZeRO, as a tree.
+
+The first branch of a point is (degrees, microbatch); its variants differ in schedule, stages per
+rank, ZeRO level and shard degree only, so that they share every layer's layout and cost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,37 @@
-"""The integer program of the layouts, in PuLP, and the plain numbers that it is made from."""
+"""The integer program of the layouts, in PuLP, and the plain numbers that it is made from.
+
+The layout program as plain numbers: what can be chosen, and what each choice costs.
+
+Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that they
+make, and those that they get from outside or from other layers, by slot. Demands are what the ops
+of one layer need of one source, where conversions are paid; keeps are what stays in memory for the
+backward.
+
+A tensor that crosses layers has one layout at its slot: the layer that makes it converts it to
+that, and the layers that need it see nothing else, so layers of one class stay alike.
+
+The integer program of the layouts, in PuLP.
+
+    x[v,c] ∈ {0,1}     op v runs as its choice c
+    u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
+    w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
+    h[g,f] ≥ 0         the kept tensor g is held in form f
+
+    Families, each a function below:
+    one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
+    conversions        Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]
+                       where p[e,k] is Σ_(c gives k) x[v,c] of the op that makes e, or u[e,k];
+                       a slot that e crosses into is a consumer that needs its own layout;
+                       with one consumer, both are sums and equal: the relaxation is then tight
+    holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
+    alike              Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]
+                       for nodes at the same place in layers of one kind
+    budget             saved and weight bytes ≤ budget
+
+    minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
+
+A conversion is paid once per tensor and layer, however many consumers share it.
+"""
 
 from __future__ import annotations
 

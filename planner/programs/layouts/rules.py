@@ -1,4 +1,15 @@
-"""What a person allows of the layouts, and which tensors stand in the same place."""
+"""What a person allows of the layouts, and which tensors stand in the same place.
+
+Finds which tensors and axes of different layers stand in the same place: slots.
+
+Layers of one class are solved once, so the tensors at the same place of its layers have one layout.
+The output of a block is the input of the next, which is at the place of the first block's input:
+following such chains (a union-find) unites what crosses layers, tied and shared parameters too.
+
+What a person allows of the layouts: axes forbidden or allowed by name, modules pinned.
+
+Layers of one class are split alike, so a rule means all of them or none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,21 @@
-"""Lists the strategies of one op: the layouts that its inputs need and those its results get."""
+"""Lists the strategies of one op: the layouts that its inputs need and those its results get.
+
+Why each is right, with x the inputs, y the results, gx and gy their gradients, per rank r:
+
+    whole        x I, y I: every rank does the same; gy is whole, so gx is.
+    replicated   x R, y R: the backward is linear in gy, so the partial sums gy_r make partial sums
+                 gx_r. All inputs with gradient are R: one in I would get a partial gradient.
+    partial      f linear in x jointly: Σ f(x_r) = f(Σ x_r), and gx = fᵀ(gy) is whole on every rank.
+                 f(a, b) bilinear, a partial: Σ f(a_r, b) = f(Σ a_r, b); ga is whole, but gb is made
+                 from a_r, so it is a partial sum: b is R. What is added (a bias) is P too: in any
+                 other layout every rank would add it.
+    split        a letter of the op's rule, along an axis of the model that lies in it. What has the
+                 letter is S. A result without it is a sum over it, so P. An input without it meets
+                 only a part of the positions, so its gradient is a partial sum: R; but what is
+                 added to a partial result is P.
+
+A tensor without gradient is never R: I says the same of it.
+"""
 
 from __future__ import annotations
 

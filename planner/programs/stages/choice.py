@@ -1,4 +1,20 @@
-"""Chooses stages: which layers go where, in which modes, and how far from the best that can be."""
+"""Chooses stages: which layers go where, in which modes, and how far from the best that can be.
+
+Prices cuts of one question, keeps the best, and lets the program choose others.
+
+The program's cut is the one of the least bound among those not priced yet. It is priced and left
+out, and what decides how long it takes becomes a row. So the program's bound rises until it reaches
+the best cut known: no better one exists.
+
+Chooses the stages of one arrangement: bounds, prices, improves, until bound and best meet.
+
+    GPipe, 1F1B        shortest paths bound all cuts, and close most intervals (floors.py)
+    other schedules    a program of divisible layers bounds all cuts (divisible.py)
+    a cut              the one of the bound, priced exactly, its borders moved while that helps
+    program            the cut of the least bound that is left, again and again (chooser.py)
+
+Where bound and best do not meet within the effort, the bound says how much better a cut might be.
+"""
 
 from __future__ import annotations
 

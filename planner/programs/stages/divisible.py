@@ -1,4 +1,17 @@
-"""Bounds the stages by a linear program whose layers are divisible."""
+"""Bounds the stages by a linear program whose layers are divisible.
+
+Bounds a pipeline as if its layers were divisible: what no cut beats, where ranks share memory.
+
+    layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
+    stages_are_not_empty   Σ x  ≥  1
+    stages_take            t  =  what an action takes  +  Σ seconds · x
+    chains_are_no_longer   Σ count · t  ≤  L
+    memory_is_kept         Σ (state + held · saved) · x  ≤  the rank's limit, at its full moments
+
+The least L. Rows come one by one: the moment at which a rank holds too much in the optimum; and the
+longest chain of the schedule, simulated with what stages take there, until that is hardly longer
+than L. Chains hold whatever the stages take, so those that other questions have found come first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,26 @@
-"""Bounds of the stages without a program."""
+"""Bounds of the stages without a program.
+
+Makes the columns of the stage program: what each stage may be, and what that adds to a step.
+
+seconds   forward, backward, halves of a backward, transfer to the next stage: as chains count
+          them; where a rank waits for what it receives, that is in its forward and backward
+
+Bounds every cut of GPipe and 1F1B by shortest paths.
+
+A cut is a path: stage p goes from the place where it begins to the one where it ends. Whatever the
+others are, a stage s that is the slowest one takes part in a step of
+
+    Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
+
+`passes` is what one microbatch needs there and back. With least sums of passes before a place and
+behind it, `own` is known for every interval, and the least maximum over all stages is a shortest
+path as well:
+
+    H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
+
+H_0(0) is exact where sums do not depend on the cut: where nothing is computed again. An interval
+is closed if every cut with it takes no less than what is to be beaten.
+"""
 
 from __future__ import annotations
 

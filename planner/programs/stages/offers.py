@@ -1,4 +1,11 @@
-"""Lists what stages may be: their mixes, priced, and what ranks can hold of them."""
+"""Lists what stages may be: their mixes, priced, and what ranks can hold of them.
+
+Prices what layers can be as a stage: offers, each with its seconds, its bytes and its modes.
+
+One stage per rank has all memory of its rank, so only what fits is offered. Several share it: then
+all mixes are offered that no other betters, and the rank's memory is a matter of the program.
+A stage whose layers fit as they are computes none of them again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Real tensors among recorded ones, and where they come from."""
+"""Real tensors among recorded ones, and where they come from.
+
+Keeps the numbers of real tensors that a constructor reads: as copies, or where a file has them.
+
+What a process maps from a file takes no memory of its own until it is written to, so it is not
+copied: a slice of it can be read later. What is written to is copied before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The ops of a constructor that were recorded, run again, and summed up."""
+"""The ops of a constructor that were recorded, run again, and summed up.
+
+Turns the recorded ops of a constructor into what its tensors hold, for real.
+
+Tensors are known by their storage: an op is recorded when it makes a storage or writes to one;
+views need no record. What a storage needs is found by walking the ops backwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What a model's `save_pretrained` would write, found on tensors without numbers."""
+"""What a model's `save_pretrained` would write, found on tensors without numbers.
+
+Asks a model that has `save_pretrained` what that would write, without any numbers.
+
+The method runs on tensors of the meta device, and the ops that it applies to them are recorded.
+Each tensor that it hands to safetensors is then made from the parameters and buffers that it is
+computed from, and from no others. Other files (`config.json`) are taken as they are written.
+"""
 
 from __future__ import annotations
 

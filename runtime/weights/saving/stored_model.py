@@ -1,4 +1,10 @@
-"""Reads a model from files of `save_pretrained`, slice by slice."""
+"""Reads a model from files of `save_pretrained`, slice by slice.
+
+Turns what `save_pretrained` writes around: finds the tensors of a model in its files.
+
+A tensor of a file may be a box of one of the model (an expert of a stack, a part of a fused
+weight, under whatever name), or have its numbers in another order.
+"""
 
 from __future__ import annotations
 
