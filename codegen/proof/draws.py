@@ -375,8 +375,7 @@ def _shared(
 
 
 def _repeated(sites: Mapping[Site, _Drawn]) -> dict[tuple[Site, Site], set[str]]:
-    first: dict[str, Site] = {}
-    again: dict[tuple[Site, Site], set[str]] = defaultdict(set)
+    first, again = dict[str, Site](), defaultdict[tuple[Site, Site], set[str]](set)
     for site, drawn in sites.items():
         for state in drawn.numbers:
             if first.setdefault(state, site) != site:
