@@ -6,7 +6,7 @@ TORCH  ?= torch==$(PINNED)
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: setup demo test lint types imports pytest golden clean
+.PHONY: setup demo test lint types imports pytest golden site clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,15 @@ pytest: setup
 golden: setup  # remakes what is compared, and the output shown in the README
 	$(BIN)/python docs/render_readme.py
 	$(BIN)/python -m tests.codegen.golden
+
+SITE := build/site-source
+
+# Pages as a site in build/site: what they link to is copied as it lies here, and a dead link fails.
+site: setup
+	$(BIN)/pip install --quiet --editable ".[site]"
+	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
+	cp -rL *.md LICENSE docs examples $(SITE) && cp -r benchmarks/results $(SITE)/benchmarks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
