@@ -153,4 +153,5 @@ KINDS: Mapping[str, int] = {
     "run.json": 100,
     "metrics.jsonl": 100,
     "options.json": 200,
+    "options_of_epochs.json": 100,
 }  # edits of each in the suite

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -20,7 +21,7 @@ from autopar.pages.other_pages import list_page
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_metrics import analyze, sound_lines_of
 from autopar.runtime.keeping.manifest import NAME, rank_file
-from autopar.runtime.ranks.options import MOST_STEPS, read_options
+from autopar.runtime.ranks.options import MOST_EPOCHS, MOST_STEPS, read_options
 from tests.codegen.plans import pinned_plan
 from tests.field.bad_inputs.kept import record_text, signed, write_checkpoint
 from tests.random_edits import Edit, Edited, edited_json, edited_text
@@ -43,6 +44,10 @@ _OPTIONS = {
     "--checkpoint-every": "10", "--checkpoint-minutes": "5", "--keep": "2", "--keep-every": "20",
     "--resume": "auto", "--eval-every": "10", "--early-stop": "3", "--data": "synthetic",
     "--last-rows": "pad", "--weight-decay": "0.1", "--warmup-steps": "10",
+}  # fmt: skip
+_OF_EPOCHS = {
+    "--epochs": "1.5", "--betas": "0.9 0.95", "--export-best": "", "--eval-every": "5",
+    "--checkpoint": "kept", "--export": "w.safetensors", "--last-rows": "drop",
 }  # fmt: skip
 _SETTINGS = {
     "STEPS": 1, "CLIP_NORM": 1.0, "SEED": 0, "DTYPE": "float32", "LOG_EVERY": 1, "EXPORT": "none",
@@ -79,10 +84,9 @@ def kinds_of_trainings() -> Iterator[Edited]:
     yield Edited(
         name="metrics.jsonl", source=metrics, edit=_edited_line, read=partial(_analyzed, plan)
     )
-    options = json.dumps(_OPTIONS).encode()
-    yield Edited(
-        name="options.json", source=options, edit=edited_json, read=_read, free=_EVERYWHERE
-    )
+    for name, options in (("options.json", _OPTIONS), ("options_of_epochs.json", _OF_EPOCHS)):
+        source = json.dumps(options).encode()
+        yield Edited(name=name, source=source, edit=edited_json, read=_read, free=_EVERYWHERE)
 
 
 def _resigned(source: bytes, random: Random) -> Edit:
@@ -124,10 +128,16 @@ def _analyzed(plan: Plan, path: Path) -> None:
 def _read(path: Path) -> None:
     """Read options; those that are taken are none that no training has."""
     given = json.loads(path.read_text(encoding="utf-8"))
-    words = [word for name, value in given.items() for word in (name, _text(value))]
+    words = [word for name, value in given.items() for word in (name, *_words(name, value))]
     options = read_options(words, _SETTINGS)
     for name, value in vars(options).items():
         assert _makes_sense(name, value), (name, value)
+
+
+def _words(name: str, value: object) -> list[str]:
+    """Return a value as words of a command line; where it is empty, the option stands alone."""
+    text = _text(value)
+    return text.split() if name == "--betas" else [text] if text else []
 
 
 def _text(value: object) -> str:
@@ -141,6 +151,10 @@ def _makes_sense(name: str, value: object) -> bool:
         return True
     if isinstance(value, int):
         return 0 <= value < (2**63 if name == "seed" else MOST_STEPS + 1)
+    if isinstance(value, tuple):  # betas
+        return all(0 <= one < 1 for one in value)
+    if isinstance(value, Fraction):
+        return 0 < value <= MOST_EPOCHS
     if isinstance(value, float):
         return name == "clip" or math.isfinite(value)
     return bool(str(value).strip()) and not isinstance(value, argparse.Namespace)
