@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from autopar.codegen.proof.script_rank import imported
+from autopar.runtime.ranks import read_options
 from autopar.runtime.weights.initial_weights import build
 from benchmarks import script_speed_by_hand as by_hand
 from benchmarks import script_speed_by_hand_tensor as by_hand_tensor
@@ -106,7 +107,7 @@ def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], T
     training, whose every target counts, has them before.
     """
     mesh = mesh_of(script)
-    data = script.batches(script.parse_args(["--data", "synthetic"]), mesh, None, 0)
+    data = script.batches(read_options(["--data", "synthetic"], vars(script)), mesh, None, 0)
     batches = [batch for batch, _ in islice(data, script.MICROBATCHES)]
     own = step_of(script, mesh)
 

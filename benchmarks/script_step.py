@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.optimizer.building import OptimizerFactory, adamw, build_optimizer
+from autopar.runtime.ranks import read_options
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.ranks.randomness import seed_all
 from autopar.runtime.weights.loading import NOTHING_SPLIT, load_weights
@@ -22,7 +23,7 @@ def mesh_of(script: Any) -> Mesh:
 
 def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
     """Build the script's training as its `main` does, and return its step."""
-    options = script.parse_args(["--data", "synthetic"])
+    options = read_options(["--data", "synthetic"], vars(script))
     model, recipe = script.build_model(mesh, options.dtype, options.seed)
     data = script.batches(options, mesh, None, 0)
     parts = getattr(model, "parts", [model])

@@ -294,11 +294,10 @@ class _Printer:
 
     def _buffers_given(self, part: StagePiece) -> Iterator[str]:
         """Yield the buffers that calls are given: a mask may be asked for, and then not be read."""
+        buffers = {buffer.name for buffer in self.graph.buffers}
         calls = {key for op in part.ops for key in self.graph.index.around(op.call)}
         for call in (self.graph.calls[key] for key in sorted(calls)):
-            for name in refs((call.arguments, call.keywords)):
-                if self.graph.tensors[name].origin is TensorOrigin.BUFFER:
-                    yield name
+            yield from (n for n in refs((call.arguments, call.keywords)) if n in buffers)
 
     def _docstring(self, number: int, part: StagePiece) -> str:
         source = "the batch" if not number else "what the stage before gives"
