@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PRODUCT = ("autopar", "planner", "codegen", "runtime")
 MOST_FILES = 340
 MOST_LINES = 400  # of a file
-MOST_IMPORTS = 0.10  # of the lines that are not empty
+MOST_IMPORTS = 0.11  # of the lines of code: neither empty, nor comments, nor docstrings
 
 
 @cache
@@ -40,7 +40,27 @@ def line_count(path: Path) -> int:
 
 def import_lines(path: Path) -> int:
     imports = (one for one in tree_of(path).body if isinstance(one, ast.Import | ast.ImportFrom))
-    return sum((one.end_lineno or one.lineno) - one.lineno + 1 for one in imports)
+    return sum(map(length, imports))
+
+
+def code_lines(path: Path) -> int:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    told = set(docstring_lines(tree_of(path)))
+    code = (line.strip() for number, line in enumerate(lines, start=1) if number not in told)
+    return sum(bool(line) and not line.startswith("#") for line in code)
+
+
+def docstring_lines(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            docstring = node.body[0]
+            yield from range(docstring.lineno, (docstring.end_lineno or 0) + 1)
+
+
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def test_there_are_few_files() -> None:
@@ -52,9 +72,7 @@ def test_no_file_is_long() -> None:
 
 
 def test_few_lines_are_imports() -> None:
-    texts = [path.read_text(encoding="utf-8").splitlines() for path in files()]
-    lines = sum(bool(line.strip()) for text in texts for line in text)
-    assert sum(map(import_lines, files())) <= MOST_IMPORTS * lines
+    assert sum(map(import_lines, files())) <= MOST_IMPORTS * sum(map(code_lines, files()))
 
 
 def test_no_class_name_occurs_twice() -> None:

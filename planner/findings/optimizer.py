@@ -22,9 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import (
@@ -33,6 +31,7 @@ from autopar.planner.findings.optimizer_call import (
     check_optimizer,
     check_step,
     make_on_stand_ins,
+    own_tensors,
 )
 from autopar.planner.findings.schedule_probe import ScheduleEnd, schedule_end
 from autopar.planner.findings.writes import check_stepped_state
@@ -328,22 +327,6 @@ def _other_states(optimizer: Any) -> bytes:
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))
-
-
-def own_tensors(optimizer: Any) -> tuple[str, ...]:
-    """Return the attributes of an optimizer, or of one inside it, that hold tensors of its own.
-
-    Made of the parameters that it was given, they have whole shapes; and no checkpoint has them.
-    """
-    steppers = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    found: list[str] = []
-    for name, value in vars(optimizer).items():
-        if isinstance(value, Optimizer):
-            found += (f"{name}.{inner}" for inner in own_tensors(value))
-        elif name not in ("state", "param_groups"):
-            leaves = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.dim())
-            found += [name] if any(id(one) not in steppers for one in leaves) else []
-    return tuple(found)
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:

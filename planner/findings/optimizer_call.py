@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
@@ -108,3 +110,22 @@ def check_step(called: Any, maker: str, fix: str, where: str) -> None:
             expected=f"{name}.step(), once after each step's gradients",
             fix=fix,
         ) from None
+
+
+def own_tensors(optimizer: Any) -> tuple[str, ...]:
+    """Return the attributes of an optimizer, or of one inside it, that hold copies of parameters.
+
+    Made of what it was given, they are as large as whole parameters; and no checkpoint has them.
+    """
+    stepped = [one for group in optimizer.param_groups for one in group["params"]]
+    given, shapes = set(map(id, stepped)), {one.shape for one in stepped}
+    shapes.add(torch.Size([sum(one.numel() for one in stepped)]))  # all in one vector
+    found: list[str] = []
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            found += (f"{name}.{inner}" for inner in own_tensors(value))
+        elif name not in ("state", "param_groups"):
+            tensors = (one for one in tree_leaves(value) if isinstance(one, Tensor))
+            if any(one.shape in shapes and id(one) not in given for one in tensors):
+                found.append(name)
+    return tuple(found)

@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from autopar.planner.annotate import state_of
+from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.findings.optimizer import Reach, optimizer_traits
 from autopar.planner.model.model_file import ModelFile, load_model_file
@@ -180,6 +181,46 @@ class Wrapping(optim.Optimizer):
 
     def __init__(self, inner: optim.Optimizer) -> None:
         self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Slow(optim.SGD):
+    """Keeps copies of the parameters beside its state."""
+
+    def __init__(self, own: list[nn.Parameter], *, is_flat: bool) -> None:
+        super().__init__(own, lr=0.1)
+        self.same, self.factors = own, torch.ones(5)  # no copies: what it steps, and constants
+        copies = [one.detach().clone() for one in own]
+        self.slow = torch.cat([one.flatten() for one in copies]) if is_flat else {"of": copies}
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (optim.AdamW, ()),
+        (lambda own: Slow(own, is_flat=False), ("slow",)),
+        (lambda own: Slow(own, is_flat=True), ("slow",)),
+        (lambda own: Around(Slow(own, is_flat=False)), ("inner.slow",)),
+    ],
+)
+def test_copies_of_parameters_beside_the_state_are_found_and_not_sharded(
+    make: Callable[[list[nn.Parameter]], Any], found: tuple[str, ...]
+) -> None:
+    traits = optimizer_traits(file_with(make), GRAPH)
+    assert traits is not None
+    assert traits.own_tensors == found
+    levels = with_optimizer(declared(global_batch=8), traits).zero_levels
+    assert (levels == (Zero.NONE,)) is bool(found)
+
+
+class Around(optim.Optimizer):
+    """Steps another optimizer."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
 
     def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
