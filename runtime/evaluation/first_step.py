@@ -83,6 +83,11 @@ class _PlainLoss:
     failure: str = ""
 
 
+_NOTHING_COUNTS = (
+    "the loss of its first microbatch is nan, in plain PyTorch too, as where no target of it counts"
+)
+
+
 def first_step_checked(
     data: Iterator[Weighed],
     losses: Losses,
@@ -120,10 +125,12 @@ def first_step_checked(
     ]
     every = torch.stack(told)
     script, plain, has_failed = summed(every, mesh.world) if mesh.world.size > 1 else every
-    if has_failed:
-        _say(f"note: the first step is not checked: {found.failure}", mesh)
-    else:
+    if not has_failed:
         _compare(float(script), float(plain), options.dtype)
+    failure = _NOTHING_COUNTS if plain.isnan() else found.failure
+    if has_failed or failure:
+        _say(f"note: the first step is not checked: {failure}", mesh)
+    else:
         _say(
             f"checked: the first loss is {float(plain):.6g} in plain PyTorch, too (the whole model "
             f"was built in {found.build_seconds:.1f} s, its loss took {found.seconds:.2f} s)",
