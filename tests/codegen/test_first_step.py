@@ -152,6 +152,18 @@ def test_what_plain_pytorch_cannot_do_is_told_and_trained(tmp_path: Path) -> Non
     assert len(found[0].losses) == 2
 
 
+def test_a_loss_that_is_nan_on_both_sides_proves_nothing_and_is_told_so(tmp_path: Path) -> None:
+    plan = small_plan(evaluated_small(tmp_path, LOSSES["a mean"], norm=NORMS["Layer"]))
+    script = write_script(plan, tmp_path)
+    text, own = script.read_text(encoding="utf-8"), "model_file.loss"
+    assert f"new_loss = {own}" in text
+    nan = f"new_loss = lambda *given: {own}(*given) * torch.nan"
+    script.write_text(text.replace(f"new_loss = {own}", nan), encoding="utf-8")
+    (said, *_) = (one.said for one in ran(plan, script, "--check-first-step", "--on-nan", "go-on"))
+    assert "note: the first step is not checked: the loss of its first microbatch is nan" in said
+    assert "checked: the first loss" not in said
+
+
 @pytest.mark.parametrize("dtype", ALLOWED)
 def test_a_loss_that_no_rounding_explains_is_refused(dtype: torch.dtype) -> None:
     _compare(7.0 * (1 + 0.9 * ALLOWED[dtype]), 7.0, dtype)
