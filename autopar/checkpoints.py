@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.runs.run_record import read_record
-from autopar.runtime.keeping.finding import (
+from autopar.runtime.checkpointing.finding import (
     Checkpoint,
     Expected,
     check_file,
@@ -24,8 +24,14 @@ from autopar.runtime.keeping.finding import (
     step_of,
     unfinished_in,
 )
-from autopar.runtime.keeping.manifest import NAME, BrokenError, ExportedWeight, Logical, Manifest
-from autopar.runtime.keeping.model_files import (
+from autopar.runtime.checkpointing.manifest import (
+    NAME,
+    BrokenError,
+    ExportedWeight,
+    Logical,
+    Manifest,
+)
+from autopar.runtime.checkpointing.model_files import (
     Destination,
     WeightsFile,
     check_destination,
@@ -33,11 +39,11 @@ from autopar.runtime.keeping.model_files import (
     told,
     write_model,
 )
-from autopar.runtime.keeping.owners import overlaps
-from autopar.runtime.keeping.restoring import Reader
-from autopar.runtime.keeping.safetensors_file import Entry, in_file_order
-from autopar.runtime.keeping.states import STATE, WEIGHT
-from autopar.runtime.keeping.writing import export_dtype, tied_names
+from autopar.runtime.checkpointing.owners import overlaps
+from autopar.runtime.checkpointing.restoring import Reader
+from autopar.runtime.checkpointing.safetensors_file import Entry, in_file_order
+from autopar.runtime.checkpointing.states import STATE, WEIGHT
+from autopar.runtime.checkpointing.writing import export_dtype, tied_names
 from autopar.runtime.ranks.leaving import in_a_line
 from autopar.runtime.ranks.locations import (
     BROKEN,

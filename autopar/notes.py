@@ -15,7 +15,7 @@ from autopar.planner.findings.writes import objects_given
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import GradientUse
 from autopar.planner.layers import Layers
-from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints
+from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints
 from autopar.planner.plan.declared.limits import (
     gradient_words,
     keeps_statistics_apart,
@@ -116,7 +116,7 @@ def note_plan(plan: Plan) -> None:
             tell_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
-    usual = USUAL_MEMORY.bytes_of(whole)
+    usual = DEFAULT_MEMORY.bytes_of(whole)
     if used > usual and plan.machines.backend != "gloo":
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "

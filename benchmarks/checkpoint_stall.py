@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from autopar.runtime.checkpointing.manifest import Moment, rank_file
+from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.checkpointing.saving import CheckpointSaving, SavedCheckpoint
+from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.keeping.manifest import Moment, rank_file
-from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.saving import CheckpointSaving, SavedCheckpoint
-from autopar.runtime.keeping.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
 

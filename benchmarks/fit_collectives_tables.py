@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.planner.cluster.cluster import Cluster, ClusterOrigin, Collective, Link, cluster_from
-from autopar.planner.cluster.file import usual_node
+from autopar.planner.cluster.file import default_node
 from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape
 from autopar.planner.cluster.sheet import find_device, known_fabrics
 
@@ -46,7 +46,7 @@ def machine(device_name: str, *, nodes: int, gpus: int, network: Link | None) ->
     per_node = gpus // nodes
     fabric = network or known_fabrics()[device.fabric]
     return cluster_from(
-        [usual_node(device, per_node)] * nodes, network=fabric, origin=ClusterOrigin.NAMED
+        [default_node(device, per_node)] * nodes, network=fabric, origin=ClusterOrigin.NAMED
     )
 
 

@@ -23,7 +23,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.evaluation": (
             "Evaluation Plainly first_step_checked one_by_one read_evaluation with_gradients"
         ),
-        "autopar.runtime.keeping": "Keeper",
+        "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (
             "ROWS Crossing StagePart freeze keep_apart named names_of expand submodules "
             "take_classes"

@@ -20,7 +20,7 @@ from autopar.commands.run import runs
 from autopar.pages.other_pages import list_page
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_metrics import analyze, sound_lines_of
-from autopar.runtime.keeping.manifest import NAME, rank_file
+from autopar.runtime.checkpointing.manifest import NAME, rank_file
 from autopar.runtime.ranks.options import MOST_EPOCHS, MOST_STEPS, read_options
 from tests.codegen.plans import pinned_plan
 from tests.field.bad_inputs.kept import record_text, signed, write_checkpoint

@@ -44,7 +44,8 @@ GLOBAL_BATCH = Annotated[
     typer.Option("--global-batch", metavar="ROWS", help="Of one step, all devices together."),
 ]
 PRECISION = Annotated[
-    str | None, typer.Option("--precision", metavar="TYPE", help="bf16 (as usual), fp16 or fp32.")
+    str | None,
+    typer.Option("--precision", metavar="TYPE", help="bf16 (the default), fp16 or fp32."),
 ]
 PIN = Annotated[
     list[str] | None,
@@ -60,7 +61,7 @@ MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most 
 MEMORY = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 86% as usual.'
+        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 86% by default.'
     ),
 ]
 OBJECTIVE = Annotated[
@@ -68,7 +69,7 @@ OBJECTIVE = Annotated[
     typer.Option(
         "--objective",
         metavar="WHAT",
-        help="Least step-time (as usual), memory, or cost, which also chooses among --gpus 1,2,4.",
+        help="Least step-time (the default), memory, or cost, which also chooses among --gpus 1,2.",
     ),
 ]
 SAMPLES = Annotated[
@@ -90,7 +91,7 @@ TOLERANCE = Annotated[
     typer.Option(
         "--tolerance",
         metavar="SHARE",
-        help='The simplest plan within so much of the fastest: "3%" (as usual), 0: the fastest.',
+        help='The simplest plan within so much of the fastest: "3%" (the default), 0: the fastest.',
     ),
 ]
 CONSTRAINTS = Annotated[

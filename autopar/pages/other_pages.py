@@ -21,7 +21,7 @@ from autopar.planner.inspection import Inspection
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredOp
 from autopar.planner.profile.rounds import LeftOut
-from autopar.runtime.keeping.finding import best_of
+from autopar.runtime.checkpointing.finding import best_of
 from autopar.runtime.ranks.locations import Location
 
 

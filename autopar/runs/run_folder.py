@@ -26,9 +26,9 @@ from autopar.planner.files import refuse_in_checkpoint, write_whole
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_record import METRICS, PRIVATE, RECORD, RunState, read_record, runs_in
-from autopar.runtime.keeping.claim import NAME as IN_USE
-from autopar.runtime.keeping.claim import TakenError, claim
-from autopar.runtime.keeping.finding import (
+from autopar.runtime.checkpointing.claim import NAME as IN_USE
+from autopar.runtime.checkpointing.claim import TakenError, claim
+from autopar.runtime.checkpointing.finding import (
     AUTO,
     NEVER,
     begin,
@@ -37,8 +37,8 @@ from autopar.runtime.keeping.finding import (
     is_step,
     step_folder,
 )
-from autopar.runtime.keeping.manifest import NAME as MANIFEST
-from autopar.runtime.keeping.manifest import read_moment
+from autopar.runtime.checkpointing.manifest import NAME as MANIFEST
+from autopar.runtime.checkpointing.manifest import read_moment
 from autopar.runtime.ranks.leaving import masked, masked_variable
 from autopar.runtime.ranks.locations import Location, located, location, put, write
 

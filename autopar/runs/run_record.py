@@ -26,7 +26,7 @@ from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import machines_left, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runtime.keeping.claim import is_held
+from autopar.runtime.checkpointing.claim import is_held
 from autopar.runtime.ranks.leaving import masked
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import parsed

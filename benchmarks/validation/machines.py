@@ -14,7 +14,7 @@ from autopar.planner.cluster.cluster import (
     Machine,
     cluster_from,
 )
-from autopar.planner.cluster.file import usual_node
+from autopar.planner.cluster.file import default_node
 from autopar.planner.cluster.sheet import (
     canonical_name,
     device_sheet,
@@ -101,7 +101,7 @@ def _nearest(name: str, text: str) -> Device:
 
 
 def _node(device: Device, per_node: int, intra_bw: str) -> Machine:
-    node = usual_node(device, per_node)
+    node = default_node(device, per_node)
     told = _PER_DIRECTION.search(intra_bw)
     if told is None:
         return node

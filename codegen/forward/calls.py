@@ -360,9 +360,9 @@ def _object(value: Value, unit: str, body: AtHand) -> Expression:
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     for name in objects(value):
         if name.startswith(MODULE):
-            at_hand = body.owner.within(name.removeprefix(MODULE))
-            if at_hand is not None:
-                return body.owner.path(at_hand)
+            available = body.owner.within(name.removeprefix(MODULE))
+            if available is not None:
+                return body.owner.path(available)
         if unit not in body.opening.opened:
             raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{name}>")
         return literal(None)

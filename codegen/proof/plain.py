@@ -32,7 +32,7 @@ from autopar.codegen.proof.exactness import Exactly, Widely
 from autopar.planner.graph.ops import Ref
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.words import USUAL, Usual, narrowed_buffers
+from autopar.planner.plan.telling.words import ADAMW, AdamWDefaults, narrowed_buffers
 from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.data.epochs import Dealing, Epochs
 from autopar.runtime.ranks.mesh import start, stop
@@ -113,7 +113,7 @@ class Task:
     dtype: str
     seed: int = 0
     clip_norm: float | None = 1.0  # at which a script clips gradients
-    usual: Usual = USUAL  # where the model file has no optimizer
+    adamw: AdamWDefaults = ADAMW  # where the model file has no optimizer
     half_buffers: tuple[str, ...] = ()  # that a plan in 16 bits holds so
     device: str = "cpu"
 
@@ -185,7 +185,7 @@ def optimizer_of(file: ModelFile, model: nn.Module, task: Task) -> Optimizer:
     """Return the optimizer of the model file, or AdamW as scripts have it."""
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if file.build_optimizer is None:
-        return _usual_optimizer([one for _, one in named], task.usual)
+        return _default_optimizer([one for _, one in named], task.adamw)
     asked = next(iter(inspect.signature(file.build_optimizer).parameters), "")
     given: Mapping[str, Any] = {"model": model, "named_parameters": named}
     made: Optimizer = file.build_optimizer(given.get(asked, [one for _, one in named]))
@@ -199,7 +199,9 @@ def scheduler_of(
     if file.build_scheduler is not None:
         made: LRScheduler = file.build_scheduler(optimizer)
         return made
-    return None if file.build_optimizer is not None else _usual_rates(optimizer, task.usual, steps)
+    return (
+        None if file.build_optimizer is not None else _default_rates(optimizer, task.adamw, steps)
+    )
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -230,19 +232,19 @@ def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _usual_optimizer(parameters: list[nn.Parameter], usual: Usual) -> AdamW:
+def _default_optimizer(parameters: list[nn.Parameter], adamw: AdamWDefaults) -> AdamW:
     matrices: dict[str, Any] = {"params": [one for one in parameters if one.dim() >= 2]}
     vectors = {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}
     return AdamW(
         [matrices, vectors],
-        lr=usual.learning_rate,
-        betas=usual.betas,
-        weight_decay=usual.weight_decay,
+        lr=adamw.learning_rate,
+        betas=adamw.betas,
+        weight_decay=adamw.weight_decay,
     )
 
 
-def _usual_rates(optimizer: Optimizer, usual: Usual, steps: int) -> LambdaLR:
-    warmup, last = min(usual.warmup_steps, steps // 10), usual.final_share
+def _default_rates(optimizer: Optimizer, adamw: AdamWDefaults, steps: int) -> LambdaLR:
+    warmup, last = min(adamw.warmup_steps, steps // 10), adamw.final_share
 
     def factor(step: int) -> float:
         if step < warmup:

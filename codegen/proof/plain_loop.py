@@ -54,8 +54,8 @@ class PlainView:
     has_dataset: bool
     is_streamed: bool
     has_collate: bool
-    has_usual_optimizer: bool
-    has_usual_schedule: bool
+    has_default_optimizer: bool
+    has_default_schedule: bool
     optimizer: Source  # the call that makes it
     scheduler: Source  # empty where there is none
     model_arguments: Source
@@ -90,8 +90,8 @@ def _view(plan: Plan, subject: PlannedSubject, script: GivenScript, destination:
         has_dataset=file.build_dataset is not None,
         is_streamed=file.build_dataset is not None and is_streamed(file.build_dataset()),
         has_collate=file.build_collate is not None,
-        has_usual_optimizer=not plan.model.has_optimizer,
-        has_usual_schedule=is_scheduled_here(plan),
+        has_default_optimizer=not plan.model.has_optimizer,
+        has_default_schedule=is_scheduled_here(plan),
         optimizer=_optimizer(subject),
         scheduler=_scheduler(plan),
         model_arguments=model_arguments(
@@ -123,17 +123,17 @@ def _docstring(plan: Plan, script: GivenScript, destination: Path) -> Source:
 def _settings(
     plan: Plan, script: GivenScript, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[ScriptSetting]:
-    usual = script.usual
+    adamw = script.adamw
     yield ScriptSetting("STEPS", Source(_STEPS), "of which the learning rates are a share")
     yield ScriptSetting("GLOBAL_BATCH", literal(plan.arrangement.global_batch), "rows of a step")
     if not plan.model.has_optimizer:
-        yield ScriptSetting("LEARNING_RATE", literal(usual.learning_rate), "of AdamW")
-        yield ScriptSetting("BETAS", literal(usual.betas), "of AdamW")
-        yield ScriptSetting("WEIGHT_DECAY", literal(usual.weight_decay), "of matrices")
+        yield ScriptSetting("LEARNING_RATE", literal(adamw.learning_rate), "of AdamW")
+        yield ScriptSetting("BETAS", literal(adamw.betas), "of AdamW")
+        yield ScriptSetting("WEIGHT_DECAY", literal(adamw.weight_decay), "of matrices")
     if is_scheduled_here(plan):
-        yield ScriptSetting("WARMUP_STEPS", literal(usual.warmup_steps), "at most a tenth of all")
+        yield ScriptSetting("WARMUP_STEPS", literal(adamw.warmup_steps), "at most a tenth of all")
         yield ScriptSetting(
-            "FINAL_SHARE", literal(usual.final_share), "of LEARNING_RATE, at the end"
+            "FINAL_SHARE", literal(adamw.final_share), "of LEARNING_RATE, at the end"
         )
     clipped = "of all gradients together, at most; 0: they stay as they are"
     yield ScriptSetting("CLIP_NORM", literal(script.clip_norm or 0.0), clipped)

@@ -38,7 +38,7 @@ from autopar.codegen.proof.plain import (
     wide_copy,
 )
 from autopar.runtime import optimizer
-from autopar.runtime.keeping.owners import named_tensors, weights_held
+from autopar.runtime.checkpointing.owners import named_tensors, weights_held
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.gradients import held_gradients
 from autopar.runtime.optimizer.pieces import local_tensor

@@ -28,10 +28,10 @@ from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.words import Usual
+from autopar.planner.plan.telling.words import AdamWDefaults
 
 _DIGEST = "# Written by autopar "
-_USUAL = {one.name: one.name.upper() for one in fields(Usual)}
+_ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
 _NEEDED = ("main", "train_step")  # what is run, and what is watched
 
 
@@ -53,7 +53,7 @@ class GivenScript:
     edits: tuple[Edit, ...]
     seed: int
     clip_norm: float | None
-    usual: Usual
+    adamw: AdamWDefaults
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
@@ -94,7 +94,9 @@ def read_script(path: Path, emitted: str) -> GivenScript:
         edits=edits_of(text, emitted),
         seed=settings.get("SEED", 0),
         clip_norm=settings.get("CLIP_NORM", 1.0),
-        usual=Usual(**{key: settings[name] for key, name in _USUAL.items() if name in settings}),
+        adamw=AdamWDefaults(
+            **{key: settings[name] for key, name in _ADAMW_SETTINGS.items() if name in settings}
+        ),
     )
 
 
@@ -180,7 +182,7 @@ def verify(
         task_of(plan, model_spec(plan, folder), steps=steps),
         seed=script.seed,
         clip_norm=script.clip_norm,
-        usual=script.usual,
+        adamw=script.adamw,
     )
     half_steps = steps_in_half(plan, half_steps, steps)
     begun = time.monotonic()

@@ -53,7 +53,7 @@ class ScriptView:
     first_step: Source  # the call that compares the first loss
     measures: bool  # by metrics() of the model file
     gathers_rows: bool  # which tensor ranks have read each for itself
-    usual_optimizer: Source  # what makes the optimizer where the model file makes none
+    default_optimizer: Source  # what makes the optimizer where the model file makes none
     warms_up: bool  # by a schedule that the model file does not make
     scheduler: Source  # the call that makes the schedule of learning rates; empty: there is none
     has_writing: bool  # layers that write where others read

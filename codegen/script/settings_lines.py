@@ -21,8 +21,8 @@ from autopar.planner.plan.telling.explanation import (
     simpler_words,
 )
 from autopar.planner.plan.telling.words import (
+    ADAMW,
     CLIP_NORM,
-    USUAL,
     arrangement_words,
     chosen,
     is_scheduled_here,
@@ -73,15 +73,15 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield what a person may change without planning again."""
     yield ScriptSetting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
-        yield ScriptSetting("LEARNING_RATE", literal(USUAL.learning_rate), "of AdamW; --lr")
-        yield ScriptSetting("BETAS", literal(USUAL.betas), "of AdamW; --betas")
+        yield ScriptSetting("LEARNING_RATE", literal(ADAMW.learning_rate), "of AdamW; --lr")
+        yield ScriptSetting("BETAS", literal(ADAMW.betas), "of AdamW; --betas")
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
-        yield ScriptSetting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
+        yield ScriptSetting("WEIGHT_DECAY", literal(ADAMW.weight_decay), decayed)
     if is_scheduled_here(plan):
         warmed = "steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps"
-        yield ScriptSetting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
+        yield ScriptSetting("WARMUP_STEPS", literal(ADAMW.warmup_steps), warmed)
         final = "the cosine ends at this share of LEARNING_RATE"
-        yield ScriptSetting("FINAL_SHARE", literal(USUAL.final_share), final)
+        yield ScriptSetting("FINAL_SHARE", literal(ADAMW.final_share), final)
     clipped = "largest norm of all gradients together; 0: no clipping; --clip"
     yield ScriptSetting("CLIP_NORM", literal(CLIP_NORM), clipped)
     yield ScriptSetting("SEED", literal(0), "of weights, order of the data and dropout; --seed")

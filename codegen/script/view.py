@@ -126,7 +126,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         first_step=first_step(plan, subject),
         measures=subject.file.metrics is not None,
         gathers_rows=bool(opened.own_rows),
-        usual_optimizer=_usual_optimizer(plan),
+        default_optimizer=_default_optimizer(plan),
         warms_up=is_scheduled_here(plan),
         scheduler=_scheduler(plan),
         has_writing=bool(writing),
@@ -260,7 +260,7 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "sync_batch_norm=SYNC_BATCH_NORM"
 
 
-def _usual_optimizer(plan: Plan) -> Source:
+def _default_optimizer(plan: Plan) -> Source:
     """Return the call that makes what makes an optimizer, empty where the model file does."""
     if plan.model.has_optimizer:
         return Source()

@@ -137,7 +137,7 @@ def _node(
         raise InputError(
             f"a bridge between pairs of {device.name} is not known", where=f"{where}.bridged"
         )
-    node = usual_node(device, count, is_bridged=is_bridged)
+    node = default_node(device, count, is_bridged=is_bridged)
     if "link" not in table:
         return node
     name_of_link = reading.text(table, "link", where=where)
@@ -202,7 +202,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
     check_count(gpus, "--gpus")
     chosen, origin = device_for(device)
     per_node = _devices_per_node(gpus, nodes, chosen)
-    node = usual_node(chosen, per_node)
+    node = default_node(chosen, per_node)
     count = gpus // per_node
     return cluster_from([node] * count, network=known_fabrics()[chosen.fabric], origin=origin)
 
@@ -217,7 +217,7 @@ def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], boo
     return is_filling
 
 
-def usual_node(device: Device, devices: int, *, is_bridged: bool = False) -> Machine:
+def default_node(device: Device, devices: int, *, is_bridged: bool = False) -> Machine:
     """Return a node as the device's makers build it."""
     return Machine(
         device=device,

@@ -216,14 +216,14 @@ def stop(mesh: Mesh) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
-    processes, devices = number_in("LOCAL_WORLD_SIZE", usual=1), torch.cuda.device_count()
+    processes, devices = number_in("LOCAL_WORLD_SIZE", default=1), torch.cuda.device_count()
     if processes > devices:
         refuse(
             f"{processes} processes have started on this machine, which has {devices} devices",
             fix=f"torchrun --nproc-per-node {devices} on each of more machines, or plan for fewer "
             f"devices: autopar plan --gpus {devices}",
         )
-    device = torch.device("cuda", number_in("LOCAL_RANK", usual=0))
+    device = torch.device("cuda", number_in("LOCAL_RANK", default=0))
     torch.cuda.set_device(device)
     return device
 
@@ -235,11 +235,11 @@ def _join(needed: int, timeout: timedelta) -> None:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # which is torchrun
-    _check_world(number_in("WORLD_SIZE", usual=1), needed)
+    _check_world(number_in("WORLD_SIZE", default=1), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     is_alone = "RANK" not in os.environ
-    rank, size = number_in("RANK", usual=0), 1 if is_alone else needed
+    rank, size = number_in("RANK", default=0), 1 if is_alone else needed
     store = dist.HashStore() if is_alone else store_of(rank, size, timeout)  # type: ignore[attr-defined]
     hook = sys.excepthook
     with joining_nodes(store, size, timeout):

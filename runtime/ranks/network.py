@@ -133,7 +133,7 @@ def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator
 
     Where some node cannot be reached, all nodes leave with one message that says what to set.
     """
-    if number_in("LOCAL_WORLD_SIZE", usual=world_size) >= world_size:
+    if number_in("LOCAL_WORLD_SIZE", default=world_size) >= world_size:
         yield
         return
     with suppress(OSError):  # no way leads to the first node, by UDP at least
@@ -204,9 +204,9 @@ def _addresses_towards(host: str, port: int) -> tuple[str, str]:
 
 def _told_by_others(store: Store, timeout: timedelta) -> str:
     """Return the address that the first node has for the others; "" where no node tells one."""
-    nodes = number_in("GROUP_WORLD_SIZE", usual=1)
+    nodes = number_in("GROUP_WORLD_SIZE", default=1)
     deadline = time.monotonic() + timeout.total_seconds()
-    alike = store.add(_LOOPBACK, int(number_in("LOCAL_RANK", usual=0) == 0))
+    alike = store.add(_LOOPBACK, int(number_in("LOCAL_RANK", default=0) == 0))
     while alike < nodes and not store.check([_FIRST]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         alike = store.add(_LOOPBACK, 0)

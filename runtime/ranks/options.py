@@ -92,16 +92,16 @@ DECAY = Real(0, 1e6)
 
 def workers_here(text: str) -> int:
     """Return a number of processes that read ahead for a rank; ranks share the processors here."""
-    shared_by = max(number_in("LOCAL_WORLD_SIZE", usual=1), 1)
+    shared_by = max(number_in("LOCAL_WORLD_SIZE", default=1), 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
     return Whole(0, max(most, _LEAST_WORKERS))(text)
 
 
-def number_in(variable: str, *, usual: int) -> int:
+def number_in(variable: str, *, default: int) -> int:
     """Return the whole number in an environment variable; leave where there is something else."""
     text = os.environ.get(variable)
     if text is None:
-        return usual
+        return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         found = f"the environment variable {variable} is {text!r}, and no whole number"
         refuse(found, fix="torchrun sets it; without torchrun, leave it unset")

@@ -17,8 +17,8 @@ from torch.optim import AdamW
 
 from autopar.planner.costs.prediction import Zero
 from autopar.runs.run_record import RunRecord, own_process, write_record
-from autopar.runtime.keeping import model_files
-from autopar.runtime.keeping.manifest import NAME, Moment, rank_file
+from autopar.runtime.checkpointing import model_files
+from autopar.runtime.checkpointing.manifest import NAME, Moment, rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.mesh import start, stop
@@ -27,7 +27,7 @@ from tests.bucket import CLOSED, bucket
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 from tests.codegen.test_resume import STILL, trained
-from tests.runtime.keeping.written import write_checkpoint
+from tests.runtime.checkpointing.written import write_checkpoint
 
 Ckpt = Callable[..., Ran]
 _Place = TypeVar("_Place", Path, StorePath)

@@ -13,7 +13,7 @@ from autopar import cli
 from autopar.cli import FUNCTIONS
 from autopar.commands import plan
 from autopar.planner.errors import ExitCode
-from autopar.runtime.keeping import signals
+from autopar.runtime.checkpointing import signals
 from autopar.runtime.ranks import leaving
 from tests.autopar.commands import Autopar
 

@@ -10,13 +10,13 @@ import torch
 
 from autopar.notes import note_plan, note_rows, note_unpriced
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints
+from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints
 from autopar.planner.trace import trace
 from tests.codegen.kinds import plan_of
 from tests.planner.rules.multiplying_models import function
 from tests.planner.trace.test_expected_rows import WAYS, graph_of
 
-USUAL = USUAL_MEMORY.share or 0.0
+USUAL = DEFAULT_MEMORY.share or 0.0
 
 
 @pytest.mark.parametrize(("share", "backend", "is_told"), [

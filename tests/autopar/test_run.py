@@ -40,10 +40,10 @@ from autopar.runs.run_record import (
     runs_in,
     write_record,
 )
-from autopar.runtime.keeping.claim import NAME as IN_USE
-from autopar.runtime.keeping.claim import _own, began, claim
-from autopar.runtime.keeping.finding import checkpoints_in
-from autopar.runtime.keeping.manifest import NAME
+from autopar.runtime.checkpointing.claim import NAME as IN_USE
+from autopar.runtime.checkpointing.claim import _own, began, claim
+from autopar.runtime.checkpointing.finding import checkpoints_in
+from autopar.runtime.checkpointing.manifest import NAME
 from autopar.runtime.ranks.locations import Location, write
 from tests.autopar.commands import Autopar
 from tests.bucket import bucket

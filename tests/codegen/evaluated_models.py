@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from autopar.planner.model.model_file import ModelFile
-from autopar.runtime.keeping.finding import Checkpoint
-from autopar.runtime.keeping.manifest import read_manifest
-from autopar.runtime.keeping.restoring import Reader
-from autopar.runtime.keeping.states import WEIGHT
+from autopar.runtime.checkpointing.finding import Checkpoint
+from autopar.runtime.checkpointing.manifest import read_manifest
+from autopar.runtime.checkpointing.restoring import Reader
+from autopar.runtime.checkpointing.states import WEIGHT
 from autopar.runtime.tensor.shards import whole
 from tests.planner.subjects import ZOO
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.keeping import finding as step_folders
-from autopar.runtime.keeping import keeper, signals, writing
+from autopar.runtime.checkpointing import finding as step_folders
+from autopar.runtime.checkpointing import keeper, signals, writing
 from autopar.runtime.ranks.locations import Location, write
 from tests import bucket
 

@@ -22,7 +22,7 @@ from autopar.codegen.proof.exactness import Exactly
 from autopar.codegen.proof.plain import TrainedAlone, all_steps, clipped_share, trained_tensors
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.words import CLIP_NORM, USUAL
+from autopar.planner.plan.telling.words import ADAMW, CLIP_NORM
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.plain_model import plain_model
 from tests.codegen.equality import together
@@ -53,7 +53,7 @@ class ByScript:
     exact: TrainedAlone
 
 
-def usual_optimizer(model: nn.Module, steps: int) -> tuple[AdamW, LambdaLR]:
+def default_optimizer(model: nn.Module, steps: int) -> tuple[AdamW, LambdaLR]:
     """Return the optimizer and the schedule of a training without either in its model file.
 
     They are written out as a person would for so few steps, which have no warm-up.
@@ -62,11 +62,11 @@ def usual_optimizer(model: nn.Module, steps: int) -> tuple[AdamW, LambdaLR]:
     matrices = [one for one in learning if one.ndim > 1]
     vectors = {"params": [one for one in learning if one.ndim <= 1], "weight_decay": 0.0}
     optimizer = AdamW(
-        [{"params": matrices, "weight_decay": USUAL.weight_decay}, vectors],
-        lr=USUAL.learning_rate,
-        betas=USUAL.betas,
+        [{"params": matrices, "weight_decay": ADAMW.weight_decay}, vectors],
+        lr=ADAMW.learning_rate,
+        betas=ADAMW.betas,
     )
-    lowest, rest = USUAL.final_share, 1 - USUAL.final_share
+    lowest, rest = ADAMW.final_share, 1 - ADAMW.final_share
     return optimizer, LambdaLR(
         optimizer, lambda step: lowest + rest * math.cos(math.pi * step / (steps - 1) / 2) ** 2
     )
@@ -87,7 +87,7 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
     order = torch.randperm(len(dataset), generator=numbers).tolist()
     is_exact = dtype is torch.float64
-    optimizer, scheduler = usual_optimizer(model, all_steps(STEPS) if is_exact else STEPS)
+    optimizer, scheduler = default_optimizer(model, all_steps(STEPS) if is_exact else STEPS)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         chosen = [dataset[order.pop(0)] for _ in range(subject.global_batch)]

@@ -21,7 +21,7 @@ from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
-from autopar.runtime.keeping import model_files
+from autopar.runtime.checkpointing import model_files
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.shards import chunks_by_name
 from autopar.runtime.weights.initial_weights import build

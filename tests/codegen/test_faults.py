@@ -13,7 +13,7 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.trace import trace
-from autopar.runtime.keeping.finding import checkpoints_in, unfinished_in
+from autopar.runtime.checkpointing.finding import checkpoints_in, unfinished_in
 from autopar.runtime.ranks.locations import Location
 from tests.autopar.test_run import wait_until_gone
 from tests.bucket import bucket
@@ -76,7 +76,7 @@ def script(tmp_path: Path) -> Path:
 
 def let_faults_in(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
-    imported = "from autopar.runtime.keeping import Keeper\n"
+    imported = "from autopar.runtime.checkpointing import Keeper\n"
     script.write_text(text.replace(imported, imported + "from tests.codegen import faults\n"))
 
 

@@ -22,7 +22,7 @@ from autopar.runtime.weights.plain_model import plain_model
 from tests.cells import cells
 from tests.codegen import unlike_rows
 from tests.codegen.equality import trained_by_script
-from tests.codegen.plain_loop import usual_optimizer
+from tests.codegen.plain_loop import default_optimizer
 from tests.codegen.plans import plan_for
 
 KINDS = ("nanogpt", "gpt2", "llama", "t5", "bert", "captioner", "listener")
@@ -60,7 +60,7 @@ class Plain:
 def train_plainly(kind: str) -> Plain:
     """Train as people do on one device: the whole global batch at once, padded to its longest."""
     model = plain_model(partial(unlike_rows.build_model, kind), seed=0).double()
-    optimizer, scheduler = usual_optimizer(model, all_steps(STEPS))
+    optimizer, scheduler = default_optimizer(model, all_steps(STEPS))
     rows, collate = unlike_rows.build_dataset(kind), unlike_rows.build_collate(kind)
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
     order = torch.randperm(len(unlike_rows.Rows(kind)), generator=numbers).tolist()

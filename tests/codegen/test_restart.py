@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
+from autopar.runtime.checkpointing.finding import checkpoints_in, verify_checkpoint
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 

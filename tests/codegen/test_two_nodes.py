@@ -11,7 +11,7 @@ import pytest
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.plain import all_steps, task_of, train_alone
 from autopar.planner.plan.files.document import write_plan
-from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
+from autopar.runtime.checkpointing.finding import checkpoints_in, verify_checkpoint
 from tests.cells import cells
 from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.plans import pinned_plan

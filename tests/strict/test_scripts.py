@@ -13,8 +13,8 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.script_rank import imported
-from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
-from autopar.runtime.keeping.signals import PREEMPTED
+from autopar.runtime.checkpointing.finding import checkpoints_in, verify_checkpoint
+from autopar.runtime.checkpointing.signals import PREEMPTED
 from tests.codegen.kinds import plan_of
 from tests.strict.ranks import run_on_strict_ranks
 

@@ -139,7 +139,7 @@ def given_nothing(opening: Opening) -> Iterator[str]:
     It may ask that for its sizes, which the graph does not show.
     """
     calls, tensors = opening.tree.graph.calls, opening.tree.graph.tensors
-    left_out = {
+    unused_outputs = {
         name
         for call in opening.printed
         if call in calls
@@ -150,7 +150,7 @@ def given_nothing(opening: Opening) -> Iterator[str]:
         keywords = tuple(value for _, value in call.keywords)
         given = set(refs((call.arguments, keywords)))
         is_closed = key not in opening.printed and not call.is_function
-        if is_closed and not left_out.isdisjoint(given):
+        if is_closed and not unused_outputs.isdisjoint(given):
             yield key
 
 

@@ -125,9 +125,11 @@ class CallTree:
         """
         own = [op for op in self.ops.get(call, ()) if op.call == call]
         inside = self.inside.get(call, ())
-        at_hand = self.entering(call).union(*(op.outputs for op in own), *map(self.leaving, inside))
+        available = self.entering(call).union(
+            *(op.outputs for op in own), *map(self.leaving, inside)
+        )
         used = self.leaving(call).union(*(op.inputs for op in own), *map(self.entering, inside))
-        missing = used - at_hand
+        missing = used - available
         made = (name for op in self.ops.get(call, ()) for name in op.outputs)
         return missing.intersection(made) if missing else missing
 

@@ -129,7 +129,7 @@ class MemoryLimit:
 
 # Where no limit is declared. 95 % of the 54 published runs that tell their memory took at most
 # 1 ÷ 0.86 times what is predicted of them (docs/accuracy.md).
-USUAL_MEMORY = MemoryLimit(share=0.86)
+DEFAULT_MEMORY = MemoryLimit(share=0.86)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

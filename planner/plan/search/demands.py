@@ -15,7 +15,7 @@ from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
 from autopar.planner.plan.declared.constraints import (
-    USUAL_MEMORY,
+    DEFAULT_MEMORY,
     Constraints,
     Declared,
     conflict_text,
@@ -82,7 +82,7 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     limits = {}
     for node in cluster.nodes:
         memory = node.device.memory_bytes
-        wanted = constraints.memory or USUAL_MEMORY
+        wanted = constraints.memory or DEFAULT_MEMORY
         limits[node.device.name] = wanted.bytes_of(memory)
     return limits
 

@@ -289,7 +289,7 @@ CLIP_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usual:
+class AdamWDefaults:
     """AdamW and its learning rates, where a model file has no optimizer: as language models have.
 
     Scripts have these settings under the same names in capitals.
@@ -302,7 +302,7 @@ class Usual:
     final_share: float = 0.1  # of the highest rate, in the last step
 
 
-USUAL = Usual()
+ADAMW = AdamWDefaults()
 
 
 def is_scheduled_here(plan: Plan) -> bool:
@@ -322,14 +322,14 @@ def chosen(plan: Plan) -> Iterator[str]:
         yield f"{rows // devices} rows for each device (--global-batch)"
     if not plan.model.has_optimizer:
         yield (
-            f"AdamW with a rate of {USUAL.learning_rate:g}, betas of {USUAL.betas[0]:g} and "
-            f"{USUAL.betas[1]:g}, and a decay of {USUAL.weight_decay:g} for matrices alone "
+            f"AdamW with a rate of {ADAMW.learning_rate:g}, betas of {ADAMW.betas[0]:g} and "
+            f"{ADAMW.betas[1]:g}, and a decay of {ADAMW.weight_decay:g} for matrices alone "
             "(build_optimizer)"
         )
     if is_scheduled_here(plan):
         yield (
-            f"a warm-up to that rate over {USUAL.warmup_steps:,} steps, a tenth of all at most, "
-            f"and a cosine from it down to {USUAL.final_share:g} of it (build_scheduler)"
+            f"a warm-up to that rate over {ADAMW.warmup_steps:,} steps, a tenth of all at most, "
+            f"and a cosine from it down to {ADAMW.final_share:g} of it (build_scheduler)"
         )
     yield f"gradients clipped to a norm of {CLIP_NORM:g} (CLIP_NORM)"
     if not plan.model.has_dataset:

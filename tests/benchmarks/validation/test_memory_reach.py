@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.costs.steps.framework import read_framework_constants
-from autopar.planner.plan.declared.constraints import USUAL_MEMORY
+from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY
 from benchmarks.validation.outcome import validate_rows
 from benchmarks.validation.report import report_of
 from benchmarks.validation.table import read_table
 
 ZOO = Path(__file__).parents[3] / "models_zoo"
-USUAL = USUAL_MEMORY.share or 0.0
+USUAL = DEFAULT_MEMORY.share or 0.0
 RUNS = Path(__file__).with_name("measured_memory.csv")  # every published run that tells its memory
 
 

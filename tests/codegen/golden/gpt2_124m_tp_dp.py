@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: bf80858f5fce05bf, plan eb034bb2b3223845.
+# Written by autopar 0.2.0, which keeps changes by hand: 3e772d656b9c3f10, plan eb034bb2b3223845.
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import (
     Batch,
     Weighed,
@@ -57,7 +58,6 @@ from autopar.runtime.data import (
 )
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
-from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import named, names_of, take_classes
 from autopar.runtime.optimizer import (
     build_optimizer,

@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 68.8 GiB (29%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 9d0d6645bff5b6b0, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.2.0, which keeps changes by hand: 25c388819ad7eb44, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Weighed, read_batches, read_dataset, to_device, weighted
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
-from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import (
     ROWS,
     Crossing,

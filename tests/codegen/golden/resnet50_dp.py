@@ -25,7 +25,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: f8910122b3cbc226, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: 812118598936d9dd, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import (
     Batch,
     Weighed,
@@ -53,7 +54,6 @@ from autopar.runtime.data import (
 )
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
-from autopar.runtime.keeping import Keeper
 from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
 from autopar.runtime.ranks import (
     Mesh,

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 58a7c0dbf3f756ec, plan b1f0f4c39ecd8288.
+# Written by autopar 0.2.0, which keeps changes by hand: e2bc53daf168d484, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Weighed, read_batches, read_dataset, to_device, weighted
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
-from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import ROWS, Crossing, StagePart
 from autopar.runtime.optimizer import adamw, build_optimizer, clip_by_global_norm, warmup_cosine
 from autopar.runtime.pipeline import (

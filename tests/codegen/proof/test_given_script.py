@@ -8,7 +8,7 @@ import pytest
 
 from autopar.codegen.proof.verification import carried_over, edits_of, read_script
 from autopar.planner.errors import InputError
-from autopar.planner.plan.telling.words import Usual
+from autopar.planner.plan.telling.words import AdamWDefaults
 
 EMITTED = """# Written by autopar 0.1.0: 12
 SEED = 0  # of weights
@@ -41,7 +41,7 @@ def test_settings_of_the_script_are_those_of_one_process(tmp_path: Path) -> None
     path.write_text(edited.replace("0.95", "0.5"))
     given = read_script(path, EMITTED)
     assert (given.seed, given.clip_norm) == (7, None)
-    assert given.usual == Usual(betas=(0.9, 0.5))
+    assert given.adamw == AdamWDefaults(betas=(0.9, 0.5))
     assert len(given.edits) == 1
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from autopar.runs.run_record import RunRecord, RunState
-from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import start, stop
-from tests.runtime.keeping import written
+from tests.runtime.checkpointing import written
 
 
 class Small(nn.Module):

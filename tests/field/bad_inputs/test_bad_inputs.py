@@ -23,7 +23,7 @@ from autopar.planner.files import MOST_BYTES, check_given
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.files.document import plan_text
 from autopar.planning import make_plan
-from autopar.runtime.keeping.manifest import NAME, rank_file
+from autopar.runtime.checkpointing.manifest import NAME, rank_file
 from benchmarks.validation.table import COLUMNS, read_table
 from tests.autopar.commands import Ran, run
 from tests.autopar.mistakes import MODEL

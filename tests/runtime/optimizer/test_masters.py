@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
+from autopar.runtime.checkpointing.owners import weights_held
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.keeping.owners import weights_held
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.mesh import start

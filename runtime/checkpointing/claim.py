@@ -1,0 +1,324 @@
+"""Opens the folder of checkpoints for one training alone.
+
+Claims a folder for one training: two that write checkpoints into it notice each other.
+
+A file in the folder says which process has it. On the same machine it is seen at once whether that
+process still runs. Elsewhere only its heartbeat tells: it counts up the number in the file. No
+clocks are compared, and nothing but files is needed, so that shared disks and stores will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from uuid import uuid4
+
+from autopar.runtime.checkpointing.finding import AUTO, NEVER, Checkpoint, find_checkpoint
+from autopar.runtime.checkpointing.manifest import Moment
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import (
+    MARK,
+    Location,
+    location,
+    put,
+    refuse_no_folder,
+    refuse_unwritable,
+    text_of,
+    write,
+    written_at,
+)
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import parsed, record
+from autopar.runtime.ranks.options import NONE
+from autopar.runtime.ranks.refusal import refuse
+
+NAME = ".autopar-in-use.json"
+BEAT_SECONDS = 15.0
+_MISSED = 4  # beats, after which a process elsewhere is taken for dead
+_SETTLING_SECONDS = 1.0  # in which whoever writes at the same time has done so
+_POLL_SECONDS = 1.0
+_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # clocks of two machines differ
+_MOST_BYTES = 2**14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderHolder:
+    """The process that has a folder."""
+
+    written_by: str = MARK["written_by"]
+    word: str  # that no other claim has
+    host: str
+    machine: str  # what process numbers belong to: a boot, and a container
+    process: int
+    began: int | None  # ticks since the boot, where that is known
+    folder: str  # as that process sees it
+    beats: int = 0
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its processes are those that are seen here."""
+        return (self.host, self.machine) == (socket.gethostname(), _machine())
+
+    @property
+    def may_live(self) -> bool:
+        """Whether it may still run: of processes elsewhere nobody here can tell."""
+        return not self.is_here or is_alive(self.process, self.began)
+
+
+class TakenError(Exception):
+    """A folder that another process has."""
+
+    def __init__(self, holder: FolderHolder) -> None:
+        super().__init__(str(holder))
+        self.holder = holder
+
+
+class Claim:
+    """A folder that this process has, until it gives it back or ends."""
+
+    def __init__(self, folder: Location, holder: FolderHolder) -> None:
+        self._lost, ended = threading.Event(), threading.Event()
+        arguments = (folder, holder, ended, self._lost)
+        threading.Thread(target=_beat, args=arguments, daemon=True).start()
+        self._release = weakref.finalize(self, _give_back, folder, holder, ended)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the folder, as this one gave no heartbeat for long."""
+        return self._lost.is_set()
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._release()
+
+
+def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
+    """Take a folder, or raise TakenError; `note` is told why that takes long, if it does."""
+    holder = _own(folder)
+    before = holder_of(folder)
+    if before is None and _created(folder, holder):
+        return Claim(folder, holder)
+    before = before or holder_of(folder)  # another process was faster
+    if before is not None and _is_held(folder, before, note):
+        raise TakenError(before)
+    _put(folder, holder)
+    time.sleep(_SETTLING_SECONDS)
+    now = holder_of(folder)
+    if now is not None and now.word != holder.word:
+        raise TakenError(now)
+    return Claim(folder, holder)
+
+
+def holder_of(folder: Location) -> FolderHolder | None:
+    """Return who has a folder, as far as its file says; a copy of one that is had is free."""
+    try:
+        found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
+        is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
+    except (OSError, ValueError):
+        return None
+    return None if is_copy else found
+
+
+def is_held(folder: Location) -> bool:
+    """Whether a process has a folder, as far as that is seen at once; elsewhere by the clock."""
+    holder = holder_of(folder)
+    if holder is None or not holder.may_live:
+        return False
+    with suppress(OSError):
+        return holder.is_here or time.time() - written_at(folder / NAME) < _SEEN_SECONDS
+    return False
+
+
+def _is_another(folder: Path, seen: str) -> bool:
+    """Whether a folder is there under the other name, too; if it is gone, it has been moved."""
+    return Path(seen).is_dir() and not folder.samefile(seen)
+
+
+def is_alive(process: int, begin: int | None) -> bool:
+    """Whether a process that began then still runs."""
+    if Path("/proc/self/stat").exists():
+        return begin is not None and began(process) == begin
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
+
+
+def began(process: int) -> int | None:
+    """Return when a process began, where that is known: its number may be another one's by now."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+        state, *rest = text.rpartition(")")[2].split()
+        return None if state in "ZX" else int(rest[18])  # it has ended, and nobody has asked for it
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _own(folder: Location) -> FolderHolder:
+    process = os.getpid()
+    return FolderHolder(
+        word=uuid4().hex,
+        host=socket.gethostname(),
+        machine=_machine(),
+        process=process,
+        began=began(process),
+        folder=str(folder.resolve()) if isinstance(folder, Path) else "",
+    )
+
+
+def _machine() -> str:
+    """Return what sets machines and containers of one host name apart, where that is known."""
+    found = []
+    with suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with suppress(OSError):
+        found.append(str(Path("/proc/self/ns/pid").stat().st_ino))
+    return "/".join(found)
+
+
+def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
+    """Whether another process has a folder: this one may have it from an earlier training."""
+    if holder.is_here:
+        return holder.process != os.getpid() and holder.may_live
+    seconds = _MISSED * BEAT_SECONDS
+    note(f"{holder} had {folder}; {seconds:.0f} s will show whether it still runs")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        now = holder_of(folder)
+        if now is None:
+            return False
+        if (now.word, now.beats) != (holder.word, holder.beats):
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _created(folder: Location, holder: FolderHolder) -> bool:
+    """Whether the file could be made where none was: a disk lets one process alone do so."""
+    if not isinstance(folder, Path):
+        return False
+    aside = folder / f"{NAME}.{holder.word}"
+    try:
+        write(aside, [_text(holder)])
+        os.link(aside, folder / NAME)
+    except OSError:  # another process was faster, or this disk has no links
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
+    return True
+
+
+def _put(folder: Location, holder: FolderHolder) -> None:
+    """Write the file, whatever is there, so that a reader never finds half of it."""
+    if isinstance(folder, Path):
+        aside = folder / f"{NAME}.{holder.word}"
+        write(aside, [_text(holder)])
+        put(aside, folder / NAME)
+    else:
+        write(folder / NAME, [_text(holder)])
+
+
+def _text(holder: FolderHolder) -> bytes:
+    return json.dumps(asdict(holder)).encode()
+
+
+def _beat(
+    folder: Location, holder: FolderHolder, ended: threading.Event, lost: threading.Event
+) -> None:
+    """Count up the number in the file until the claim ends, or another process has the folder."""
+    while not ended.wait(BEAT_SECONDS):
+        now = holder_of(folder)
+        if now is not None and now.word != holder.word:
+            lost.set()
+            return
+        holder = replace(holder, beats=holder.beats + 1)
+        with suppress(OSError):  # a full disk has no say in it
+            _put(folder, holder)
+
+
+def _give_back(folder: Location, holder: FolderHolder, ended: threading.Event) -> None:
+    if os.getpid() != holder.process:  # a fork, which ends
+        return
+    ended.set()
+    with suppress(OSError):
+        now = holder_of(folder)
+        if now is not None and now.word == holder.word:
+            (folder / NAME).unlink()
+
+
+FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
+_FIX = "name another place with --checkpoint, or --checkpoint none to keep nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFolder:
+    """What a training goes on from, if anything, and the claim of the first rank."""
+
+    found: Checkpoint | None = None
+    claim: Claim | None = None
+
+
+def folder_of(options: argparse.Namespace) -> Location | None:
+    """Return where checkpoints are; who wants to resume need not name the usual folder."""
+    resume, text = options.resume, options.checkpoint
+    if text != NONE:
+        return location(text).resolve()
+    if resume in (None, NEVER):
+        return None
+    return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
+
+
+def opened(
+    folder: Location | None,
+    options: argparse.Namespace,
+    mesh: Mesh,
+    last_step: Callable[[Moment], int],
+) -> OpenedFolder:
+    """Return what a training goes on from; leave where another one writes into its folder.
+
+    `last_step` tells how many steps the training has that goes on from a moment.
+    With nothing left to train, nothing is written: a checkpoint that is named may be evaluated
+    while the training that wrote it goes on.
+    """
+    if folder is None:
+        return OpenedFolder()
+    if mesh.rank == 0:
+        refuse_no_folder(folder, option="--checkpoint", fix=_FIX)
+        refuse_unwritable(folder, fix=_FIX)
+    resume = options.resume or AUTO
+    is_named = resume not in (AUTO, NEVER)
+    own = None if is_named else _claimed(folder, mesh)
+    found = find_checkpoint(folder, resume, mesh)
+    moment = found.manifest.moment if found is not None else None
+    if moment is not None and moment.step >= last_step(moment):
+        if own is not None:
+            own.release()
+        return OpenedFolder(found=found)
+    return OpenedFolder(found=found, claim=_claimed(folder, mesh) if is_named else own)
+
+
+def _claimed(folder: Location, mesh: Mesh) -> Claim | None:
+    """Have the first rank take a folder; leave where another process has it."""
+    if mesh.rank != 0 or mesh.is_dry_run:
+        return None
+    wait = "wait until that has ended, or name another folder with --checkpoint"
+    try:
+        own = claim(folder, note=lambda text: say(f"note: {text}"))
+    except TakenError as error:
+        refuse(f"{folder} is in use: {error.holder} keeps its training there", fix=wait)
+    except OSError as error:
+        refuse(f"nothing can be written to {folder}: {error.strerror}", fix=_FIX)
+    return own

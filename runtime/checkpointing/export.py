@@ -1,0 +1,292 @@
+"""Turns the weights that the ranks hold into .safetensors of the user's whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.checkpointing.manifest import ExportedWeight
+from autopar.runtime.checkpointing.model_files import (
+    EXPORT_MARK,
+    Destination,
+    ModelFiles,
+    WeightsFile,
+    files_of_model,
+    refuse_foreign,
+    told,
+    write_model,
+)
+from autopar.runtime.checkpointing.owners import (
+    Here,
+    Owned,
+    Owners,
+    every_rank,
+    overlaps,
+    weights_held,
+)
+from autopar.runtime.checkpointing.safetensors_file import Entry, as_bytes, in_file_order
+from autopar.runtime.checkpointing.writing import export_dtype, exported_of, tied_names
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import MARK
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.shards import whole
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.loading import Begun
+from autopar.runtime.weights.saving.saved_form import (
+    SavedFile,
+    SavedForm,
+    SavedTensor,
+    UnsavableError,
+)
+
+_INDEX = ".safetensors.index.json"
+
+
+class SavedModel:
+    """The tensors of an export, of which those that share a source are made together.
+
+    `weight_of` returns a weight of the training. It is called once for each name in `weights`, in
+    that order.
+    """
+
+    def __init__(self, form: SavedForm, weight_of: Callable[[str], Tensor]) -> None:
+        self._form, self._weight_of = form, weight_of
+        self._groups = tuple(_groups(form.tensors))
+        self._number = {
+            (one.file, one.name): number
+            for number, group in enumerate(self._groups)
+            for one in group
+        }
+        self._made: dict[tuple[str, str], Tensor] = {}
+        indices = {name: one for name, one in form.others.items() if name.endswith(_INDEX)}
+        self.files = ModelFiles(
+            weights=tuple(map(self._file, form.files)),
+            indices={name: _marked(one) for name, one in indices.items()},
+            others={name: one for name, one in form.others.items() if name not in indices},
+        )
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return the names of the weights that are needed, in the order of their use."""
+        numbers = dict.fromkeys(
+            self._number[file.name, one.name] for file in self.files.weights for one in file.entries
+        )
+        return tuple(name for number in numbers for name in _sources(self._groups[number]))
+
+    def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:
+        """Return a tensor of a file; each is asked for once."""
+        key = file.name, entry.name
+        if key not in self._made:
+            group = self._groups[self._number[key]]
+            weights = {name: self._weight_of(name) for name in _sources(group)}
+            made = self._form.made(group, weights)
+            self._made |= {(one.file, one.name): own for one, own in zip(group, made, strict=True)}
+        return self._made.pop(key)
+
+    def _file(self, file: SavedFile) -> WeightsFile:
+        """Return a file whose tensors stand group by group, wide numbers first."""
+        tensors = sorted(
+            file.tensors,
+            key=lambda one: (-one.view.dtype.itemsize, self._number[one.file, one.name], one.name),
+        )
+        return WeightsFile(
+            name=file.name,
+            entries=tuple(
+                Entry(name=one.name, dtype=one.view.dtype, shape=one.view.size) for one in tensors
+            ),
+            metadata={**file.metadata, **EXPORT_MARK},
+        )
+
+
+def _groups(tensors: Iterable[SavedTensor]) -> Iterable[tuple[SavedTensor, ...]]:
+    """Part tensors into groups, none of which needs a source of another one."""
+    every: dict[int, list[SavedTensor]] = {}
+    of_source: dict[str, list[SavedTensor]] = {}
+    for one in tensors:
+        joined = {id(of_source[name]): of_source[name] for name in one.sources if name in of_source}
+        group = [*(tensor for other in joined.values() for tensor in other), one]
+        for key in joined:
+            del every[key]
+        every[id(group)] = group
+        of_source |= {name: group for tensor in group for name in tensor.sources}
+    return map(tuple, every.values())
+
+
+def _sources(group: Iterable[SavedTensor]) -> tuple[str, ...]:
+    return tuple(sorted({name for one in group for name in one.sources}))
+
+
+def _marked(index: bytes) -> str:
+    """Return the JSON of an index that says who has written it."""
+    said = json.loads(index)
+    metadata: Mapping[str, object] = said.get("metadata", {})
+    return f"{json.dumps({**said, 'metadata': {**metadata, **MARK}}, indent=2)}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporting:
+    """Where the trained weights go, and what the model itself would write there."""
+
+    place: Destination
+    form: SavedForm | None  # None: the weights under their names in the model
+
+
+def exporting(place: Destination | None, recipe: Recipe, mesh: Mesh) -> Exporting | None:
+    """Ask the model what it would write to a folder, before anything is trained."""
+    if place is None:
+        return None
+    form = _form(recipe) if place.is_folder and mesh.rank == 0 else None
+    if form is not None:
+        refuse_foreign(place, [one.name for one in form.files])
+    return Exporting(place=place, form=form)
+
+
+def _form(recipe: Recipe) -> SavedForm | None:
+    try:
+        return recipe.saved_form()
+    except UnsavableError as error:
+        say(f"note: {error}, so --export writes the weights under their names in the model")
+        return None
+
+
+@torch.no_grad()
+def export(
+    parts: Sequence[nn.Module],
+    optimizer: Optimizer,
+    begun: Begun,
+    to: Exporting | None,
+    mesh: Mesh,
+) -> None:
+    """Write the weights of the whole model, of which each rank holds a part.
+
+    The first rank writes. It is sent one tensor at a time, so no rank ever holds the whole model.
+    Types are those that the model was built in, of fp32 copies where the training has them: a
+    person who built a model in fp32 and trains it in 16 bits gets what the optimizer has. Weights
+    that are frozen, of which the training has 16 bits, are what they began with.
+    """
+    if to is None:
+        return
+    exported = exported_of(parts, begun.recipe.dtypes, mesh)
+    local_tensors = [one for one in weights_held(parts, optimizer) if one.key in exported]
+    whole_model = _Whole(Owners(mesh).of(local_tensors), Here(local_tensors), exported, begun, mesh)
+    try:
+        _write(whole_model, to, exported, mesh)
+    except OSError as error:
+        refuse(
+            f"the trained weights cannot be written to {to.place.path}: {error.strerror}",
+            fix="make room there, or --export another place; what --checkpoint keeps is unharmed",
+        )
+
+
+def _write(
+    whole_model: _Whole, to: Exporting, exported: Mapping[str, ExportedWeight], mesh: Mesh
+) -> None:
+    """Have the first rank write, and all others send it what it asks for."""
+    saved = SavedModel(to.form, whole_model.gathered) if to.form is not None else None
+    entries = whole_model.entries
+    wanted = saved.weights if saved is not None else tuple(one.name for one in entries)
+    (wanted, *_) = every_rank(wanted, mesh)  # of the first rank, which alone knows the form
+    if mesh.rank != 0:
+        for name in wanted:
+            whole_model.gathered(name)
+        return
+    if saved is None:
+        files = files_of_model(to.place, entries, tied_names(exported))
+        write_model(to.place, files, whole_model.tensor_of)
+    else:
+        files = saved.files
+        write_model(to.place, files, saved.tensor_of)
+    say(f"the trained weights are {told(to.place, files)}")
+    if whole_model.rounded:
+        say(_note_rounded(whole_model.rounded))
+
+
+class _Whole:
+    """The tensors of the whole model, which the first rank is sent one by one."""
+
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        here: Here,
+        exported: Mapping[str, ExportedWeight],
+        begun: Begun,
+        mesh: Mesh,
+    ) -> None:
+        self.rounded: list[str] = []  # names of what no one knows more exactly any more
+        self._owned = {key: list(own) for key, own in groupby(owned, key=lambda one: one.key)}
+        self._here, self._exported = here, exported
+        self._begun, self._mesh = begun, mesh
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Return them as files have them: under every plan in the same order."""
+        return in_file_order(
+            Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].held.global_shape)
+            for key, own in self._owned.items()
+        )
+
+    def gathered(self, name: str) -> Tensor:
+        """Return a whole tensor on the first rank; others send it what they own, and get nothing.
+
+        All ranks come here for the same tensors, in one order.
+        """
+        owned = self._owned[name]
+        shape, first = owned[0].held.global_shape, self._mesh.rank == 0
+        full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
+        for one in owned:
+            piece = self._moved(one)
+            for target, source in overlaps(whole(shape), one.chunks) if first else ():
+                full[target] = piece[source]
+        return self._as_built(full, owned[0]) if first else full
+
+    def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:  # noqa: ARG002 - of any file
+        """Return a tensor of a file that has the model's own names."""
+        return self.gathered(entry.name)
+
+    def _moved(self, one: Owned) -> Tensor:
+        """Return a piece, once it has come from its rank to the first."""
+        mesh, shape = self._mesh, one.chunks.local_shape
+        if one.rank == mesh.rank:
+            piece = self._here.tensor(one)
+            if mesh.rank != 0 and piece.numel():
+                dist.send(as_bytes(piece), dst=0, group=mesh.world.group)
+            return piece.cpu() if mesh.rank == 0 else piece
+        if mesh.rank != 0:
+            return torch.empty(0)
+        size = one.chunks.elements * one.dtype.itemsize
+        sent = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+        if size:
+            dist.recv(sent, src=one.rank, group=mesh.world.group)
+        return sent.cpu().view(one.dtype).view(shape)
+
+    def _as_built(self, full: Tensor, own: Owned) -> Tensor:
+        """Return a tensor in the type that the constructor gave it.
+
+        What the training has rounded to 16 bits and not changed is as it was in the beginning.
+        """
+        dtype = self._dtype(own)
+        if full.dtype in HALF_DTYPES and dtype.itemsize > full.dtype.itemsize:
+            for made in self._begun.values((own.key, *self._exported[own.key].aliases)):
+                if made.shape == full.shape and torch.equal(made.to(full.dtype), full):
+                    return made.to(dtype)
+            self.rounded.append(own.key)
+        return full.to(dtype)
+
+    def _dtype(self, one: Owned) -> torch.dtype:
+        return export_dtype(one.dtype, self._exported[one.key].dtype)
+
+
+def _note_rounded(names: Sequence[str]) -> str:
+    return (
+        f"note: {len(names)} frozen weights ({', '.join(names[:4])}{', …' * (len(names) > 4)}) are "
+        "exported as the training has them, in 16 bits: give the --weights that they came from"
+    )

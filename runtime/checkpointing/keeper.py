@@ -1,0 +1,379 @@
+"""Keeps a training: goes on from its last checkpoint, writes others, exports what it made."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopar.runtime.checkpointing.claim import folder_of, opened
+from autopar.runtime.checkpointing.export import Exporting, export, exporting
+from autopar.runtime.checkpointing.finding import Checkpoint, let_go
+from autopar.runtime.checkpointing.manifest import Moment
+from autopar.runtime.checkpointing.model_files import destination
+from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.checkpointing.progress import GO_ON, Planned, Progress, broken_of, told_broken
+from autopar.runtime.checkpointing.restoring import go_back, restore, restore_random_states
+from autopar.runtime.checkpointing.saving import CheckpointSaving, Evaluations, SavedCheckpoint
+from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopWish
+from autopar.runtime.checkpointing.states import everything_held
+from autopar.runtime.checkpointing.watch import Watch
+from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, snapshot
+from autopar.runtime.data.epochs import epochs_of
+from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
+from autopar.runtime.optimizer.gradients import LossScale
+from autopar.runtime.ranks.leaving import say
+from autopar.runtime.ranks.locations import Location
+from autopar.runtime.ranks.mesh import Mesh, stop
+from autopar.runtime.ranks.metrics import Curves, Event, Metrics
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import give_up, refuse
+from autopar.runtime.ranks.user_code import note_device
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.loading import Begun
+
+
+class Keeper:
+    """What a script calls to keep its training, and to go on with it.
+
+    `step` and `rows` are where the training begins: 0, or what its checkpoint has seen. `steps` are
+    all that it has, as many as --epochs come to.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        mesh: Mesh,
+        dataset: Any = None,
+        *,
+        rows_per_step: int,
+        model: str,
+    ) -> None:
+        self._mesh, self._options, self._model = mesh, options, model
+        self._epochs = epochs_of(dataset, options, rows_per_step)
+        self._folder = folder_of(options)
+        self._place = destination(options.export, mesh, beside=self._folder)
+        self._exporting: Exporting | None = None
+        open_folder = opened(self._folder, options, mesh, self._steps_from)
+        self._found, self._claim = open_folder.found, open_folder.claim
+        moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
+        self.step, self.rows = moment.step, moment.rows
+        self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
+        self.steps = self._last_step = self._steps_from(moment)
+        self._loss_scale: LossScale | None = None
+        self._parts: Sequence[nn.Module] = ()
+        self._optimizer: Optimizer | None = None
+        self._recipe: Recipe | None = None
+        self._rate: Any = None
+        self._wish = StopWish(mesh)
+        self._agreed, self._garbage = Agreed(mesh), Garbage()
+        self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
+        self._watch = Watch(mesh, options.timeout)
+        curves = Curves(options.tensorboard, mesh, begun=self.step, beside=self._folder)
+        self._metrics = Metrics(options.metrics, mesh, curves, beside=self._folder)
+        self._evaluations = Evaluations(options, mesh, self._metrics)
+        self._profile = StepProfile(options, mesh, self._metrics)
+        self._progress: Progress | None = None
+
+    def _steps_from(self, moment: Moment) -> int:
+        """Return how many steps a training has that goes on from a moment."""
+        if self._options.epochs is None:
+            return int(self._options.steps)
+        return moment.step + self._epochs.steps_until(self._options.epochs, moment.rows)
+
+    def take(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        recipe: Recipe,
+        scheduler: LRScheduler | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Take charge of a training that is about to begin, and put it where its checkpoint is."""
+        self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
+        self._recipe = recipe
+        self._exporting = exporting(self._place, recipe, self._mesh)
+        if self._found is not None:
+            self._go_on(self._found, parts, optimizer, scheduler)
+        optimizer.register_step_pre_hook(self._note_rate)
+        optimizer.register_step_post_hook(self._count)
+        self._found = None
+        self._refuse_no_numbers()
+        self._metrics.add(event=Event.STARTED, step=self.step, steps=self.steps)
+        if self._folder is not None:
+            self._wish.listen()
+        self._watch.begin(self.step, self._note_stop)
+        self._profile.begin(self.step + 1)
+        self._garbage.begin(self.step)
+
+    def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
+        """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
+        note_device(planned[0], self._mesh)
+        self._progress = Progress(
+            self._options,
+            self._mesh,
+            self._parts,
+            self._learning_rate,
+            self._metrics,
+            amount=amount,
+            unit=unit,
+            planned=planned,
+            begun=self.step,
+            scales_loss=self._loss_scale is not None,
+            before_stopping=self._finish,
+        )
+        return self._progress
+
+    def evaluated(self, step: int, found: Evaluated) -> None:
+        """Tell what an evaluation after a step has found; `after` keeps the best one."""
+        assert self._progress is not None
+        self._progress.leave_out(found.seconds)
+        self._evaluations.note(step, found)
+        if self.stops_early:
+            self._last_step = step
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether evaluations have found nothing better for as long as --early-stop allows."""
+        return self._evaluations.are_over
+
+    def after(self, step: int) -> None:
+        """Do what is due after a step: it is told or kept, or a signal asks to leave."""
+        self._profile.end(step)
+        self._garbage.after(step)
+        self._keep(step)
+        self._profile.begin(step + 1)
+
+    def _keep(self, step: int) -> None:
+        """Write a checkpoint where it is time for one; leave where a signal asks."""
+        self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
+        if self._progress is not None and step != self._last_step:
+            self._progress.show(step)
+        if self._folder is None:
+            return
+        is_last = step == self._last_step
+        answer = self._wish.ask(
+            step, is_writing=self._saving.is_writing, is_due=self._are_minutes_over()
+        )
+        leaves = answer.stops and not is_last
+        is_due = answer.is_due or step % self._options.checkpoint_every == 0
+        is_due = is_due or leaves or is_last or self._evaluations.best_step == step
+        with self._watch.patient():
+            if answer.is_written or is_due:
+                self._finish()
+            if is_due:
+                self._write(self._folder, step, at_once=leaves or is_last)
+        if leaves:
+            self._leave(step, is_kept=self._kept_step == step)
+
+    def export(self) -> None:
+        """Write the trained weights of the whole model."""
+        self._watch.end()
+        self._garbage.end()
+        self._wish.let_go()
+        assert self._optimizer is not None
+        assert self._recipe is not None
+        if self._exporting is not None and (told := self._broken()) is not None:
+            self._refuse_broken(self._last_step, told)
+            self._exporting = None
+        self._go_back_to_best()
+        begun = Begun(self._recipe, self._options.weights)
+        export(self._parts, self._optimizer, begun, self._exporting, self._mesh)
+        self._give_back()
+        self._metrics.add(event=Event.FINISHED, step=self._last_step)
+
+    def _go_back_to_best(self) -> None:
+        """Have the export be that of the best evaluation, if it is to be."""
+        best = self._evaluations.best_step
+        if not self._options.export_best or best in (None, self._last_step):
+            return
+        assert best is not None
+        assert self._folder is not None
+        assert self._optimizer is not None
+        go_back(self._folder, best, self._parts, self._optimizer, self._mesh)
+
+    def _go_on(
+        self,
+        found: Checkpoint,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        moment, origin = found.manifest.moment, found.manifest.origin
+        restore(found, parts, optimizer)
+        if self._loss_scale is not None and moment.loss_scale is not None:
+            self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
+        if scheduler is not None:
+            _step_again(scheduler, moment.updates)
+        self._evaluations.go_on(found.folder.parent, moment.step)
+        owned = self._agreed.owned(everything_held(parts, optimizer))
+        if origin.plan == plan_digest(owned, self._mesh):
+            restore_random_states(found, self._mesh)
+        else:  # other ranks draw: not what the first steps have drawn
+            mesh = self._mesh
+            places = (mesh.data.rank, mesh.pipeline.rank)
+            torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
+        self._say(f"goes on after step {moment.step:,} from {found.folder}")
+        if origin.model != self._model:
+            self._say("note: the model file is another one than that of the checkpoint; all fits")
+        if moment.step >= self.steps:
+            self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
+
+    def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
+        """Write a checkpoint, beside the training or before it goes on."""
+        assert self._optimizer is not None
+        assert self._recipe is not None
+        self._stop_if_lost(folder, step)
+        if (told := self._broken()) is not None:
+            self._refuse_broken(step, told)
+            return
+        self._begun_at = begun = time.perf_counter()
+        scale = self._loss_scale
+        moment = Moment(
+            step=step,
+            rows=self._epochs.position(self.rows, step - self.step),
+            updates=self._updates,
+            loss_scale=None if scale is None else scale.value,
+            calm_steps=0 if scale is None else scale.calm_steps,
+            evaluation=self._evaluations.loss_of(step),
+        )
+        taken = snapshot(
+            folder,
+            moment,
+            self._model,
+            self._parts,
+            self._optimizer,
+            self._agreed,
+            built=self._recipe.dtypes,
+        )
+        if isinstance(taken, str):
+            self._tell_failure(step, taken)
+        elif at_once:
+            self._tell_kept(self._saving.write_at_once(taken, begun))
+        else:
+            self._saving.begin(taken, begun)
+
+    def _are_minutes_over(self) -> bool:
+        minutes = self._options.checkpoint_minutes
+        return minutes is not None and time.perf_counter() - self._begun_at > 60 * minutes
+
+    def _finish(self) -> None:
+        """Put the checkpoint in place that is being written, if there is one."""
+        if self._saving.is_under_way:
+            self._tell_kept(self._saving.finish())
+
+    def _tell_kept(self, saved: SavedCheckpoint) -> None:
+        """Tell what has become of a checkpoint; if there is none, the training goes on."""
+        if saved.failure is not None:
+            self._tell_failure(saved.step, saved.failure)
+            return
+        self._kept_step, folder = saved.step, self._folder
+        assert folder is not None
+        self._metrics.add(
+            event=Event.KEPT,
+            step=saved.step,
+            folder=str(folder),
+            seconds=round(saved.seconds, 3),
+            waited_seconds=round(saved.waited_seconds, 3),
+        )
+        waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
+        self._say(f"kept step {saved.step:,} in {folder} ({waited})")
+        try:
+            if self._mesh.rank == 0:
+                let_go(folder, self._options.keep, self._options.keep_every)
+        except OSError as error:
+            self._say(f"note: older checkpoints are still there ({said(error)})")
+
+    def _tell_failure(self, step: int, failure: str) -> None:
+        last = f"step {self._kept_step:,}" if self._kept_step else "none"
+        self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
+
+    def _stop_if_lost(self, folder: Location, step: int) -> None:
+        """End the training where another one has its folder by now: this one stood still."""
+        is_lost = self._claim is not None and self._claim.is_lost
+        if every_rank(is_lost, self._mesh)[0]:
+            found = f"another training has taken {folder} while this one stood still"
+            self._metrics.add(event=Event.STOPPED, step=step, why=found)
+            give_up(found, fix="let one of them end, or give it a folder of its own: --checkpoint")
+
+    def _give_back(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
+    def _broken(self) -> str | None:
+        """Return which parameters are no numbers, if any on any rank."""
+        ranks = every_rank(broken_of(self._parts), self._mesh)
+        return told_broken(ranks) if any(one.count for one in ranks) else None
+
+    def _refuse_no_numbers(self) -> None:
+        """Leave where parameters are no numbers before the first step: no setting is to blame."""
+        if self._mesh.is_dry_run or (told := self._broken()) is None:
+            return
+        weights = self._options.weights
+        origin = "build_model() makes them so" if weights is None else f"from {weights.files}"
+        if self._options.on_nan == GO_ON:
+            self._say(f"note: {told} before the first step ({origin})")
+            return
+        refuse(
+            f"{told} before the first step ({origin})",
+            fix="give weights without nan and infinity; --on-nan go-on trains with them",
+        )
+
+    def _refuse_broken(self, step: int, told: str) -> None:
+        """Keep no weights that are no numbers, and leave unless the training may go on."""
+        found = f"{told} after step {step:,}, and are not kept"
+        if self._options.on_nan == GO_ON:
+            self._say(f"note: {found}")
+            return
+        self._metrics.add(event=Event.STOPPED, step=step, why=found)
+        give_up(
+            found,
+            fix="a lower --lr, or a scheduler that warms up; --resume auto goes on from the last "
+            "checkpoint; --on-nan go-on trains on",
+        )
+
+    def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
+        """End this process after a signal, with all others."""
+        self._watch.end()
+        self._garbage.end()
+        self._wish.ignore()
+        if is_kept:
+            self._metrics.add(event=Event.PREEMPTED, step=step)
+        self._give_back()
+        stop(self._mesh)
+        if is_kept:
+            self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
+        raise SystemExit(PREEMPTED if is_kept else 1)
+
+    def _note_stop(self, step: int, why: str) -> None:
+        self._metrics.add(event=Event.STOPPED, step=step, why=why)
+
+    def _count(self, *_: Any) -> None:
+        self._updates += 1
+
+    def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
+        """Remember that of this step: a scheduler sets that of the next before it is told."""
+        self._rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of the last step: of the first of several groups."""
+        return None if self._rate is None else float(self._rate)
+
+    def _say(self, text: str) -> None:
+        if self._mesh.rank == 0:
+            say(text)
+
+
+def _step_again(scheduler: LRScheduler, count: int) -> None:
+    """Bring a new scheduler to where one is that has taken so many steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(count):
+            scheduler.step()

@@ -1,0 +1,360 @@
+"""The manifest of a checkpoint: what lies where, written, read and validated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, TypeAlias
+
+import torch
+
+from autopar.runtime.checkpointing.safetensors_file import Written
+from autopar.runtime.checkpointing.states import STATE, WEIGHT, Scalar
+from autopar.runtime.ranks.leaving import in_a_line
+from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
+from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
+from autopar.runtime.tensor.shards import Chunks
+from autopar.runtime.tensor.slices import Ranges
+from autopar.runtime.weights.stored_tensors import DTYPES, KINDS
+
+NAME = MANIFEST
+FORMAT = 1
+MOST_STEPS = 10**9
+_MOST_BYTES = 2**28
+
+Steps: TypeAlias = Annotated[
+    int, Check(f"0 to {MOST_STEPS:,}", lambda steps: 0 <= steps <= MOST_STEPS)
+]
+Positive: TypeAlias = Annotated[float, Check("above 0", lambda number: number > 0)]
+TypeName: TypeAlias = Annotated[str, Check("a type of elements", DTYPES.__contains__)]
+Word: TypeAlias = Annotated[
+    str, Check("a line of at most 200 characters", lambda t: len(t) <= 200 and t.isprintable())
+]
+Range: TypeAlias = tuple[Count, Count]
+
+
+class BrokenError(Exception):
+    """A checkpoint that is not whole; the text says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A shard of a logical tensor in a file."""
+
+    file: str
+    entry: str
+    chunks: Chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logical:
+    """A logical tensor, and where its shards are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple[Stored, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Where a training stands."""
+
+    step: Steps
+    rows: Count  # of the data that it has seen
+    updates: Steps  # steps that the optimizer took: fp16 leaves some out
+    loss_scale: Positive | None = None
+    calm_steps: Steps = 0
+    evaluation: float | None = None  # the loss of one after this step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOrigin:
+    """What wrote a checkpoint."""
+
+    torch: Word
+    model: Word  # the digest of its model file
+    plan: Word  # what stands for which rank holds what
+    degrees: Word = ""  # the same for people: dp 2 · tp 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeight:
+    """A weight that an export of the whole model has."""
+
+    dtype: torch.dtype  # that the constructor chose
+    aliases: tuple[str, ...] = ()  # other names of a tied weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint but the numbers themselves."""
+
+    moment: Moment
+    origin: CheckpointOrigin
+    files: Mapping[str, Written]
+    tensors: Mapping[str, Logical]
+    scalars: Mapping[str, Scalar]
+    exported: Mapping[str, ExportedWeight]  # of the weights, by their names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardDocument:
+    """A shard as it lies in the file."""
+
+    file: str
+    entry: str
+    ranges: tuple[tuple[Range, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorDocument:
+    """A logical tensor as it lies in the file."""
+
+    dtype: TypeName
+    shape: tuple[Count, ...]
+    shards: tuple[_ShardDocument, ...]
+
+    def read(self) -> Logical:
+        """Return the tensor."""
+        shards = (
+            Stored(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
+            for one in self.shards
+        )
+        return Logical(dtype=DTYPES[self.dtype], shape=self.shape, shards=tuple(shards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExportedDocument:
+    """A weight of an export as it lies in the file."""
+
+    dtype: TypeName
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A manifest as it lies in the file, in this order."""
+
+    written_by: str
+    format: int
+    moment: Moment
+    origin: CheckpointOrigin
+    files: Mapping[str, Written]
+    scalars: Mapping[str, Scalar]
+    tensors: Mapping[str, _TensorDocument]
+    exported: Mapping[str, _ExportedDocument] = field(default_factory=dict)
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05}.safetensors"
+
+
+def to_text(manifest: Manifest) -> str:
+    """Return a manifest as JSON that tells whether it has been changed."""
+    content = {
+        **MARK,
+        "format": FORMAT,
+        "moment": asdict(manifest.moment),
+        "origin": asdict(manifest.origin),
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "scalars": {key: asdict(one) for key, one in manifest.scalars.items()},
+        "tensors": {key: _as_data(one) for key, one in manifest.tensors.items()},
+        "exported": {
+            key: {"dtype": KINDS[one.dtype], "aliases": one.aliases}
+            for key, one in manifest.exported.items()
+            if one.dtype in KINDS
+        },
+    }
+    return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
+
+
+def read_manifest(folder: Location) -> Manifest:
+    """Read the manifest of a checkpoint; raises BrokenError where it does not describe one."""
+    with _told_as_broken():
+        content = _content(folder)
+        if content.pop("sha256") != _digest(content):
+            raise BrokenError(f"{NAME} has been changed")
+        if content.get("format") != FORMAT:
+            told = str(content.get("format"))[:20]
+            raise BrokenError(f"{NAME} is of format {told}, and this reads {FORMAT}")
+        return _manifest_of(record(_Document, content))
+
+
+def read_moment(folder: Location) -> Moment:
+    """Read where a training stood alone: of large models, the rest takes seconds to look at."""
+    with _told_as_broken():
+        return record(Moment, _content(folder).get("moment"), where="moment")
+
+
+def _content(folder: Location) -> dict[str, Any]:
+    content = parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES))
+    if not isinstance(content, dict) or "sha256" not in content:
+        raise BrokenError(f"{NAME} is no description of a checkpoint")
+    return content
+
+
+@contextmanager
+def _told_as_broken() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise BrokenError(f"it has no {NAME}") from None
+    except OSError as error:
+        raise BrokenError(f"{NAME} cannot be read: {error.strerror}") from None
+    except NotARecordError as error:
+        raise BrokenError(f"{NAME} has a wrong value: {error}") from None
+    except (ValueError, RecursionError):
+        raise BrokenError(f"{NAME} is no description of a checkpoint") from None
+
+
+def _manifest_of(document: _Document) -> Manifest:
+    return Manifest(
+        moment=document.moment,
+        origin=document.origin,
+        files=document.files,
+        scalars=document.scalars,
+        tensors={key: one.read() for key, one in document.tensors.items()},
+        exported={
+            key: ExportedWeight(dtype=DTYPES[one.dtype], aliases=one.aliases)
+            for key, one in document.exported.items()
+        },
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_data(one: Logical) -> dict[str, Any]:
+    shards = [
+        {"file": shard.file, "entry": shard.entry, "ranges": shard.chunks.ranges}
+        for shard in one.shards
+    ]
+    return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
+
+
+_MOST_PAIRS = 10_000_000  # of shards that are compared: seconds
+_LARGEST = 2**63  # of a tensor's integers
+
+
+def manifest_faults(manifest: Manifest) -> Iterator[str]:
+    """Yield each contradiction, with its place."""
+    names = [rank_file(rank) for rank in range(len(manifest.files))]
+    if not names or sorted(manifest.files) != names:
+        yield "files: they are not those of ranks 0 and on"
+    if manifest.moment.updates > manifest.moment.step:
+        yield "moment.updates: more than there were steps"
+    yield from _of_tensors(manifest)
+    for key, scalar in manifest.scalars.items():
+        if not key.startswith(STATE) or not _is_made(scalar):
+            yield f"scalars.{in_a_line(key)}: no number of a state"
+    for name, one in manifest.exported.items():
+        held = manifest.tensors.get(WEIGHT + name)
+        if held is None or held.dtype.is_floating_point != one.dtype.is_floating_point:
+            yield f"exported.{in_a_line(name)}: no such weight of this kind is among the tensors"
+
+
+def _is_made(scalar: Scalar) -> bool:
+    """Whether a tensor can be made of a number, where it is to be one."""
+    value = scalar.value
+    if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+        return False
+    kind = None if scalar.dtype is None else getattr(torch, scalar.dtype, None)
+    return scalar.dtype is None or (isinstance(kind, torch.dtype) and value is not None)
+
+
+def _of_tensors(manifest: Manifest) -> Iterator[str]:
+    sizes: defaultdict[str, int] = defaultdict(int)
+    pairs = _Pairs()
+    for key, one in manifest.tensors.items():
+        where = f"tensors.{in_a_line(key)}"
+        if not key.startswith((WEIGHT, STATE)):
+            yield f"{where}: neither a weight nor a state"
+        fault = _of_shards(one, manifest) or _of_cover(one, pairs)
+        if fault:
+            yield f"{where}: {fault}"
+            return  # what follows would be told of numbers that mean nothing
+        for shard in one.shards:
+            sizes[shard.file] += shard.chunks.elements * one.dtype.itemsize
+    for name, size in sizes.items():
+        if size > manifest.files[name].size_bytes:
+            yield f"tensors: their shards in {name} have more bytes than it has"
+
+
+def _of_shards(one: Logical, manifest: Manifest) -> str:
+    """Return what is wrong with a shard by itself, if anything."""
+    for shard in one.shards:
+        if shard.file not in manifest.files:
+            return f"a shard is in {in_a_line(shard.file)[:60]!r}, which is none of the files"
+        ranges = shard.chunks.ranges
+        if len(ranges) != len(one.shape):
+            return f"a shard has {len(ranges)} dims, and the tensor {len(one.shape)}"
+        for held, size in zip(ranges, one.shape, strict=True):
+            if not _are_ranges(held, size):
+                return f"a shard has no ranges of a dim of {size}"
+    return ""
+
+
+def _are_ranges(held: Ranges, size: int) -> bool:
+    """Whether ranges lie within a dim, without anything twice."""
+    ends = sorted(held)
+    meet = any(first[1] > second[0] for first, second in pairwise(ends))
+    return not meet and all(low <= high <= size for low, high in held)
+
+
+class _Pairs:
+    """How many pairs of shards may still be compared, of all tensors together."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_PAIRS
+
+
+def _of_cover(one: Logical, pairs: _Pairs) -> str:
+    """Return what the shards of a tensor lack, or have twice, if anything."""
+    held = sum(shard.chunks.elements for shard in one.shards)
+    needed = math.prod(one.shape)
+    if held != needed:
+        return f"its shards hold {held:,} of {needed:,} elements"
+    if needed and len(one.shards) > 1 and _overlap(one.shards, len(one.shape), pairs):
+        return "some of its elements are in two shards"
+    return "" if pairs.left > 0 else "it has more shards than can be compared"
+
+
+def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
+    """Whether two shards have an element in common: a sweep along the dim that is cut most."""
+    cuts = [{ends for shard in shards for ends in shard.chunks.ranges[dim]} for dim in range(dims)]
+    along = max(range(dims), key=lambda dim: len(cuts[dim]), default=0)
+    every = sorted(
+        (low, high, number)
+        for number, shard in enumerate(shards)
+        for low, high in shard.chunks.ranges[along]
+        if low < high
+    )
+    open_now: list[tuple[int, int]] = []  # where each ends, and its number
+    for low, high, number in every:
+        open_now = [one for one in open_now if one[0] > low]
+        pairs.left -= len(open_now)
+        if pairs.left <= 0:
+            return False
+        for _, other in open_now:
+            if other != number and _meet(shards[number], shards[other]):
+                return True
+        open_now.append((high, number))
+    return False
+
+
+def _meet(one: Stored, other: Stored) -> bool:
+    """Whether two shards have ranges in common in every dim."""
+    by_dim = zip(one.chunks.ranges, other.chunks.ranges, strict=True)
+    return all(
+        any(max(low, first) < min(high, last) for low, high in held for first, last in its)
+        for held, its in by_dim
+    )

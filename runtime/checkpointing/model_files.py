@@ -1,0 +1,269 @@
+"""Writes the tensors of a whole model, where that replaces nothing of others."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from uuid import uuid4
+
+from torch import Tensor
+
+from autopar.runtime.checkpointing.safetensors_file import Entry, write_tensors
+from autopar.runtime.ranks.locations import (
+    MARK,
+    Location,
+    check_regular,
+    head_of,
+    located,
+    location,
+    put,
+    refuse_no_file,
+    refuse_no_folder,
+    refuse_unwritable,
+    text_of,
+    write,
+    written_at,
+)
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import parsed
+from autopar.runtime.ranks.options import NONE
+from autopar.runtime.ranks.options import WEIGHTS_ENDING as ENDING
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.weights.stored_tensors import INDEX
+
+CONFIG = "config.json"
+WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # what libraries look for in a folder
+EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # shards of checkpoints have no format
+_FIX = "name another place with --export, or --export none to keep no weights"
+_MOST_BYTES = 10**8  # of a header, as safetensors has it, and of an index
+_LEFT_SECONDS = 3600.0  # without a byte, after which a file that was begun is nobody's
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A .safetensors file, or a folder of them."""
+
+    path: Location
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.path.suffix != ENDING
+
+    def earlier(self) -> Iterator[Location]:
+        """Yield what lies there by now and would be replaced."""
+        if not self.is_folder:
+            yield from [self.path] if self.path.exists() else []
+        elif self.path.is_dir():
+            for pattern in WEIGHTS:
+                yield from located(self.path, pattern)
+
+    def foreign(self, names: Iterable[str] = ()) -> Iterator[Location]:
+        """Yield what lies there, or under other names that will be written, and is no export."""
+        others = (path for name in names if (path := self.path / name).exists())
+        yield from (one for one in (*self.earlier(), *others) if not _is_export(one))
+
+    def remove_earlier(self) -> None:
+        """Remove weights that an earlier training left, the index first: it would name others."""
+        for path in reversed(list(self.earlier())):
+            path.unlink()
+
+
+def destination(text: str, mesh: Mesh, *, beside: Location | None = None) -> Destination | None:
+    """Read where weights shall go, before anything is trained; leave where they cannot.
+
+    What another program has left there is not replaced. `beside` is where checkpoints are made.
+    """
+    if text == NONE or mesh.is_dry_run:
+        return None
+    to = Destination(location(text).resolve())
+    if mesh.rank == 0:
+        check_destination(to, option="--export", fix=_FIX, beside=beside)
+    return to
+
+
+def check_destination(
+    to: Destination, *, option: str, fix: str, beside: Location | None = None
+) -> None:
+    """Leave where weights cannot be written, or would replace what is no export."""
+    check = refuse_no_folder if to.is_folder else refuse_no_file
+    check(to.path, option=option, fix=fix, beside=beside)
+    try:
+        check_regular(to.path / CONFIG)
+        refuse_foreign(to, fix=fix)
+    except OSError as error:
+        refuse(f"nothing can be written to {to.path}: {error.strerror}", fix=fix)
+    refuse_unwritable(to.path if to.is_folder else to.path.parent, fix=fix)
+
+
+def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FIX) -> None:
+    """Leave where something that is no export lies in a folder, or under names in it."""
+    foreign = next(to.foreign(names), None)
+    if foreign is not None:
+        found = f"{foreign} is there, and autopar has not exported it: it is not replaced"
+        refuse(found, fix=fix)
+
+
+@contextmanager
+def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Location]]:
+    """Give each file a name to write it under; whatever is raised, nothing stays there."""
+    word = uuid4().hex[:8]
+    aside = {path: path.with_name(f".{path.name}.{word}.autopar-tmp") for path in paths}
+    for path in paths:
+        _remove_left(path)
+    try:
+        yield aside
+    except BaseException:
+        for one in aside.values():
+            with suppress(OSError):
+                one.unlink()
+        raise
+
+
+def _remove_left(path: Location) -> None:
+    """Remove what a process that was killed has begun to write in the place of a file."""
+    with suppress(OSError):
+        for one in located(path.parent, f".{path.name}.????????.autopar-tmp"):
+            if written_at(one) < time.time() - _LEFT_SECONDS:
+                one.unlink()
+
+
+def _is_export(path: Location) -> bool:
+    """Whether a file says that autopar has exported it."""
+    try:
+        if path.suffix == ".json":
+            metadata, mark = parsed(text_of(path, most_bytes=_MOST_BYTES))["metadata"], MARK
+        else:
+            length = int.from_bytes(head_of(path, 8), "little")
+            header = head_of(path, 8 + min(length, _MOST_BYTES))[8:]
+            metadata, mark = parsed(header)["__metadata__"], EXPORT_MARK
+        return all(metadata.get(key) == value for key, value in mark.items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+
+
+SHARD_BYTES = 5 * 10**9  # as Hugging Face has them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFile:
+    """A .safetensors file of an export: its name in the folder, and what lies in it."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """All files of an export."""
+
+    weights: tuple[WeightsFile, ...]
+    indices: Mapping[str, str] = field(default_factory=dict)  # JSON that tells what lies where
+    others: Mapping[str, bytes] = field(default_factory=dict)  # such as config.json
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how long all weights are."""
+        return sum(one.size_bytes for file in self.weights for one in file.entries)
+
+
+def files_of_model(
+    to: Destination, entries: Sequence[Entry], tied: Mapping[str, str]
+) -> ModelFiles:
+    """Return the files of a model under its own names: one file, or shards of a folder.
+
+    `tied` are other names of tied weights, each with the first.
+    """
+    shards = list(_shards(entries, shard_bytes=SHARD_BYTES if to.is_folder else None))
+    weights = tuple(
+        WeightsFile(
+            name=_shard_name(number, len(shards)) if to.is_folder else to.path.name,
+            entries=tuple(own),
+            metadata={**EXPORT_MARK, **_of_file(tied, own)},
+        )
+        for number, own in enumerate(shards, start=1)
+    )
+    return ModelFiles(weights=weights, indices={INDEX: _index(weights)} if len(shards) > 1 else {})
+
+
+def write_model(
+    to: Destination, files: ModelFiles, tensor_of: Callable[[WeightsFile, Entry], Tensor]
+) -> None:
+    """Write tensors in the order of their entries; what lay there stays until all are written.
+
+    Other files are written where none of their names are, or where they are of an earlier export.
+    """
+    folder = to.path if to.is_folder else to.path.parent
+    is_again = any(to.earlier())
+    others = {
+        name: content
+        for name, content in files.others.items()
+        if is_again or not (folder / name).exists()
+    }
+    paths = {file.name: folder / file.name for file in files.weights}
+    with written_aside(tuple(paths.values())) as aside:
+        for file in files.weights:
+            path = paths[file.name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = map(partial(tensor_of, file), file.entries)
+            write_tensors(aside[path], file.entries, tensors, file.metadata)
+        foreign = next(to.foreign(), None)  # it has come while this was trained
+        if foreign is not None:
+            raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
+        if to.is_folder:
+            to.remove_earlier()
+        for path in paths.values():
+            put(aside[path], path)
+    for name, text in files.indices.items():
+        write(folder / name, [text.encode()])
+    for name, content in others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, [content])
+
+
+def told(to: Destination, files: ModelFiles) -> str:
+    """Return where weights are, with their size."""
+    return f"in {to.path}{os.sep if to.is_folder else ''} ({files.size_bytes / 1e6:,.1f} MB)"
+
+
+def _shards(entries: Sequence[Entry], *, shard_bytes: int | None) -> Iterator[list[Entry]]:
+    """Yield what lies in each file of a model."""
+    shard: list[Entry] = []
+    room = shard_bytes
+    for one in entries:
+        if shard and room is not None and room < one.size_bytes:
+            yield shard
+            shard, room = [], shard_bytes
+        shard.append(one)
+        room = None if room is None else room - one.size_bytes
+    yield shard
+
+
+def _shard_name(number: int, count: int) -> str:
+    several = f"-{number:05}-of-{count:05}" if count > 1 else ""
+    return f"model{several}.safetensors"
+
+
+def _of_file(tied: Mapping[str, str], entries: Sequence[Entry]) -> dict[str, str]:
+    """Return the other names of what is in a file, as safetensors notes them."""
+    names = {entry.name for entry in entries}
+    return {name: first for name, first in tied.items() if first in names}
+
+
+def _index(files: Sequence[WeightsFile]) -> str:
+    """Return JSON that tells which tensor lies in which shard."""
+    places = {one.name: file.name for file in files for one in file.entries}
+    size = sum(one.size_bytes for file in files for one in file.entries)
+    index = {
+        "metadata": {"total_size": size, **MARK},
+        "weight_map": dict(sorted(places.items())),
+    }
+    return f"{json.dumps(index, indent=2)}\n"

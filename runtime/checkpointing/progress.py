@@ -1,0 +1,344 @@
+"""What a training tells as it goes: its lines, its pace, numbers that are none.
+
+Finds ranks that are slower than the others, by what each of them does alone.
+
+In a step all ranks wait for the slowest, so their steps take equally long. What differs is measured
+apart: how long a rank waits for its rows, and how long it takes for the same small product, between
+two steps. A slow link is not found so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.checkpointing.owners import every_rank, named_tensors
+from autopar.runtime.data.loss import mean_loss
+from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.ranks.leaving import draw_bar, is_terminal, say
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import Event, Metrics
+from autopar.runtime.ranks.refusal import give_up
+from autopar.runtime.ranks.transport import gathered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """How many parameters of a rank hold nan or inf, and the first of them in the model's order."""
+
+    count: int
+    every: int
+    first: str
+
+
+@torch.no_grad()
+def broken_of(parts: Sequence[nn.Module]) -> Broken:
+    """Look through the parameters of this rank, in one pass of its memory."""
+    named = [
+        (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
+        for one in named_tensors(parts)
+        if one.is_parameter and one.place.tensor.is_floating_point()
+    ]
+    held = [one for one in named if one[1].numel()]
+    if not held:
+        return Broken(count=0, every=0, first="")
+    norms = torch._foreach_norm([tensor for _, tensor, _ in held], math.inf)
+    largest = torch.stack([one.float() for one in norms]).tolist()
+    names = [
+        name
+        for (name, _, learns), norm in zip(held, largest, strict=True)
+        if not math.isfinite(norm) and (learns or math.isnan(norm))  # a frozen mask has -inf
+    ]
+    return Broken(count=len(names), every=len(held), first=names[0] if names else "")
+
+
+def told_broken(ranks: Sequence[Broken]) -> str:
+    """Say which rank's parameters are no numbers, the first rank that has such."""
+    for rank, one in enumerate(ranks):
+        if one.count:
+            return (
+                f"{one.count} of {one.every} parameters of rank {rank} are no numbers, "
+                f"such as {one.first}"
+            )
+    return "all parameters are numbers"
+
+
+SLOW = 0.1  # over the others' median; of reading: of the step
+_EVERY_SECONDS = 10.0
+_TRIES = 5  # the fastest counts: what disturbs it makes it longer
+_SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}  # of the product, and how many in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What a rank takes alone."""
+
+    product_seconds: float
+    reading_seconds: float  # for the rows of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """A rank that is slower than the others' median."""
+
+    rank: int
+    pipeline_rank: int
+    what: str
+    own_seconds: float
+    others_seconds: float
+
+    def __str__(self) -> str:
+        own, others = self.own_seconds * 1e3, self.others_seconds * 1e3
+        where = f"rank {self.rank} (pipeline rank {self.pipeline_rank})"
+        return f"{where} is slow: {self.what} takes it {own:,.3g} ms, the others {others:,.3g} ms"
+
+
+class Pace:
+    """Compares the ranks about every ten seconds, at a step line."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._lines = 1  # until the next comparison: not at the first, which warms up
+        self._reading, self._slow_before = mesh.reading.seconds, frozenset[int]()
+        self._kinds: Sequence[str] | None = None  # of the devices: unlike ones are not compared
+
+    def slow_ranks(self, steps: int, step_seconds: float) -> Sequence[SlowRank]:
+        """Return who is slow, after so many steps; all ranks ask at each line."""
+        read, self._reading = self._mesh.reading.seconds - self._reading, self._mesh.reading.seconds
+        self._lines -= 1
+        if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:
+            return ()
+        if self._kinds is None:
+            self._kinds = every_rank(_kind(self._mesh.device), self._mesh)
+        lines = max(int(_EVERY_SECONDS / (steps * step_seconds)), 1)
+        told = [product_seconds(self._mesh.device), read / steps, float(lines)]
+        every = gathered(
+            torch.tensor(told, dtype=torch.float64, device=self._mesh.device), self._mesh.world
+        ).tolist()
+        self._lines = int(min(one[2] for one in every))
+        ranks = [Own(product_seconds=one[0], reading_seconds=one[1]) for one in every]
+        each = self._mesh.data.size * self._mesh.tensor.size
+        found = list(slow_among(ranks, self._kinds, step_seconds, ranks_of_stage=each))
+        # A product may be disturbed once; reading is a mean of many steps.
+        once, self._slow_before = self._slow_before, frozenset(one.rank for one in found)
+        return [one for one in found if one.rank in once]
+
+
+def slow_among(
+    ranks: Sequence[Own], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
+) -> Iterator[SlowRank]:
+    """Yield what ranks are slow at, compared with the others of their kind of device."""
+    for rank, own in enumerate(ranks):
+        others = [one for n, one in enumerate(ranks) if n != rank and kinds[n] == kinds[rank]]
+        if not others:
+            continue
+        product = median(one.product_seconds for one in others)
+        reading = median(one.reading_seconds for one in others)
+        for what, own_seconds, theirs, least in (
+            ("the same product", own.product_seconds, product, product * SLOW),
+            ("reading the rows of a step", own.reading_seconds, reading, step_seconds * SLOW),
+        ):
+            if own_seconds - theirs > least:
+                yield SlowRank(
+                    rank=rank,
+                    pipeline_rank=rank // ranks_of_stage,
+                    what=what,
+                    own_seconds=own_seconds,
+                    others_seconds=theirs,
+                )
+
+
+def product_seconds(device: torch.device) -> float:
+    """Return how long this device takes for a product of two matrices, the same on all ranks."""
+    side, count = _SIDES[device.type]
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    matrix = torch.ones(side, side, dtype=kind, device=device)
+    result = torch.empty_like(matrix)
+    return min(_seconds(matrix, result, count) for _ in range(_TRIES))
+
+
+@torch.no_grad()
+def _seconds(matrix: Tensor, result: Tensor, count: int) -> float:
+    if matrix.is_cuda:
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
+        torch.mm(matrix, matrix, out=result)
+    if matrix.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+GO_ON = "go-on"  # of --on-nan
+_BAR_SECONDS = 0.1  # between two bars, which are drawn while the device computes
+Planned = tuple[str, float, float]  # the device, seconds of a step on it, MFU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """What is told of the steps since the last line; what is not known is None.
+
+    `memory_bytes` is the most that the first rank has had; `against_plan` the measured seconds of a
+    step over the predicted ones.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float | None
+    learning_rate: float | None
+    seconds: float
+    per_second: float
+    unit: str
+    memory_bytes: int | None
+    mfu: float | None
+    against_plan: float | None
+    seconds_left: float
+
+    def __str__(self) -> str:
+        known = (
+            f"step {self.step:>6}   loss {self.loss:.5f}",
+            _figure(self.gradient_norm, "norm {:.3g}"),
+            _figure(self.learning_rate, "lr {:.3g}"),
+            f"{self.seconds * 1e3:,.1f} ms   {self.per_second:,.0f} {self.unit}/s",
+            _figure(self.mfu, "MFU {:.1%}"),
+            _figure(self.against_plan, "{:.2f} × planned"),
+            _figure(self.memory_bytes, "{:.4g} GiB", scale=2**-30),
+            f"{timedelta(seconds=round(self.seconds_left))} left" if self.seconds_left else "",
+        )
+        return "   ".join(text for text in known if text)
+
+
+class Progress:
+    """What the first rank prints while it trains; times are means over the steps since the last.
+
+    Numbers are read from the device at these steps alone.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        mesh: Mesh,
+        parts: Sequence[nn.Module],
+        learning_rate: Callable[[], float | None],
+        metrics: Metrics,
+        *,
+        amount: int,
+        unit: str,
+        planned: Planned,
+        begun: int,
+        scales_loss: bool,
+        before_stopping: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._options, self._mesh, self._parts = options, mesh, parts
+        self._learning_rate = learning_rate
+        self._amount, self._unit, self._planned = amount, unit, planned
+        self._metrics, self._pace = metrics, Pace(mesh)
+        self._step, self._begun = begun, time.perf_counter()
+        self._before: tuple[int, float] | None = None  # the last line's step and loss
+        self._scales_loss, self._before_stopping = scales_loss, before_stopping
+        self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
+        self._drawn = 0.0
+
+    def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
+        """Tell a step and return its loss; leave where it is no number, unless that may be."""
+        loss = mean_loss(own_loss, self._mesh)
+        clipped = float(norm) if self._options.clip else None
+        steps = step - self._step
+        line = self._line(step, loss, clipped)
+        self._tell(line)
+        self._tell_slow(steps, line.seconds, step)
+        is_sound = math.isfinite(loss) and (self._scales_loss or math.isfinite(clipped or 0.0))
+        was_sound = self._before is None or math.isfinite(self._before[1])
+        # fp16 leaves a step out that overflows, and goes on: only a second line tells.
+        if not is_sound and not (self._scales_loss and was_sound):
+            self._stop(step, loss, own_loss, clipped)
+        self._before = step, loss
+        return loss
+
+    def show(self, step: int) -> None:
+        """Draw on a terminal how far the training is, by the time of steps alone: no rank waits."""
+        if not self._has_bar or step in (self._step, self._options.steps):
+            return
+        now = time.perf_counter()
+        if now - self._drawn >= _BAR_SECONDS:
+            self._drawn, pace = now, (now - self._begun) / (step - self._step)
+            draw_bar(step, self._options.steps, (self._options.steps - step) * pace)
+
+    def leave_out(self, seconds: float) -> None:
+        """Count what has just been done for so long as no part of a step."""
+        self._begun += seconds
+
+    def _line(self, step: int, loss: float, norm: float | None) -> StepLine:
+        now = time.perf_counter()
+        seconds = (now - self._begun) / (step - self._step)
+        self._step, self._begun = step, now
+        device, planned_seconds, planned_mfu = self._planned
+        is_as_planned = (device == "cpu") == (self._mesh.device.type == "cpu")
+        against = seconds / planned_seconds if is_as_planned else None
+        return StepLine(
+            step=step,
+            loss=loss,
+            gradient_norm=norm,
+            learning_rate=self._learning_rate(),
+            seconds=seconds,
+            per_second=self._amount / seconds,
+            unit=self._unit,
+            memory_bytes=_memory(self._mesh.device),
+            mfu=None if against is None or device == "cpu" else planned_mfu / against,
+            against_plan=against,
+            seconds_left=(self._options.steps - step) * seconds,
+        )
+
+    def _tell(self, line: StepLine) -> None:
+        data = asdict(line)
+        self._metrics.add(**data)
+        if self._mesh.rank == 0:
+            say(json.dumps(data) if self._options.json else line, sys.stdout)
+
+    def _tell_slow(self, steps: int, seconds: float, step: int) -> None:
+        for one in self._pace.slow_ranks(steps, seconds):
+            self._metrics.add(event=Event.SLOW, step=step, **asdict(one))
+            if self._mesh.rank == 0:
+                say(f"note: {one}")
+
+    def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
+        """End the training on all ranks, and say where it went wrong; or let it go on."""
+        if self._options.on_nan == GO_ON:
+            return
+        self._before_stopping()
+        is_own = not math.isfinite(float(own_loss))
+        ranks = every_rank((is_own, broken_of(self._parts)), self._mesh)
+        found = [str(rank) for rank, (is_its, _) in enumerate(ranks) if is_its]
+        where = f" on rank {', '.join(found)}" if found else ""
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        before = "" if self._before is None else f"; the loss of step {self._before[0]} was "
+        before += "" if self._before is None else f"{self._before[1]:.5f}"
+        told = f"{what} in step {step}{where}{before}; {told_broken([one for _, one in ranks])}"
+        self._metrics.add(event=Event.STOPPED, step=step, why=told)
+        give_up(
+            told,
+            fix="a lower --lr, or a scheduler that warms up; if --dtype float32 trains, 16 bits "
+            "are too few; else look for rows that have no targets; --on-nan go-on trains on",
+        )
+
+
+def _memory(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
+def _figure(value: float | None, form: str, *, scale: float = 1.0) -> str:
+    return "" if value is None else form.format(value * scale)

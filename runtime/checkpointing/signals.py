@@ -1,0 +1,277 @@
+"""Signals, garbage and the profile of a step: what a loop does between steps.
+
+Collects Python's garbage after the same steps on all ranks.
+
+Python looks for cycles when so many objects have been made, on each rank at another time, and all
+others wait for that rank. What is there before the first step is not looked through again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from socket import socket, socketpair
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.checkpointing.watch import place_of_main_thread
+from autopar.runtime.ranks.leaving import FAILED, Verdict, say, tell
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import Event, Metrics
+
+PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can go on
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_SAME_SECONDS = 1.0  # schedulers send a signal to torchrun and to ranks, which get it twice
+_CHECK_SECONDS = 1.0
+_MOST_STEPS = 1000
+_LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after it has told them to stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAnswer:
+    """What all ranks know after a step; in those in which they do not ask, nothing."""
+
+    stops: bool = False  # someone has asked the process of a rank to stop
+    is_written: bool = False  # no rank writes any more
+    is_due: bool = False  # time has come for a checkpoint
+
+
+class StopWish:
+    """Whether someone has asked this process, or that of another rank, to stop.
+
+    Ranks ask each other about once a second, or in each step where those are longer: a message in
+    each step of 10 ms costs 3 % of it. The answer says in how many steps they ask again.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._asked_at: float | None = None
+        self._before: dict[int, Any] = {}
+        self._checked_step: int | None = None
+        self._checked_at = time.monotonic()
+        self._steps_between = 1
+        self._steps_ended = 0
+
+    def listen(self) -> None:
+        """Take the signals, as long as a main thread can: others have no say in it."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                self._end_with_torchrun()
+
+    def ignore(self) -> None:
+        """Let no further signal end this process: it ends by itself."""
+        self._steps_ended += 1
+        for one in self._before:
+            signal.signal(one, signal.SIG_IGN)
+
+    def let_go(self) -> None:
+        """Leave the signals to who had them before."""
+        for one, handler in self._before.items():
+            if handler is not None:  # else it was none of Python's
+                signal.signal(one, handler)
+        self._before = {}
+
+    def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
+        """Return what the ranks agree on; all of them ask after every step."""
+        self._steps_ended += 1
+        last = step - 1 if self._checked_step is None else self._checked_step
+        if step < last + self._steps_between:
+            return StepAnswer()
+        now = time.monotonic()
+        seconds = max(now - self._checked_at, 1e-6) / (step - last)
+        own = min(max(int(_CHECK_SECONDS / seconds), 1), _MOST_STEPS)
+        is_asked = self._asked_at is not None
+        told = [float(is_asked), float(is_writing), float(is_due), float(-own)]
+        found = torch.tensor(told, device=self._mesh.device)
+        if self._mesh.world.size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
+        stops, writing, due, steps = found.tolist()
+        self._checked_step, self._checked_at = step, time.monotonic()
+        self._steps_between = int(-steps)
+        return StepAnswer(stops=bool(stops), is_written=not writing, is_due=bool(due))
+
+    def _end_with_torchrun(self) -> None:
+        """End this process where torchrun tells it to stop and no step ends in time to do so.
+
+        Python calls a handler between two of its own instructions: a main thread that waits for a
+        device never comes to it. Signals are therefore written to a socket, too.
+        """
+        told, teller = socketpair()
+        teller.setblocking(False)
+        signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_write_no_signals)  # those of workers are others
+        threading.Thread(target=self._look, args=(told, teller), daemon=True).start()
+
+    def _look(self, told: socket, _: socket) -> None:
+        while number := told.recv(1):
+            ended = self._steps_ended
+            if number[0] != signal.SIGTERM:
+                continue
+            time.sleep(_LAST_SECONDS)
+            if self._before and self._steps_ended == ended:
+                found = (
+                    f"rank {self._mesh.rank} was told to stop, and no step has ended for "
+                    f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}"
+                )
+                tell(Verdict(FAILED, found, "--resume auto goes on from the last checkpoint"))
+                os._exit(FAILED)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > _SAME_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _write_no_signals() -> None:
+    with suppress(ValueError):  # this is no main thread
+        signal.set_wakeup_fd(-1)
+
+
+EVERY_STEPS = 100
+
+
+class Garbage:
+    """When garbage is collected: seldom, or after each step where cycles hold tensors."""
+
+    def __init__(self) -> None:
+        self._every, self._first_step = EVERY_STEPS, 0
+        self._was_enabled = self._is_frozen = False
+
+    def begin(self, step: int) -> None:
+        """Leave it to `after` to collect."""
+        self._first_step, self._was_enabled = step + 1, gc.isenabled()
+        gc.collect()
+        self._is_frozen = gc.get_freeze_count() == 0  # else someone else has frozen what is there
+        if self._is_frozen:
+            gc.freeze()
+        gc.disable()
+
+    def after(self, step: int) -> None:
+        """Collect where it is time for that: a number of steps is the same on all ranks."""
+        if step == self._first_step + 1 and _free_tensors():  # the first leaves what no other does
+            self._every = 1  # of the model's own code: the memory of the device is worth more
+        elif step % self._every == 0 or step == self._first_step:
+            gc.collect(1)
+
+    def end(self) -> None:
+        """Leave it to Python again."""
+        if self._was_enabled:
+            gc.enable()
+        if self._is_frozen:
+            gc.unfreeze()
+        self._was_enabled = self._is_frozen = False
+
+
+def _free_tensors() -> bool:
+    """Collect what is young, and return whether any tensors were freed by that."""
+    young = [weakref.ref(one) for one in gc.get_objects(0) if isinstance(one, Tensor)]
+    gc.collect(1)
+    return any(one() is None for one in young)
+
+
+_MESSAGES = ("nccl", "gloo", "c10d")  # in the names of what moves them
+_ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """What one rank did in the step."""
+
+    rank: int
+    pipeline_rank: int
+    step_seconds: float
+    compute_seconds: float  # at least one kernel ran that moves no message
+    memory_bytes: int | None  # the most that it has reserved so far, on a GPU
+
+
+class StepProfile:
+    """Runs the step of --profile-step under torch's profiler, on all ranks."""
+
+    def __init__(self, options: argparse.Namespace, mesh: Mesh, metrics: Metrics) -> None:
+        self._step: int | None = None if mesh.is_dry_run else options.profile_step
+        self._mesh, self._metrics = mesh, metrics
+        self._profiler: Any = None
+        self._begun = 0.0
+
+    def begin(self, step: int) -> None:
+        """Watch this step if it is the one."""
+        if self._step == step:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints its start and stop
+            self._profiler = profile(activities=[_ACTIVITIES[self._mesh.device.type]])
+            self._profiler.start()
+            every_rank(None, self._mesh)  # no step begins before all of them watch
+            self._begun = time.perf_counter()
+
+    def end(self, step: int) -> None:
+        """Tell of this step if it was the one."""
+        if self._step != step or self._profiler is None:
+            return
+        is_cuda = self._mesh.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._begun
+        self._profiler.stop()
+        own = RankProfile(
+            rank=self._mesh.rank,
+            pipeline_rank=self._mesh.pipeline.rank,
+            step_seconds=seconds,
+            compute_seconds=covered_us(_computing(self._profiler.events())) / 1e6,
+            memory_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
+        )
+        ranks: list[RankProfile] = every_rank(own, self._mesh)
+        self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
+        if self._mesh.rank == 0:
+            say(f"profiled step {step:,}: {_told(ranks)}")
+
+
+def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Yield when kernels ran that move no messages; on a CPU, ops."""
+    for one in events:
+        is_op = one.device_type.name == "CUDA" or one.name.startswith("aten::")
+        if is_op and not any(word in one.name.lower() for word in _MESSAGES):
+            yield one.time_range.start, one.time_range.end
+
+
+def covered_us(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some spans lasts, which may overlap."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _told(ranks: Iterable[RankProfile]) -> str:
+    """Return what pipeline ranks do, each by the median of its ranks."""
+    stages = groupby(
+        sorted(ranks, key=lambda one: one.pipeline_rank), key=lambda one: one.pipeline_rank
+    )
+    told = []
+    for stage, found in stages:
+        own = list(found)
+        computing, whole = (
+            median(getattr(one, name) for one in own) * 1e3
+            for name in ("compute_seconds", "step_seconds")
+        )
+        told.append(f"pipeline rank {stage} computes {computing:,.3g} of {whole:,.3g} ms")
+    return ", ".join(told)

@@ -1,0 +1,187 @@
+"""Everything that a training holds, random states among it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.checkpointing.owners import (
+    LocalPart,
+    Stepped,
+    named_tensors,
+    parts_of,
+    weights_held,
+)
+from autopar.runtime.optimizer.pieces import ParameterPiece
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.shards import Chunks, whole
+
+RANDOM = "random/"
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators, Python's and numpy's."""
+    numpy = sys.modules.get("numpy")
+    others = [random.getstate()]
+    if numpy:
+        kind, words, *rest = numpy.random.get_state()
+        others.append((kind, words.tolist(), *rest))
+    text = json.dumps(others).encode()
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.frombuffer(bytearray(text), dtype=torch.uint8),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return {RANDOM + name: state for name, state in found.items()}
+
+
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put the generators back to states that have been kept."""
+    torch.set_rng_state(states[RANDOM + "torch"])
+    if device.type == "cuda" and RANDOM + "cuda" in states:
+        torch.cuda.set_rng_state(states[RANDOM + "cuda"], device)
+    python, *others = json.loads(bytes(states[RANDOM + "python"].tolist()))
+    version, words, gauss = python
+    random.setstate((version, tuple(words), gauss))
+    if others and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(tuple(others[0]))
+
+
+WEIGHT, STATE = "weight/", "state/"
+_PLAIN = (bool, int, float, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """One number that an optimizer keeps of a parameter, as a tensor of that type or plain."""
+
+    value: float | int | bool | None
+    dtype: str | None = None
+    on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What an optimizer steps: a parameter, or a piece of it."""
+
+    name: str  # of the parameter in the whole model
+    parameter: nn.Parameter  # that the optimizer has
+    chunks: Chunks  # that this rank has of the whole parameter
+    piece: ParameterPiece | None
+
+    def parts(self, key: str, value: Tensor) -> Iterator[LocalPart]:
+        """Yield a tensor that is shaped like the target as what is here of a logical one."""
+        if self.piece is None:
+            yield LocalPart(key=key, chunks=self.chunks, tensor=value)
+        else:
+            yield from parts_of(self.piece, key, self.chunks, value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the optimizer steps the whole parameter here."""
+        shape = self.chunks.global_shape
+        return self.chunks == whole(shape) and tuple(self.parameter.shape) == shape
+
+
+def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target]:
+    """Yield all that an optimizer steps on this rank."""
+    stepped = Stepped(optimizer)
+    for one in named_tensors(parts):
+        tensor, name = one.place.tensor, one.names[0]
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            continue
+        pieces = stepped.pieces(tensor)
+        if pieces is None:
+            yield Target(name=name, parameter=tensor, chunks=one.chunks, piece=None)
+        for piece in pieces or ():
+            yield Target(name=name, parameter=piece.target, chunks=one.chunks, piece=piece)
+
+
+def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
+    """Return what is here of all logical tensors of a training."""
+    weights = [replace(one, key=WEIGHT + one.key) for one in weights_held(parts, optimizer)]
+    return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+
+
+def _of(target: Target, optimizer: Optimizer) -> Iterator[LocalPart]:
+    for key, value in _state(target, optimizer).items():
+        name = f"{STATE}{key}/{target.name}"
+        if is_scalar(value, target):
+            continue
+        if isinstance(value, Tensor) and value.shape == target.parameter.shape:
+            yield from target.parts(name, value)
+        elif isinstance(value, Tensor) and target.is_whole:
+            chunks = whole(tuple(value.shape))
+            yield LocalPart(key=name, chunks=chunks, tensor=value, is_buffer=True)
+        else:
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            refuse(
+                f"{type(optimizer).__name__} keeps {found or type(value).__name__} as {key!r} of "
+                f"{target.name}, of which no checkpoint can be made",
+                fix="train without --checkpoint, or with an optimizer whose states are shaped like "
+                "the parameters",
+            )
+
+
+def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:
+    """Return the numbers that an optimizer keeps of the parameters of this rank."""
+    found = {
+        f"{STATE}{key}/{target.name}": value
+        for target in targets(parts, optimizer)
+        for key, value in _state(target, optimizer).items()
+        if is_scalar(value, target)
+    }
+    read = numbers_of([value for value in found.values() if isinstance(value, Tensor)])
+    return {key: _scalar(value, read) for key, value in found.items()}
+
+
+def is_scalar(value: Any, target: Target) -> bool:
+    """Whether a state is one number, where the parameter is more than that."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.shape != target.parameter.shape
+    return isinstance(value, _PLAIN)
+
+
+def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
+    """Read tensors of one number each, by their ids; the host waits once for each type of them."""
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for one in tensors:
+        alike[one.dtype, one.device].append(one)
+    return {
+        id(one): number
+        for same in alike.values()
+        for one, number in zip(same, torch.stack(same).tolist(), strict=True)
+    }
+
+
+def _scalar(value: Any, read: Mapping[int, float | int | bool]) -> Scalar:
+    if not isinstance(value, Tensor):
+        return Scalar(value=value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Scalar(value=read[id(value)], dtype=dtype, on_device=value.device.type != "cpu")
+
+
+def _state(target: Target, optimizer: Optimizer) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = optimizer.state.get(target.parameter, {})
+    return state
+
+
+def made_scalar(scalar: Scalar, target: Target, optimizer: Optimizer) -> Any:
+    """Return a number as the optimizer wants it: kernels for devices read it there."""
+    if scalar.dtype is None:
+        return scalar.value
+    groups = optimizer.param_groups
+    group = next(g for g in groups if any(one is target.parameter for one in g["params"]))
+    there = scalar.on_device or group.get("fused") or group.get("capturable")
+    device = target.parameter.device if there else torch.device("cpu")
+    return torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype), device=device)

@@ -1,0 +1,347 @@
+"""Notices that a training stands still, and tells where each rank is.
+
+Tells by torch's flight recorder which messages this rank has begun, and which it waits for.
+
+On a GPU the host runs ahead: the line where it waits is one that reads a number, whatever holds the
+training up. What it has begun in each group, compared with other ranks, tells more.
+
+Has ranks that stand still tell each other where, by a store, and finds those that say nothing.
+
+Each rank appends one line to one key, one rank of each node reads that, and all wait for what was
+found: the store, which one thread of one rank serves, gets a few calls from each rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
+from autopar.runtime.ranks.mesh import Mesh
+
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+def place_of_main_thread() -> str:
+    """Return where the main thread is: in the script, and the innermost line of no library."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frames = traceback.extract_stack(frame)
+    own = [one for one in frames if "site-packages" not in one.filename]
+    own = [one for one in own if not one.filename.startswith(_STANDARD)] or list(frames)
+    script = [one for one in own if Path(one.filename) == Path(sys.argv[0]).resolve()]
+    return ", ".join(dict.fromkeys(map(_line, [*script[-1:], own[-1]])))
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """The message of this number in a group; all ranks of the group number theirs alike."""
+
+    group: str
+    number: int
+    told: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnderWay:
+    """What a rank has begun: by group the number of the last message, and what it waits for."""
+
+    begun: Mapping[str, int]
+    waits_for: Message | None = None  # the first that has not ended
+
+
+def under_way() -> UnderWay:
+    """Return what this rank has begun; nothing where torch has no recorder, or it is off."""
+    with suppress(Exception):  # whatever is wrong with it, other things are to be told
+        return _read(json.loads(_dumped()).get("entries", []))
+    return UnderWay(begun={})
+
+
+def _dumped() -> bytes:
+    library: Any = torch._C._distributed_c10d
+    is_nccl = dist.get_backend() == "nccl"
+    dump = library._dump_nccl_trace_json if is_nccl else library._dump_fr_trace_json
+    found: bytes = dump(includeCollectives=True)
+    return found
+
+
+def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
+    begun: dict[str, int] = {}
+    waits_for: Message | None = None
+    for one in entries:
+        kind = "p2p" if one["is_p2p"] else "collective"
+        name, described = one["process_group"]
+        group, number = f"{name} {kind}", one[f"{kind}_seq_id"]
+        begun[group] = max(begun.get(group, 0), number)
+        if waits_for is None and not (one["retired"] or one["state"] == "completed"):
+            told = f"{_op(one)} {number:,} of {_axis(described)}"
+            waits_for = Message(group=group, number=number, told=told)
+    return UnderWay(begun=begun, waits_for=waits_for)
+
+
+def _op(entry: Mapping[str, Any]) -> str:
+    """Return what torch calls an operation, without the library's name before it."""
+    return str(entry["profiling_name"]).rpartition(":")[2]
+
+
+def _axis(described: str) -> str:
+    """Return which ranks a group has, by what it was made for."""
+    if described.startswith("mesh_"):
+        return f"the {described.removeprefix('mesh_')} axis"
+    return "all ranks" if described == "default_pg" else f"group {described!r}"
+
+
+def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
+    """Return, of ranks that hold others up, what those wait for and these have not begun.
+
+    A rank that waits for a message itself lags behind for that reason, unless all ranks wait.
+    """
+    waited = [one.waits_for for one in ranks.values() if one.waits_for is not None]
+    idle = {rank: one for rank, one in ranks.items() if one.waits_for is None}
+    found: dict[int, str] = {}
+    for rank, own in (idle or ranks).items():
+        for one in waited:
+            if own.begun.get(one.group, one.number) < one.number:
+                found.setdefault(rank, one.told)
+    return found
+
+
+_POLL_SECONDS = 0.5
+_LEAST_SECONDS = 5.0  # in which all ranks tell where they are
+_RANKS_PER_SECOND = 50  # that connect to the store and tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank is, and what it has begun."""
+
+    rank: int
+    where: str
+    under_way: UnderWay
+
+    def to_line(self) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def _place_of(line: str) -> RankPlace:
+    found = json.loads(line)
+    waits_for = found["under_way"]["waits_for"]
+    return RankPlace(
+        rank=found["rank"],
+        where=found["where"],
+        under_way=UnderWay(
+            begun=found["under_way"]["begun"],
+            waits_for=None if waits_for is None else Message(**waits_for),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollCallResult:
+    """What a call has found."""
+
+    teller: int  # the first rank that answers, which tells it
+    silent: tuple[int, ...]
+    told: str
+
+
+class RollCall:
+    """One call of all ranks, seen from one of them.
+
+    `word` is one that no other call has, `nodes` names the node of each rank.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        word: str,
+        nodes: Sequence[str],
+        rank: int,
+        *,
+        patience_seconds: float | None = None,
+    ) -> None:
+        self._store, self._word, self._nodes, self._rank = store, word, nodes, rank
+        enough = _LEAST_SECONDS + len(nodes) / _RANKS_PER_SECOND
+        self._patience_seconds = enough if patience_seconds is None else patience_seconds
+        self.reads = False  # whether this rank reads for its node
+
+    def answer(self, place: RankPlace) -> RollCallResult:
+        """Tell where this rank is; return what all have told. A store that has gone raises."""
+        self._store.append(self._key("places"), place.to_line())
+        self.reads = self._store.add(self._key(f"reader of {self._nodes[self._rank]}"), 1) == 1
+        if self.reads:
+            found = self._read()
+            if self._nodes[found.teller] == self._nodes[self._rank]:
+                self._store.set(self._key("found"), json.dumps(asdict(found)))
+        self._store.wait([self._key("found")], timedelta(seconds=3 * self._patience_seconds))
+        told = json.loads(self._store.get(self._key("found")))
+        return RollCallResult(
+            teller=told["teller"], silent=tuple(told["silent"]), told=told["told"]
+        )
+
+    def note_told(self) -> None:
+        """Let the others leave: torchrun ends all ranks as soon as one has left."""
+        self._store.set(self._key("told"), "")
+
+    def wait_until_told(self) -> None:
+        """Wait until it is told what was found."""
+        self._store.wait([self._key("told")], timedelta(seconds=self._patience_seconds))
+
+    def _key(self, name: str) -> str:
+        return f"{self._word}/{name}"
+
+    def _read(self) -> RollCallResult:
+        """Return who has told what in time; who is silent is waited for once more."""
+        places = self._places()
+        if len(places) < len(self._nodes):
+            places = self._places()
+        silent = [rank for rank in range(len(self._nodes)) if rank not in places]
+        return RollCallResult(
+            teller=min(places), silent=tuple(silent), told=told_places(places.values(), silent)
+        )
+
+    def _places(self) -> Mapping[int, RankPlace]:
+        """Return where all ranks are, or those that have told it when patience is over."""
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            left = deadline - time.monotonic()
+            lines = self._store.get(self._key("places")).decode().splitlines()
+            if len(lines) == len(self._nodes) or left <= 0:
+                return {one.rank: one for one in map(_place_of, lines)}
+            time.sleep(min(_POLL_SECONDS, left))
+
+
+def told_places(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
+    """Say where ranks are: first those that say nothing, then the few that are elsewhere."""
+    every = sorted(places, key=lambda place: place.rank)
+    missing = not_begun({one.rank: one.under_way for one in every})
+    found: dict[str, list[int]] = {}
+    for one in every:
+        found.setdefault(_told(one, missing.get(one.rank)), []).append(one.rank)
+    parts = [(list(silent), "answers nothing, as one that is stopped")] if silent else []
+    few_first = sorted(found.items(), key=lambda one: len(one[1]))
+    parts += [(ranks, told) for told, ranks in few_first]
+    return "; ".join(f"{_ranks(ranks)} {told}" for ranks, told in parts)
+
+
+def _told(place: RankPlace, missing: str | None) -> str:
+    if missing is not None:
+        return f"{place.where}, and has not begun {missing}"
+    waited = place.under_way.waits_for
+    return place.where if waited is None else f"{place.where}, for {waited.told}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_STORE_SECONDS = 30.0  # in which the store of torchrun answers
+_PATIENT = 3  # times as long for a checkpoint or an evaluation
+
+
+class Watch:
+    """Looks, in a thread of each rank, whether the training still takes steps.
+
+    In one that stands still, all ranks wait for one that has stopped, reads its data for ever, or
+    calls another collective. Each tells the others its place by the store of torchrun; who says
+    nothing in time has stopped.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self._mesh, self._seconds = mesh, seconds
+        self._step = 0
+        self._ended = threading.Event()
+        self._patience = 1
+
+    def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
+        """Begin to look; `tell` is what the first rank does with the message beside printing it."""
+        if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
+            return
+        self._step, self._tell = step, tell
+        own = (uuid4().hex, os.environ.get("GROUP_RANK", ""), os.getpid())
+        self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def note(self, step: int, *, evaluates_next: bool = False) -> None:
+        """Note that a step has ended, and whether an evaluation comes with the next one."""
+        self._step = step
+        self._patience = _PATIENT if evaluates_next else 1
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Wait longer for what happens inside: disks may be slow."""
+        before, self._patience = self._patience, _PATIENT
+        yield
+        self._patience = before
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def _look(self) -> None:
+        tick = min(self._seconds / 10, 1.0)
+        seen, waited = self._step, 0.0  # by ticks: time in which this process was stopped is none
+        while not self._ended.wait(tick):
+            seen, waited = self._step, waited + tick if self._step == seen else 0.0
+            if waited >= self._seconds * self._patience:
+                self._give_up(waited)
+
+    def _give_up(self, waited: float) -> NoReturn:
+        """Tell where all ranks are, by the first that answers, and end this one."""
+        place = RankPlace(
+            rank=self._mesh.rank,
+            where=f"after step {self._step:,}, {place_of_main_thread()}",
+            under_way=under_way(),
+        )
+        word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
+        found = RollCallResult(teller=self._mesh.rank, silent=(), told=told_places([place]))
+        with suppress(RuntimeError):  # torchrun has gone, and its store: each tells its own
+            call = RollCall(_store(), word, nodes, self._mesh.rank)
+            found = call.answer(place)
+            if found.teller != self._mesh.rank:
+                call.wait_until_told()
+        if found.teller == self._mesh.rank:
+            told = f"no step has ended for {waited:,.0f} s: {found.told}"
+            fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
+            tell(Verdict(FAILED, told, fix))
+            self._tell(self._step, told)
+            with suppress(RuntimeError):
+                RollCall(_store(), word, nodes, self._mesh.rank).note_told()
+        for rank in found.silent:
+            self._kill(rank)
+        os._exit(FAILED)  # the main thread waits in a message, and takes no exception
+
+    def _kill(self, rank: int) -> None:
+        """End a rank of this node that has stopped: torchrun would wait for its SIGTERM."""
+        _, node, process = self._ranks[rank]
+        if node == self._ranks[self._mesh.rank][1]:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _store() -> Any:
+    """Return the store that the ranks have met by."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]

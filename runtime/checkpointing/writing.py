@@ -1,0 +1,267 @@
+"""Writes a checkpoint beside the training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.checkpointing.finding import begin, remove, step_folder
+from autopar.runtime.checkpointing.finding import put_in_place as give_place
+from autopar.runtime.checkpointing.manifest import (
+    CheckpointOrigin,
+    ExportedWeight,
+    Logical,
+    Manifest,
+    Moment,
+    Stored,
+    rank_file,
+    to_text,
+)
+from autopar.runtime.checkpointing.owners import (
+    Here,
+    LocalPart,
+    Owned,
+    Owners,
+    every_rank,
+    named_tensors,
+    on_first,
+)
+from autopar.runtime.checkpointing.safetensors_file import (
+    Entry,
+    Written,
+    in_file_order,
+    refuse_unknown_types,
+    write_tensors,
+)
+from autopar.runtime.checkpointing.states import everything_held, random_states, scalars
+from autopar.runtime.ranks.locations import MARK, Location, size_of
+from autopar.runtime.ranks.mesh import Mesh
+
+
+def exported_of(
+    parts: Sequence[nn.Module], built: Mapping[str, torch.dtype], mesh: Mesh
+) -> Mapping[str, ExportedWeight]:
+    """Return what a state dict of the whole model has, of all ranks, by the first names.
+
+    A weight stands in a file under its first name, as Hugging Face and safetensors have it. `built`
+    are the types that the constructor chose.
+    """
+    here = [
+        (one.names, built.get(one.names[0], one.place.tensor.dtype))
+        for one in named_tensors(parts)
+        if one.is_parameter or one.is_persistent
+    ]
+    found: dict[str, tuple[torch.dtype, set[str]]] = {}
+    for names, dtype in (one for rank in every_rank(here, mesh) for one in rank):
+        _, aliases = found.setdefault(names[0], (dtype, set()))
+        aliases.update(names[1:])
+    return {
+        name: ExportedWeight(dtype=dtype, aliases=tuple(sorted(aliases)))
+        for name, (dtype, aliases) in sorted(found.items())
+    }
+
+
+def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
+    """Return the type to export: that of the constructor, but for a training in float64.
+
+    That is trained to be compared to the last digits.
+    """
+    is_exact = held is torch.float64
+    return held if is_exact or not built.is_floating_point else built
+
+
+def tied_names(exported: Mapping[str, ExportedWeight]) -> Mapping[str, str]:
+    """Return other names of tied weights, each with the first."""
+    return {alias: name for name, one in exported.items() for alias in one.aliases}
+
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSnapshot:
+    """A checkpoint that is to be written: what is known of it, and this rank's share."""
+
+    fresh: Location
+    place: Location
+    manifest: Manifest  # that does not know its files yet; the first rank alone has the scalars
+    own_file: str
+    entries: Sequence[Entry]
+    tensors: Sequence[Tensor]  # of the entries
+
+    @property
+    def step(self) -> int:
+        """The step after which it was taken."""
+        return self.manifest.moment.step
+
+    def write(self) -> Written | str:
+        """Write this rank's file, in any thread; return it, or why it could not be written."""
+        try:
+            return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
+        except OSError as error:
+            return said(error)
+
+
+class Agreed:
+    """What ranks have agreed on for a checkpoint, and keep for the next ones."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._owners = Owners(mesh)
+        self._exported: Mapping[str, ExportedWeight] | None = None
+
+    def owned(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
+        """Return what each rank writes."""
+        return self._owners.of(local_tensors)
+
+    def exported(
+        self, parts: Sequence[nn.Module], built: Mapping[str, torch.dtype]
+    ) -> Mapping[str, ExportedWeight]:
+        """Return what an export of the whole model has."""
+        if self._exported is None:
+            self._exported = exported_of(parts, built, self.mesh)
+        return self._exported
+
+
+@torch.no_grad()
+def snapshot(
+    folder: Location,
+    moment: Moment,
+    model: str,
+    parts: Sequence[nn.Module],
+    optimizer: Optimizer,
+    agreed: Agreed,
+    *,
+    built: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> CheckpointSnapshot | str:
+    """Take what is to be written of a training, into a new folder; return why there is none, if so.
+
+    `built` are the types that the constructor chose, for who exports weights from the checkpoint.
+    """
+    mesh = agreed.mesh
+    local_tensors = everything_held(parts, optimizer)
+    owned = agreed.owned(local_tensors)
+    place = step_folder(folder, moment.step)
+    fresh = _told_by_first(mesh, lambda: begin(place))
+    if isinstance(fresh, str):
+        return fresh
+    logical = _logical(owned)
+    tensors = _share(owned, logical, Here(local_tensors), mesh)
+    entries = in_file_order(
+        Entry(name=name, dtype=one.dtype, shape=tuple(one.shape)) for name, one in tensors.items()
+    )
+    refuse_unknown_types(entries)
+    manifest = Manifest(
+        moment=moment,
+        origin=CheckpointOrigin(
+            torch=torch.__version__,
+            model=model,
+            plan=plan_digest(owned, mesh),
+            degrees=_degrees(mesh),
+        ),
+        files={},
+        tensors=logical,
+        scalars={
+            key: one
+            for found in on_first(scalars(parts, optimizer), mesh)
+            for key, one in found.items()
+        },
+        exported=agreed.exported(parts, built),
+    )
+    return CheckpointSnapshot(
+        fresh=fresh,
+        place=place,
+        manifest=manifest,
+        own_file=rank_file(mesh.rank),
+        entries=entries,
+        tensors=[tensors[one.name] for one in entries],
+    )
+
+
+def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) -> str | None:
+    """Give a checkpoint its name, once all ranks have written; return why it has none, if so."""
+    ranks = every_rank(own, mesh)
+    failures = [one for one in ranks if isinstance(one, str)]
+    if failures:
+        if mesh.rank == 0:
+            remove(written.fresh)
+        return failures[0]
+    files = {rank_file(rank): file for rank, file in enumerate(ranks)}
+    manifest = replace(written.manifest, files=files)
+    return _told_by_first(mesh, lambda: _put_in_place(written.fresh, written.place, manifest))
+
+
+def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
+    """Return what stands for the places of the ranks and for what each of them holds."""
+    axes = (mesh.pipeline.size, mesh.data.size, mesh.tensor.size)
+    return hashlib.sha256(repr((axes, tuple(owned))).encode()).hexdigest()[:16]
+
+
+def _degrees(mesh: Mesh) -> str:
+    axes = (("pp", mesh.pipeline), ("dp", mesh.data), ("tp", mesh.tensor))
+    return " · ".join(f"{name} {axis.size}" for name, axis in axes if axis.size > 1) or "one device"
+
+
+def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
+    by_key: defaultdict[str, list[Owned]] = defaultdict(list)
+    for one in owned:
+        by_key[one.key].append(one)
+    return {
+        key: Logical(
+            dtype=found[0].dtype,
+            shape=found[0].held.global_shape,
+            shards=tuple(
+                Stored(file=rank_file(one.rank), entry=f"{key}@{number}", chunks=one.chunks)
+                for number, one in enumerate(found)
+            ),
+        )
+        for key, found in by_key.items()
+    }
+
+
+def _share(
+    owned: Sequence[Owned], logical: Mapping[str, Logical], here: Here, mesh: Mesh
+) -> dict[str, Tensor]:
+    """Return what this rank writes, by the names in its file: what it owns, and its generators."""
+    shards = [shard for one in logical.values() for shard in one.shards]
+    mine = {
+        shard.entry: here.tensor(one)
+        for shard, one in zip(shards, owned, strict=True)  # both in the order of keys
+        if one.rank == mesh.rank
+    }
+    return mine | random_states(mesh.device)
+
+
+def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
+    """Have the first rank make something; return it on all ranks, or why there is none."""
+    made: _Made | str | None = None
+    if mesh.rank == 0:
+        try:
+            made = act()
+        except OSError as error:
+            made = said(error)
+    told: _Made | str = every_rank(made, mesh)[0]
+    return told
+
+
+def said(error: OSError) -> str:
+    """Return what went wrong, and where."""
+    return f"{error.strerror or error}: {error.filename}" if error.filename else f"{error.strerror}"
+
+
+def _put_in_place(fresh: Location, place: Location, manifest: Manifest) -> None:
+    for name, written in manifest.files.items():
+        file = fresh / name
+        if not file.exists() or size_of(file) != written.size_bytes:
+            raise OSError(
+                0, "what other nodes wrote is not seen here, so it is no shared folder", name
+            )
+    give_place(fresh, place, to_text(manifest))

@@ -1,8 +1,0 @@
-"""What stays of a training: its weights, and all that it takes to go on.
-
-Scripts import from here; files import from each other.
-"""
-
-from autopar.runtime.keeping.keeper import Keeper
-
-__all__ = ["Keeper"]

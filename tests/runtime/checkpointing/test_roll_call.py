@@ -1,0 +1,110 @@
+"""Ranks that stand still find who is the cause, however many they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.runtime.checkpointing.watch import (
+    Message,
+    RankPlace,
+    RollCall,
+    RollCallResult,
+    UnderWay,
+    told_places,
+)
+
+RANKS, STOPPED, PER_NODE = 256, 77, 8
+NOTHING = UnderWay(begun={})
+LAST = Message(group="3 collective", number=41, told="all_reduce 41 of the tensor axis")
+
+
+def place(rank: int, where: str = "waits", under_way: UnderWay = NOTHING) -> RankPlace:
+    return RankPlace(rank=rank, where=where, under_way=under_way)
+
+
+class CountingStore:
+    """What a rank has of a store; it counts the calls of the rank."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self._store, name)
+
+
+def ask_all(ranks: Sequence[int], nodes: Sequence[str]) -> tuple[list[RollCallResult], list[int]]:
+    """Have ranks answer a call at once; return all that they find, and how often each calls."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    stores = {rank: CountingStore(store) for rank in ranks}
+
+    def answer(rank: int) -> RollCallResult:
+        call = RollCall(stores[rank], "word", nodes, rank, patience_seconds=2.0)
+        return call.answer(place(rank))
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(answer, ranks))
+    return found, [one.calls for one in stores.values()]
+
+
+def test_256_ranks_find_the_one_that_says_nothing() -> None:
+    nodes = [str(rank // PER_NODE) for rank in range(RANKS)]
+    found, calls = ask_all([rank for rank in range(RANKS) if rank != STOPPED], nodes)
+    assert {one.silent for one in found} == {(STOPPED,)}
+    assert {one.teller for one in found} == {0}
+    assert found[0].told.startswith(f"rank {STOPPED} answers nothing, as one that is stopped; ")
+    few = 4  # to tell, to ask who reads, to wait, and to read what was found
+    assert sum(count <= few for count in calls) == RANKS - 1 - RANKS // PER_NODE
+    assert sum(calls) < 10 * RANKS
+
+
+def test_the_first_that_answers_tells_it() -> None:
+    found, _ = ask_all([1, 2], ["a", "a", "b"])
+    assert {(one.teller, one.silent) for one in found} == {(1, (0,))}
+
+
+def test_one_that_is_late_is_waited_for_once_more() -> None:
+    store, nodes = dist.HashStore(), ["a", "a"]  # type: ignore[attr-defined]
+
+    def late() -> None:
+        time.sleep(0.7)  # longer than the first wait, shorter than both
+        RollCall(store, "word", nodes, 1, patience_seconds=0.5).answer(place(1))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    found = RollCall(store, "word", nodes, 0, patience_seconds=0.5).answer(place(0))
+    thread.join()
+    assert found.silent == ()
+
+
+def test_who_says_nothing_comes_first_and_then_the_few() -> None:
+    places = [place(0), place(2), place(3, "reads")]
+    told = "rank 1 answers nothing, as one that is stopped; rank 3 reads; ranks 0, 2 waits"
+    assert told_places(places, [1]) == told
+    assert told_places([place(0)]) == "rank 0 waits"
+
+
+def test_what_one_rank_has_not_begun_is_named() -> None:
+    waits = UnderWay(begun={LAST.group: 43}, waits_for=LAST)
+    lags = UnderWay(begun={LAST.group: 40})
+    told = told_places([place(0, "in step", waits), place(1, "in step", lags)])
+    assert told == (
+        "rank 0 in step, for all_reduce 41 of the tensor axis; "
+        "rank 1 in step, and has not begun all_reduce 41 of the tensor axis"
+    )
+
+
+def test_who_waits_for_a_late_rank_is_not_late_itself() -> None:
+    other = Message(group="5 collective", number=8, told="all_gather 8 of the data axis")
+    waits = UnderWay(begun={LAST.group: 41, other.group: 7}, waits_for=LAST)
+    waits_too = UnderWay(begun={other.group: 8}, waits_for=other)
+    lags = UnderWay(begun={LAST.group: 40})
+    told = told_places([place(0, "a", waits), place(1, "b", waits_too), place(2, "c", lags)])
+    assert told.count("has not begun") == 1
+    assert "rank 2 c, and has not begun all_reduce 41" in told

@@ -1,0 +1,98 @@
+"""Checkpoints that are written while a training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from autopar.runtime.checkpointing.finding import AUTO, checkpoints_in, find_checkpoint, let_go
+from autopar.runtime.checkpointing.keeper import Keeper
+from autopar.runtime.checkpointing.manifest import NAME, Moment
+from autopar.runtime.checkpointing.restoring import restore
+from autopar.runtime.checkpointing.saving import CheckpointSaving
+from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.weights.initial_weights import Recipe
+from tests.runtime.checkpointing.test_progress import no_weights, options
+
+
+def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> CheckpointSnapshot:
+    optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
+    moment = Moment(step=1, rows=1, updates=1)
+    found = snapshot(folder, moment, "", [model], optimizer, Agreed(mesh))
+    assert isinstance(found, CheckpointSnapshot)
+    return found
+
+
+def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mesh) -> None:
+    model, saving = nn.Linear(300, 300), CheckpointSaving(mesh)
+    before = model.weight.detach().clone()
+    saving.begin(_taken(tmp_path, model, mesh), time.perf_counter())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert find_checkpoint(tmp_path, AUTO, mesh) is None, "it has no name yet"
+    saved = saving.finish()
+    assert (saved.step, saved.failure, saving.is_under_way) == (1, None, False)
+    assert 0 < saved.waited_seconds <= saved.seconds
+    found = find_checkpoint(tmp_path, AUTO, mesh)
+    assert found is not None
+    restore(found, [model], build_optimizer([model], AdamW, zero=0, mesh=mesh))
+    assert torch.equal(model.weight, before)
+
+
+def test_without_room_for_a_copy_it_is_written_at_once(
+    tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n", encoding="utf-8")
+    monkeypatch.setattr(
+        "autopar.runtime.checkpointing.safetensors_file._MEMORY", tmp_path / "meminfo"
+    )
+    saving = CheckpointSaving(mesh)
+    saving.begin(_taken(tmp_path, nn.Linear(20, 20), mesh), time.perf_counter())
+    assert not saving.is_writing
+    assert saving.finish().failure is None
+    assert find_checkpoint(tmp_path, AUTO, mesh) is not None
+
+
+def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
+    for step in range(10, 100, 10):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / NAME).touch()
+    (tmp_path / "step-100.tmp").mkdir()
+    let_go(tmp_path, 2, 40)
+    assert {one.name for one in tmp_path.iterdir()} == {"step-40", "step-70", "step-80", "step-90"}
+    let_go(tmp_path, 1, None)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-90"]
+
+
+def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh: Mesh) -> None:
+    words = ("--checkpoint", str(tmp_path), "--checkpoint-minutes", "1")
+    keeper, model = Keeper(options(*words), mesh, rows_per_step=1, model=""), nn.Linear(2, 2)
+    optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
+    keeper.take([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.after(1)
+    keeper._begun_at -= 61
+    keeper._wish._steps_between = 1
+    keeper.after(2)
+    keeper._finish()
+    keeper._wish.let_go()
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["step-2"]
+
+
+def test_a_failure_in_the_thread_is_told_when_the_training_asks(
+    tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autopar.runtime.checkpointing.writing.write_tensors", full)
+    saving = CheckpointSaving(mesh)
+    saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
+    assert saving.finish().failure == "No space left on device"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,44 @@
+"""What torch's recorder has of messages under way, of real ones."""
+
+from __future__ import annotations
+
+from time import monotonic, sleep
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.checkpointing.watch import UnderWay, not_begun, under_way
+from autopar.runtime.ranks.mesh import start
+from tests.runtime.processes import run_on_ranks
+
+
+def one_is_late() -> UnderWay:
+    """Have the first rank begin what the other has not; return what this one has begun."""
+    mesh = start(pipeline=1, data=2, tensor=2)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=mesh.tensor.group)
+    dist.barrier()
+    if mesh.tensor.rank == 0:
+        work = dist.all_reduce(value, group=mesh.tensor.group, async_op=True)
+    found = settled()
+    dist.barrier()
+    if mesh.tensor.rank == 1:
+        work = dist.all_reduce(value, group=mesh.tensor.group, async_op=True)
+    assert work is not None
+    work.wait()
+    return found
+
+
+def settled() -> UnderWay:
+    """Return what is under way; torch notes the end of a barrier a moment after it returns."""
+    until = monotonic() + 10.0
+    found = under_way()
+    while found.waits_for and "barrier" in found.waits_for.told and monotonic() < until:
+        sleep(0.01)
+        found = under_way()
+    return found
+
+
+def test_the_collective_that_one_rank_has_not_begun_is_named() -> None:
+    told = "all_reduce 2 of the tensor axis"
+    assert not_begun(dict(enumerate(run_on_ranks(one_is_late, 4)))) == {1: told, 3: told}
