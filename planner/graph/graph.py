@@ -207,6 +207,15 @@ class Graph:
         """Whether gradients flow through what an op makes."""
         return any(self.tensors[name].requires_grad for name in op.outputs)
 
+    @property
+    def tokens_per_row(self) -> int:
+        """The positions of a row of text; 1 where no input is a sequence of numbers."""
+        for name in self.inputs:
+            tensor = self.tensors[name]
+            if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
+                return tensor.shape[1].at(1)
+        return 1
+
     @cached_property
     def index(self) -> Index:
         """Who makes and reads what, and what needs what."""

@@ -181,17 +181,8 @@ def model_facts(
         has_dataset=model_file.build_dataset is not None,
         has_optimizer=model_file.build_optimizer is not None,
         has_scheduler=model_file.build_scheduler is not None,
-        tokens_per_row=_tokens_per_row(graph),
+        tokens_per_row=graph.tokens_per_row,
     )
-
-
-def _tokens_per_row(graph: Graph) -> int:
-    """Return the positions of a row of text; 1 where no input is a sequence of numbers."""
-    for name in graph.inputs:
-        tensor = graph.tensors[name]
-        if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
-            return tensor.shape[1].at(1)
-    return 1
 
 
 def source_hash(path: Path) -> str:

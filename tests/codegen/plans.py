@@ -12,6 +12,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Constraints, SplitRule
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
@@ -58,6 +59,8 @@ def plan_for(
     usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32}
     if pipeline > 1:
         usual["schedules"] = (ScheduleKind.ONE_F_ONE_B,)
+    settings = {**usual, **pins}
+    batch = declare("global_batch", settings["global_batch"], origin="test", where="test")
     rules = tuple(SplitRule(modules="*", axis=axis, is_required=True) for axis in split)
     constraints = Constraints(
         tolerance=0.0,
@@ -65,7 +68,8 @@ def plan_for(
         data=data,
         tensor=tensor,
         splits=rules,
-        **{**usual, **pins},
+        declared=(batch,),
+        **settings,
     )
     return search(
         graph,

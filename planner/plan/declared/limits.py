@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
@@ -17,7 +17,12 @@ from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
 from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
 from autopar.planner.rules.table import takes_statistics
 
-ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
+_ROWS_PER_DEVICE = 8
+# Up to the first, eight rows a device; beyond it one row a device, up to the second. Tokens of a
+# step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50 took 8,192 (Goyal et al.,
+# 2017), CLIP 32,768.
+_TOKENS_OF_A_STEP = (2**22, 2**24)
+_ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 
 
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
@@ -249,10 +254,35 @@ def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Const
 
 
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
-    """Return the constraints with a global batch: a few rows for each device where none is set."""
+    """Return the constraints with a global batch; where none is declared, the usual one.
+
+    Pins change the usual batch only where it could not be divided as they say.
+    """
     if constraints.global_batch is not None:
         return constraints
     if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
-    pinned = constraints.microbatch or 1
-    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
+    at_once = _least_data(constraints, cluster.size) * (constraints.microbatch or 1)
+    rows = usual_batch(cluster.size, graph.tokens_per_row)
+    return replace(constraints, global_batch=ceil(rows / at_once) * at_once)
+
+
+def usual_batch(devices: int, tokens_per_row: int) -> int:
+    """Return the rows of a step that people train with on so many devices.
+
+    They are a multiple of the number of devices, or of the largest divisor of it that is no more.
+    """
+    limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
+    few, many = (max(1, limit // tokens_per_row) for limit in limits)
+    rows = min(_ROWS_PER_DEVICE * devices, max(few, min(devices, many)))
+    shared_by = next(one for one in range(rows, 0, -1) if devices % one == 0)
+    return rows // shared_by * shared_by
+
+
+def _least_data(constraints: Constraints, devices: int) -> int:
+    """Return the fewest data ranks that pins and limits leave."""
+    if constraints.data is not None:
+        return constraints.data
+    pipeline = constraints.pipeline or constraints.max_pipeline or devices
+    tensor = constraints.tensor or constraints.max_tensor or devices
+    return max(1, devices // (pipeline * tensor))

@@ -14,7 +14,7 @@ from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
-from autopar.planner.plan.declared.limits import ROWS_PER_DEVICE, gradient_words
+from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -312,14 +312,11 @@ def is_scheduled_here(plan: Plan) -> bool:
 
 def chosen(plan: Plan) -> Iterator[str]:
     """Yield each choice, and how to make another."""
-    rows, devices = plan.arrangement.global_batch, plan.machines.devices
     is_declared = any(one.field == "global_batch" for one in plan.constraints)
-    if (
-        not is_declared
-        and plan.graph.fixed_batch is None
-        and not rows % (ROWS_PER_DEVICE * devices)
-    ):
-        yield f"{rows // devices} rows for each device (--global-batch)"
+    if not is_declared and plan.graph.fixed_batch is None:
+        rows, of_each = plan.arrangement.global_batch, plan.model.tokens_per_row
+        tokens = f", {rows * of_each:,} tokens" if of_each > 1 else ""
+        yield f"{rows:,} rows a step{tokens} (--global-batch)"
     if not plan.model.has_optimizer:
         yield (
             f"AdamW with a rate of {ADAMW.learning_rate:g}, betas of {ADAMW.betas[0]:g} and "

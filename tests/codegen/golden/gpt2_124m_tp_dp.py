@@ -7,8 +7,7 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
-Not given, so chosen: 8 rows for each device (--global-batch); gradients clipped to a norm of 1
-(CLIP_NORM).
+Not given, so chosen: gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 34.43 ms per step, 1,903,432 tokens/s, 21.0% of the peak FLOPs
     compute 28.24 ms, tensor communication 2.511 ms, exposed data parallel 1.69 ms, framework
@@ -28,7 +27,7 @@ Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 3e772d656b9c3f10, plan eb034bb2b3223845.
+# Written by autopar 0.2.0, which keeps changes by hand: 84e4fa2a0763df5b, plan eb034bb2b3223845.
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST resnet50_dp.py
 
-Not given, so chosen: 64 rows for each device (--global-batch); gradients clipped to a norm of 1
-(CLIP_NORM).
+Not given, so chosen: gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 19.48 ms per step, 26,284 samples/s, 8.1% of the peak FLOPs
     compute 15.92 ms, exposed data parallel 1.794 ms, framework 1.72 ms
@@ -25,7 +24,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 812118598936d9dd, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: 1b3173b5aa9a7d3e, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
-Not given, so chosen: 16 rows for each device (--global-batch); AdamW with a rate of 0.0003, betas
-of 0.9 and 0.95, and a decay of 0.1 for matrices alone (build_optimizer); a warm-up to that rate
-over 2,000 steps, a tenth of all at most, and a cosine from it down to 0.1 of it (build_scheduler);
-gradients clipped to a norm of 1 (CLIP_NORM).
+Not given, so chosen: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for
+matrices alone (build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most,
+and a cosine from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1
+(CLIP_NORM).
 
 Predicted on 2 × h100-sxm: 40.04 ms per step, 409,155 tokens/s, 17.5% of the peak FLOPs
     compute 29.91 ms, pipeline bubble 6.103 ms, optimizer 1.466 ms, framework 2.24 ms
@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: e2bc53daf168d484, plan b1f0f4c39ecd8288.
+# Written by autopar 0.2.0, which keeps changes by hand: 677321896d3571d8, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
