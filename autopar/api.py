@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Unpack
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import emit, refuse_overwriting
@@ -29,6 +30,7 @@ from autopar.planner.files import (
 )
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import parts_of
+from autopar.planner.plan.declared.settings import DemandOptions
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, refuse_foreign, write_plan
 from autopar.planner.plan.fleet import Curve
 from autopar.planner.plan.plan import Plan as Content
@@ -129,43 +131,19 @@ def plan(
     nodes: int | None = None,
     cluster: str | Path | None = None,
     arguments: Mapping[str, object] | None = None,
-    global_batch: int | None = None,
-    precision: str | None = None,
     pins: Mapping[str, Value] | None = None,
     constraints: str | Path | None = None,
     profile: str | Path | None = None,
     time_limit_seconds: float | None = None,
-    objective: str | None = None,
-    tolerance: Value | None = None,
-    memory: str | None = None,
-    max_tp: int | None = None,
-    max_pp: int | None = None,
-    max_dp: int | None = None,
-    samples: Value | None = None,
-    tokens: Value | None = None,
-    deadline: str | None = None,
-    budget: Value | None = None,
+    **demands: Unpack[DemandOptions],
 ) -> Plan:
     """Plan how to split the training of a model, and prove the choice.
 
     `model` is path.py or path.py:factory, and `arguments` are for its functions. The machines are
     `gpus` (8, or several to choose from: [1, 2, 4, 8]) of a `device`, or a `cluster` file. `pins`
-    are those of --pin: {"tp": 2}. All else is as of the options of `autopar plan`.
+    are those of --pin: {"tp": 2}. `demands` are named as the options of `autopar plan`, with `_`
+    for `-`: `global_batch=64, max_tp=8`.
     """
-    demands = {
-        "limits.tp": max_tp,
-        "limits.pp": max_pp,
-        "limits.dp": max_dp,
-        "limits.memory": memory,
-        "objective": objective,
-        "samples": samples,
-        "tokens": tokens,
-        "deadline": deadline,
-        "budget": budget,
-        "tolerance": tolerance,
-        "global_batch": global_batch,
-        "precision": precision,
-    }
     request = request_of(
         str(model),
         arguments=_pairs(arguments),
@@ -176,7 +154,7 @@ def plan(
             cluster=None if cluster is None else _path(cluster),
         ),
         pins=_pairs(pins),
-        demands={place: _text(value) for place, value in demands.items()},
+        demands=demands,
         constraints=None if constraints is None else _path(constraints),
         time_limit_seconds=time_limit_seconds,
         profile=None if profile is None else _path(profile),

@@ -38,13 +38,13 @@ from autopar.planner.plan.again import arrangement_constraints, whole_constraint
 from autopar.planner.plan.declared.constraints import (
     Constraints,
     Objective,
+    check_names,
     check_tokens,
     check_work,
     without_recompute,
 )
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.declared.limits import rows_at_once, with_moments, with_optimizer
-from autopar.planner.plan.declared.settings import check_names
 from autopar.planner.plan.fleet import ChosenPoint, Curve, Fewer, Training, choose
 from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.demands import check_memory
@@ -145,12 +145,12 @@ def request_of(
     arguments: Sequence[str],
     machines: MachineOptions,
     pins: Sequence[str],
-    demands: Mapping[str, str | None],
+    demands: Mapping[str, object],
     constraints: Path | None,
     time_limit_seconds: float | None,
     profile: Path | None,
 ) -> Request:
-    """Return what some options ask for, checked; `demands` are named as in a constraints file."""
+    """Return what some options ask for, checked; `demands` are by the keywords of `DemandOptions`."""
     declared = gathered_constraints(pins, demands, constraints)
     check_work(declared)
     clusters = clusters_of(machines)

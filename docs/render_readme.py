@@ -2,6 +2,7 @@
 
 What stands between `<!-- show: COMMAND -->` and `<!-- end -->` becomes what the command prints.
 `autopar` runs as this Python's module; several commands are joined by `&&`, and the last one shows.
+A constraints file that begins with `global_batch` is made from the table of demands.
 """
 
 import re
@@ -10,16 +11,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+from autopar.planner.plan.declared.settings import example_file
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN = re.compile(r"(<!-- show: (?P<commands>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+KEYS = re.compile(r"(?<=```toml\n)global_batch = .*?(?=\n\n\[\[)", re.DOTALL)
 
 
 def main() -> None:
     """Remake every page that shows output."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        page.write_text(SHOWN.sub(_shown, text), encoding="utf-8")
+        page.write_text(SHOWN.sub(_shown, with_keys(text)), encoding="utf-8")
+
+
+def with_keys(page: str) -> str:
+    """Return a page whose constraints file has every key of the table of demands."""
+    return KEYS.sub(lambda _: example_file(), page)
 
 
 def _shown(match: re.Match[str]) -> str:

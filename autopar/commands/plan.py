@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
@@ -37,6 +38,7 @@ class NotVerifiedError(AutoparError):
     exit_code = ExitCode.NEGATIVE
 
 
+@options.with_demands(after="pin")
 def plan(
     model: options.MODEL,
     gpus: options.GPUS = None,
@@ -44,19 +46,7 @@ def plan(
     nodes: options.NODES = None,
     cluster: options.CLUSTER = None,
     arg: options.ARG = None,
-    global_batch: options.GLOBAL_BATCH = None,
-    precision: options.PRECISION = None,
     pin: options.PIN = None,
-    max_tp: options.MAX_TP = None,
-    max_pp: options.MAX_PP = None,
-    max_dp: options.MAX_DP = None,
-    memory: options.MEMORY = None,
-    objective: options.OBJECTIVE = None,
-    samples: options.SAMPLES = None,
-    tokens: options.TOKENS = None,
-    deadline: options.DEADLINE = None,
-    budget: options.BUDGET = None,
-    tolerance: options.TOLERANCE = None,
     constraints: options.CONSTRAINTS = None,
     time_limit: options.TIME_LIMIT = None,
     profile: options.PROFILE = None,
@@ -64,6 +54,8 @@ def plan(
     force: options.FORCE = False,
     verify: options.VERIFY = None,
     as_json: options.AS_JSON = False,
+    *,
+    demands: Mapping[str, str | None],
 ) -> None:
     """Plan how to split the training of a model, prove the choice, and write the script.
 
@@ -75,20 +67,6 @@ def plan(
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
-    demands = {
-        "limits.tp": max_tp,
-        "limits.pp": max_pp,
-        "limits.dp": max_dp,
-        "limits.memory": memory,
-        "objective": objective,
-        "samples": samples,
-        "tokens": tokens,
-        "deadline": deadline,
-        "budget": budget,
-        "tolerance": tolerance,
-        "global_batch": global_batch,
-        "precision": precision,
-    }
     request = request_of(
         model,
         arguments=arg or (),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from autopar.options import seconds
+from autopar.planner.plan.declared.settings import (
+    BY_KEYWORD,
+    keys_of,
+    option_of,
+)
 
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
 ARG = Annotated[
@@ -39,59 +47,12 @@ CLUSTER = Annotated[
     Path | None,
     typer.Option("--cluster", metavar="FILE", help="A file of machines: docs/cluster-file.md."),
 ]
-GLOBAL_BATCH = Annotated[
-    str | None,
-    typer.Option("--global-batch", metavar="ROWS", help="Of one step, all devices together."),
-]
-PRECISION = Annotated[
-    str | None,
-    typer.Option("--precision", metavar="TYPE", help="bf16 (the default), fp16 or fp32."),
-]
 PIN = Annotated[
     list[str] | None,
     typer.Option(
         "--pin",
         metavar="KEY=VALUE,…",
-        help="Exactly so: pp, dp, tp, shard, microbatch, stages_per_rank, zero, schedule.",
-    ),
-]
-MAX_TP = Annotated[str | None, typer.Option("--max-tp", metavar="N", help="Most tensor ranks.")]
-MAX_PP = Annotated[str | None, typer.Option("--max-pp", metavar="N", help="Most pipeline ranks.")]
-MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most data ranks.")]
-MEMORY = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 86% by default.'
-    ),
-]
-OBJECTIVE = Annotated[
-    str | None,
-    typer.Option(
-        "--objective",
-        metavar="WHAT",
-        help="Least step-time (the default), memory, or cost, which also chooses among --gpus 1,2.",
-    ),
-]
-SAMPLES = Annotated[
-    str | None, typer.Option("--samples", metavar="N", help="Rows of the whole training: 500M.")
-]
-TOKENS = Annotated[
-    str | None, typer.Option("--tokens", metavar="N", help="Tokens of the whole training: 10B.")
-]
-DEADLINE = Annotated[
-    str | None,
-    typer.Option("--deadline", metavar="TIME", help="Of the whole training: 24h, 3d."),
-]
-BUDGET = Annotated[
-    str | None,
-    typer.Option("--budget", metavar="USD", help="Of the whole training: 500, 2k."),
-]
-TOLERANCE = Annotated[
-    str | None,
-    typer.Option(
-        "--tolerance",
-        metavar="SHARE",
-        help='The simplest plan within so much of the fastest: "3%" (the default), 0: the fastest.',
+        help=f"Exactly so: {', '.join(keys_of('pins'))}.",
     ),
 ]
 CONSTRAINTS = Annotated[
@@ -120,3 +81,41 @@ VERIFY = Annotated[
     typer.Option("--verify/--no-verify", help="Verify it; by default what takes ten seconds."),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+Command = Callable[..., None]
+
+
+def with_demands(*, after: str) -> Callable[[Command], Command]:
+    """Give a command an option for each demand, after one of its own, in place of `demands`."""
+
+    def changed(command: Command) -> Command:
+        given = signature(command, eval_str=True)
+        parameters = [*_shown(given.parameters.values(), after)]
+
+        @wraps(command)
+        def run(**options: Any) -> None:
+            demands = {keyword: options.pop(keyword) for keyword in BY_KEYWORD}
+            command(demands=demands, **options)
+
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        vars(run)["__signature__"] = given.replace(parameters=parameters)
+        return run
+
+    return changed
+
+
+def _shown(own: Iterable[Parameter], after: str) -> Iterator[Parameter]:
+    for one in own:
+        if one.name != "demands":
+            yield one
+        if one.name == after:
+            yield from map(_parameter, BY_KEYWORD)
+
+
+def _parameter(keyword: str) -> Parameter:
+    row = BY_KEYWORD[keyword]
+    text = f"{row.text[0].upper()}{row.text[1:]}."
+    option = typer.Option(option_of(keyword), metavar=row.metavar, help=text)
+    annotation = Annotated[str | None, option]
+    return Parameter(keyword, Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.cli import FUNCTIONS, LazyCommands
+from autopar.planner.plan.declared.settings import DemandOptions
 from tests.autopar.commands import run
 
 # Those that are quick, each after the one that makes what it reads.
@@ -58,3 +59,9 @@ def test_the_examples_run_one_after_another(
         assert ran.out
     written = {"out/plan.json", "out/train.py", "train.py"}
     assert all(Path(name).is_file() for name in written)
+
+
+def test_plan_has_an_option_for_each_demand() -> None:
+    options = {one.name: one for one in LazyCommands()["plan"].params}
+    assert set(DemandOptions.__annotations__) <= options.keys()
+    assert options["max_tp"].opts == ["--max-tp"]

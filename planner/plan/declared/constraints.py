@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import FIGURE
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
+from autopar.planner.graph.graph import Graph
 from autopar.planner.precision import Precision
 
 
@@ -278,3 +281,57 @@ def covers(modules: str, path: str) -> bool:
     """Whether a pattern means a module: its path, or that of a module around it, matches."""
     around = accumulate(path.split("."), lambda outer, inner: f"{outer}.{inner}")
     return modules == "*" or any(fnmatchcase(outer, modules) for outer in around)
+
+
+_MOST_TOLD = 12
+
+
+def check_names(
+    constraints: Constraints,
+    graph: Graph,
+    axes: GraphAxes,
+    *,
+    layers: int,
+) -> None:
+    """Raise one error that tells all names and stages in constraints that the model has not."""
+    faults = [
+        (one.origin, fault)
+        for one in constraints.declared
+        for fault in _faults(one, graph, axes, layers=layers)
+    ]
+    if not faults:
+        return
+    found = [fault for _, fault in faults]
+    raise InputError(
+        found[0] if len(found) == 1 else "\n".join(f"- {fault}" for fault in found),
+        where="; ".join(dict.fromkeys(origin for origin, _ in faults)),
+        fix="autopar inspect MODEL shows the modules and axes of a model",
+    )
+
+
+def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Iterator[str]:
+    rule = one.value
+    if not isinstance(rule, (SplitRule, StagePin, RecomputePin)):
+        return
+    paths = tuple(dict.fromkeys(call.path for call in graph.calls.values() if call.path))
+    if not any(covers(rule.modules, path) for path in paths):
+        yield f"the model has no module {rule.modules!r}{_hint(rule.modules, paths)}"
+    if isinstance(rule, SplitRule):
+        known = axis_names(axes)
+        if rule.axis not in known:
+            yield f"the model has no axis {rule.axis!r}{_hint(rule.axis, known)}"
+    if isinstance(rule, StagePin) and rule.stage >= layers:
+        yield f"there is no stage {rule.stage}: {layers} layers make at most as many stages"
+
+
+def axis_names(axes: GraphAxes) -> tuple[str, ...]:
+    """Return the axes that have a name, as people call them."""
+    named = {name for name in axes.names.values() if not name.isdigit()}
+    return tuple(sorted(named))
+
+
+def _hint(name: str, known: tuple[str, ...]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    if near:
+        return f": did you mean {near[0]!r}?"
+    return f": there are {', '.join(known[:_MOST_TOLD])}{', …' if len(known) > _MOST_TOLD else ''}"

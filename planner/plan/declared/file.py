@@ -25,7 +25,14 @@ from autopar.planner.plan.declared.constraints import (
     StagePin,
     constraints_of,
 )
-from autopar.planner.plan.declared.settings import declare, keys_of, read_name
+from autopar.planner.plan.declared.settings import (
+    BY_KEYWORD,
+    SECTIONS,
+    declare,
+    keys_of,
+    option_of,
+    read_name,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +85,6 @@ def _adapter(field: str) -> TypeAdapter[Any]:
     return TypeAdapter(get_args(hint)[0] if field in RULES else hint)
 
 
-SECTIONS = ("pins", "limits", "choices")
 Rule = SplitRule | StagePin | RecomputePin
 
 
@@ -173,23 +179,6 @@ _RULES: Mapping[
 }
 
 
-OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "limits.tp": "--max-tp",
-        "limits.pp": "--max-pp",
-        "limits.dp": "--max-dp",
-        "limits.memory": "--memory",
-        "objective": "--objective",
-        "tolerance": "--tolerance",
-        "samples": "--samples",
-        "tokens": "--tokens",
-        "deadline": "--deadline",
-        "budget": "--budget",
-        "global_batch": "--global-batch",
-        "precision": "--precision",
-    }
-)
-
 WORDS: Mapping[str, str] = MappingProxyType(
     {
         "pipeline": "pp",
@@ -203,24 +192,19 @@ WORDS: Mapping[str, str] = MappingProxyType(
 
 
 def gathered_constraints(
-    pins: Sequence[str], options: Mapping[str, object], file: Path | None
+    pins: Sequence[str], demands: Mapping[str, object], file: Path | None
 ) -> Constraints:
-    """Return all that was declared; what the command line says holds against the file.
+    """Return all that was declared; options and keywords override the file.
 
-    `options` are the values of `--max-tp` and its like by their place in a file ("limits.tp");
-    None where an option was not given.
+    `demands` are values by the keywords of `DemandOptions`; None where one was not given.
     """
     declared = [] if file is None else list(read_constraints(file))
     declared += parse_pins(pins)
-    for place, (option, value) in _given(options):
-        declared.append(declare(place, value, origin=option, where=option))
-    return constraints_of(declared)
-
-
-def _given(options: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, object]]]:
-    for place, value in options.items():
+    for keyword, value in demands.items():
         if value is not None:
-            yield place, (OPTIONS[place], value)
+            option = option_of(keyword)
+            declared.append(declare(BY_KEYWORD[keyword].place, value, origin=option, where=option))
+    return constraints_of(declared)
 
 
 def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared, ...]:

@@ -4,85 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
-from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import nearest, parse_bytes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
-from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.declared.constraints import (
-    Constraints,
     Declared,
     MemoryLimit,
     Objective,
-    RecomputePin,
-    SplitRule,
-    StagePin,
-    covers,
     read_budget,
     read_deadline,
     read_units,
 )
 from autopar.planner.precision import Precision
-
-_MOST_TOLD = 12
-
-
-def check_names(
-    constraints: Constraints,
-    graph: Graph,
-    axes: GraphAxes,
-    *,
-    layers: int,
-) -> None:
-    """Raise one error that tells all names and stages in constraints that the model has not."""
-    faults = [
-        (one.origin, fault)
-        for one in constraints.declared
-        for fault in _faults(one, graph, axes, layers=layers)
-    ]
-    if not faults:
-        return
-    found = [fault for _, fault in faults]
-    raise InputError(
-        found[0] if len(found) == 1 else "\n".join(f"- {fault}" for fault in found),
-        where="; ".join(dict.fromkeys(origin for origin, _ in faults)),
-        fix="autopar inspect MODEL shows the modules and axes of a model",
-    )
-
-
-def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Iterator[str]:
-    rule = one.value
-    if not isinstance(rule, (SplitRule, StagePin, RecomputePin)):
-        return
-    paths = tuple(dict.fromkeys(call.path for call in graph.calls.values() if call.path))
-    if not any(covers(rule.modules, path) for path in paths):
-        yield f"the model has no module {rule.modules!r}{_hint(rule.modules, paths)}"
-    if isinstance(rule, SplitRule):
-        known = axis_names(axes)
-        if rule.axis not in known:
-            yield f"the model has no axis {rule.axis!r}{_hint(rule.axis, known)}"
-    if isinstance(rule, StagePin) and rule.stage >= layers:
-        yield f"there is no stage {rule.stage}: {layers} layers make at most as many stages"
-
-
-def axis_names(axes: GraphAxes) -> tuple[str, ...]:
-    """Return the axes that have a name, as people call them."""
-    named = {name for name in axes.names.values() if not name.isdigit()}
-    return tuple(sorted(named))
-
-
-def _hint(name: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
-    if near:
-        return f": did you mean {near[0]!r}?"
-    return f": there are {', '.join(known[:_MOST_TOLD])}{', …' if len(known) > _MOST_TOLD else ''}"
-
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # rows, ranks: what is beyond is a slip of the finger
@@ -92,8 +30,12 @@ _MOST = 10**9  # rows, ranks: what is beyond is a slip of the finger
 class DemandSetting:
     """One thing that can be demanded: the field that it sets, how it is read and told."""
 
-    field: str
+    place: str  # in a constraints file: "limits.tp", or "objective" at its top
+    field: str  # of Constraints
     read: Callable[[object, str], Any]  # a value of a TOML file or an option, and where it stands
+    text: str  # explains it in --help and in the docs
+    example: str  # a value as TOML has it
+    metavar: str = ""  # of the option
     say: str = "{name}={value}"
 
 
@@ -219,62 +161,157 @@ def _read_bucket(value: object, where: str) -> int:
     return parse_bytes(value, where=where)
 
 
+Figure = str | int | float | None
+
+
+class DemandOptions(TypedDict, total=False):
+    """The demands that are options of `autopar plan` and keywords of `autopar.plan`.
+
+    Each stands in one row. The option, the key of a constraints file and its line in
+    docs/constraints-file.md are made from it: `max_tp` is the option `--max-tp`.
+    """
+
+    # fmt: off
+    global_batch: Annotated[int | None, DemandSetting(
+        place="global_batch", field="global_batch", read=read_count,
+        say="a global batch of {value}", metavar="ROWS", example="512",
+        text="rows of one step, all devices together",
+    )]
+    precision: Annotated[str | None, DemandSetting(
+        place="precision", field="precision", read=_named(Precision),
+        say="precision {value}", metavar="TYPE", example='"bf16"',
+        text="type of weights and activations: bf16 (the default), fp16 (its loss is scaled), fp32",
+    )]
+    max_tp: Annotated[int | None, DemandSetting(
+        place="limits.tp", field="max_tensor", read=read_count,
+        say="at most tp={value}", metavar="N", example="8",
+        text="largest number of tensor ranks",
+    )]
+    max_pp: Annotated[int | None, DemandSetting(
+        place="limits.pp", field="max_pipeline", read=read_count,
+        say="at most pp={value}", metavar="N", example="8",
+        text="largest number of pipeline ranks",
+    )]
+    max_dp: Annotated[int | None, DemandSetting(
+        place="limits.dp", field="max_data", read=read_count,
+        say="at most dp={value}", metavar="N", example="64",
+        text="largest number of data ranks",
+    )]
+    memory: Annotated[str | None, DemandSetting(
+        place="limits.memory", field="memory", read=read_memory,
+        say="at most {value} a device", metavar="SIZE", example='"70 GiB"',
+        text='memory to use of each device: "70 GiB", or a share: "95%"; 86% by default',
+    )]
+    objective: Annotated[str | None, DemandSetting(
+        place="objective", field="objective", read=_named(Objective),
+        say="objective {value}", metavar="WHAT", example='"step-time"',
+        text="least step-time (the default), memory, or cost, which also chooses among --gpus 1,2",
+    )]
+    samples: Annotated[Figure, DemandSetting(
+        place="samples", field="samples", read=read_units,
+        say="{value} samples in all", metavar="N", example='"20M"',
+        text="rows of the whole training",
+    )]
+    tokens: Annotated[Figure, DemandSetting(
+        place="tokens", field="tokens", read=read_units,
+        say="{value} tokens in all", metavar="N", example='"10B"',
+        text="tokens of the whole training, in place of samples",
+    )]
+    deadline: Annotated[str | None, DemandSetting(
+        place="deadline", field="deadline_seconds", read=read_deadline,
+        say="a deadline of {value}", metavar="TIME", example='"24h"',
+        text="time for the whole training: 90min, 24h, 3d, 1w",
+    )]
+    budget: Annotated[Figure, DemandSetting(
+        place="budget", field="budget_usd", read=read_budget,
+        say="a budget of {value} USD", metavar="USD", example='"500"',
+        text="US dollars for the whole training: 500, 2k",
+    )]
+    tolerance: Annotated[Figure, DemandSetting(
+        place="tolerance", field="tolerance", read=read_tolerance,
+        say="the simplest plan within {value}", metavar="SHARE", example='"3%"',
+        text='how much slower a simpler plan may be than the fastest: "3%" (the default), or 0',
+    )]
+    # fmt: on
+
+
+def _pin(
+    key: str, field: str, read: Callable[[object, str], Any], example: str, text: str
+) -> DemandSetting:
+    return DemandSetting(place=f"pins.{key}", field=field, read=read, example=example, text=text)
+
+
+_IN_FILES_ALONE = (
+    _pin("pp", "pipeline", read_count, "2", "pipeline ranks"),
+    _pin("dp", "data", read_count, "2", "data ranks"),
+    _pin("tp", "tensor", read_count, "2", "tensor ranks; pp × dp × tp is the number of devices"),
+    _pin(
+        "shard", "shard", read_count, "2",
+        "data ranks that hold one sharded copy (ZeRO); divides dp",
+    ),
+    _pin("microbatch", "microbatch", read_count, "1", "rows of a microbatch"),
+    _pin("stages_per_rank", "stages_per_rank", read_count, "1", "stages of a pipeline rank"),
+    _pin("zero", "zero_levels", _alone(_read_zero), "1", "0, 1, 2 or 3; with zero bubble 0 or 1"),
+    _pin(
+        "schedule", "schedules", _alone(_read_schedule), '"1f1b"', ", ".join(map(str, ScheduleKind))
+    ),
+    DemandSetting(
+        place="choices.schedules", field="schedules", read=_each(_read_schedule),
+        say="schedules {value}", example='["gpipe", "1f1b"]', text="may be used",
+    ),
+    DemandSetting(
+        place="choices.zero", field="zero_levels", read=_each(_read_zero),
+        say="ZeRO levels {value}", example="[0, 1]", text="may be used",
+    ),
+    DemandSetting(
+        place="choices.compressed_gradients", field="compression", read=_read_compression,
+        say="compressed gradients: {value}", example='"either"',
+        text='sum gradients in 16 bits: true, false (the default) or "either"',
+    ),
+    DemandSetting(
+        place="choices.microbatch_statistics", field="statistics_apart", read=_read_truth,
+        say="statistics of microbatches: {value}", example="false",
+        text="true: batch norms may take those of each microbatch by itself",
+    ),
+    DemandSetting(
+        place="choices.bucket_sizes", field="bucket_bytes", read=_each(_read_bucket),
+        say="buckets of {value}", example='["25 MiB", "100 MiB"]', text="may be used for gradients",
+    ),
+)  # fmt: skip
+
+
+def _rows_by_keyword() -> Iterator[tuple[str, DemandSetting]]:
+    for keyword, hint in get_type_hints(DemandOptions, include_extras=True).items():
+        (row,) = hint.__metadata__
+        yield keyword, row
+
+
+BY_KEYWORD: Mapping[str, DemandSetting] = MappingProxyType(dict(_rows_by_keyword()))
 SETTINGS: Mapping[str, DemandSetting] = MappingProxyType(
-    {
-        "objective": DemandSetting(
-            field="objective", read=_named(Objective), say="objective {value}"
-        ),
-        "tolerance": DemandSetting(
-            field="tolerance", read=read_tolerance, say="the simplest plan within {value}"
-        ),
-        "precision": DemandSetting(
-            field="precision", read=_named(Precision), say="precision {value}"
-        ),
-        "global_batch": DemandSetting(
-            field="global_batch", read=read_count, say="a global batch of {value}"
-        ),
-        "samples": DemandSetting(field="samples", read=read_units, say="{value} samples in all"),
-        "tokens": DemandSetting(field="tokens", read=read_units, say="{value} tokens in all"),
-        "deadline": DemandSetting(
-            field="deadline_seconds", read=read_deadline, say="a deadline of {value}"
-        ),
-        "budget": DemandSetting(
-            field="budget_usd", read=read_budget, say="a budget of {value} USD"
-        ),
-        "pins.pp": DemandSetting(field="pipeline", read=read_count),
-        "pins.dp": DemandSetting(field="data", read=read_count),
-        "pins.tp": DemandSetting(field="tensor", read=read_count),
-        "pins.shard": DemandSetting(field="shard", read=read_count),
-        "pins.microbatch": DemandSetting(field="microbatch", read=read_count),
-        "pins.stages_per_rank": DemandSetting(field="stages_per_rank", read=read_count),
-        "pins.zero": DemandSetting(field="zero_levels", read=_alone(_read_zero)),
-        "pins.schedule": DemandSetting(field="schedules", read=_alone(_read_schedule)),
-        "limits.pp": DemandSetting(field="max_pipeline", read=read_count, say="at most pp={value}"),
-        "limits.dp": DemandSetting(field="max_data", read=read_count, say="at most dp={value}"),
-        "limits.tp": DemandSetting(field="max_tensor", read=read_count, say="at most tp={value}"),
-        "limits.memory": DemandSetting(
-            field="memory", read=read_memory, say="at most {value} a device"
-        ),
-        "choices.schedules": DemandSetting(
-            field="schedules", read=_each(_read_schedule), say="schedules {value}"
-        ),
-        "choices.zero": DemandSetting(
-            field="zero_levels", read=_each(_read_zero), say="ZeRO levels {value}"
-        ),
-        "choices.compressed_gradients": DemandSetting(
-            field="compression", read=_read_compression, say="compressed gradients: {value}"
-        ),
-        "choices.microbatch_statistics": DemandSetting(
-            field="statistics_apart", read=_read_truth, say="statistics of microbatches: {value}"
-        ),
-        "choices.bucket_sizes": DemandSetting(
-            field="bucket_bytes", read=_each(_read_bucket), say="buckets of {value}"
-        ),
-    }
-)
+    {one.place: one for one in (*BY_KEYWORD.values(), *_IN_FILES_ALONE)}
+)  # by their places in a constraints file
+SECTIONS = ("pins", "limits", "choices")
+
+
+def option_of(keyword: str) -> str:
+    """Return the option of `autopar plan` for a keyword of `autopar.plan`."""
+    return f"--{keyword.replace('_', '-')}"
 
 
 def keys_of(section: str) -> tuple[str, ...]:
     """Return the keys of a section of a constraints file; "" is its top."""
     places = (place.rpartition(".") for place in SETTINGS)
     return tuple(key for own, _, key in places if own == section)
+
+
+def example_file() -> str:
+    """Return a constraints file with every key, each with a comment that explains it."""
+    options = {row.place: option_of(keyword) for keyword, row in BY_KEYWORD.items()}
+    lines = []
+    for section in ("", *SECTIONS):
+        lines += ["", f"[{section}]"] if section else []
+        for key in keys_of(section):
+            row = SETTINGS[f"{section}.{key}" if section else key]
+            option = f" ({options[row.place]})" if row.place in options else ""
+            lines.append(f"{f'{key} = {row.example}':<40}# {row.text}{option}")
+    return "\n".join(lines)

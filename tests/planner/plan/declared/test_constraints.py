@@ -19,12 +19,13 @@ from autopar.planner.plan.declared.constraints import (
     SplitRule,
     StagePin,
     allows,
+    check_names,
     constraints_of,
     covers,
     minimal_conflict,
 )
 from autopar.planner.plan.declared.file import parse_pins
-from autopar.planner.plan.declared.settings import check_names, declare
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.search.space import BatchFacts, check_degrees, legal_degrees
 from tests.planner.plan.plans import arrangement, parts_of
 

@@ -23,7 +23,7 @@ from autopar.planner.plan.declared.file import (
     parse_constraints,
     read_constraints,
 )
-from autopar.planner.plan.declared.settings import SETTINGS
+from autopar.planner.plan.declared.settings import SETTINGS, example_file
 from autopar.planner.plan.search.space import legal_degrees
 from autopar.planner.precision import Precision
 
@@ -53,7 +53,8 @@ def test_the_example_of_the_docs_says_what_its_comments_say() -> None:
     assert constraints.recompute == (RecomputePin(modules="h.*", mode=Recompute.FULL),)
 
 
-def test_the_docs_show_every_setting() -> None:
+def test_the_docs_show_every_demand_as_the_table_has_it() -> None:
+    assert example().startswith(f"{example_file()}\n\n[[splits]]")
     shown = {one.place for one in parse_constraints(example(), where="docs")}
     assert set(SETTINGS) <= shown
 
@@ -118,7 +119,7 @@ def test_the_command_line_holds_against_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('precision = "fp32"\n[pins]\ntp = 2\n[limits]\ntp = 4\nmemory = "90%"\n')
     constraints = gathered_constraints(
-        ["tp=4"], {"limits.memory": "70 GiB", "limits.tp": None, "precision": "bf16"}, file
+        ["tp=4"], {"memory": "70 GiB", "max_tp": None, "precision": "bf16"}, file
     )
     assert constraints.tensor == 4
     assert constraints.max_tensor == 4

@@ -9,7 +9,7 @@ from autopar.planner.plan.declared.limits import usual_batch, with_batch
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
 
-GRAPH, _, _ = parts_of("gpt2.py", "size=124m")  # 1,024 tokens a row
+GRAPH = parts_of("gpt2.py", "size=124m")[0]  # 1,024 tokens a row
 
 
 @pytest.mark.parametrize(

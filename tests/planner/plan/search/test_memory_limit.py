@@ -20,7 +20,7 @@ UNEQUAL = parse_cluster(
 
 @pytest.mark.parametrize("limit", ["60 GiB", "80 GiB", "100%"])
 def test_a_limit_above_some_devices_is_that_of_the_others(limit: str) -> None:
-    constraints = gathered_constraints((), {"limits.memory": limit}, None)
+    constraints = gathered_constraints((), {"memory": limit}, None)
     check_memory(UNEQUAL, constraints)
     assert limits_of(UNEQUAL, constraints)["a100-40gb-sxm"] == 40 * GIB
 
@@ -30,11 +30,11 @@ def test_without_a_limit_each_device_keeps_what_measured_runs_took_more_than_pre
         "h100-sxm": int(0.86 * 80 * GIB),
         "a100-40gb-sxm": int(0.86 * 40 * GIB),
     }
-    closer = gathered_constraints((), {"limits.memory": "95%"}, None)
+    closer = gathered_constraints((), {"memory": "95%"}, None)
     assert limits_of(UNEQUAL, closer)["h100-sxm"] == 76 * GIB
 
 
 def test_a_limit_above_every_device_is_refused_with_both_figures() -> None:
-    constraints = gathered_constraints((), {"limits.memory": "81 GiB"}, None)
+    constraints = gathered_constraints((), {"memory": "81 GiB"}, None)
     with pytest.raises(InputError, match="81 GiB for each device, and h100-sxm has 80 GiB"):
         check_memory(UNEQUAL, constraints)
