@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from autopar.console import tell_note
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Recompute
 from autopar.planner.findings.loss import counted_by
 from autopar.planner.findings.numbers import unpriced
 from autopar.planner.findings.optimizer import OptimizerTraits
@@ -117,7 +116,7 @@ def note_plan(plan: Plan) -> None:
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
     usual = DEFAULT_MEMORY.bytes_of(whole)
-    if used > usual and plan.machines.backend != "gloo":
+    if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
             f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
@@ -155,7 +154,7 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
     again = (
         layer
         for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
-        if mode is not Recompute.NONE
+        if mode.runs_again
     )
     given = objects_given(again, plan.graph)
     if given:

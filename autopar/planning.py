@@ -51,7 +51,6 @@ from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
 from autopar.planner.plan.telling.explanation import class_layouts
 from autopar.planner.plan.telling.words import arrangement_words, parts_apart, statistics_apart
-from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, read_measurements
 from autopar.planner.trace import trace_for_rows
 
@@ -150,7 +149,7 @@ def request_of(
     time_limit_seconds: float | None,
     profile: Path | None,
 ) -> Request:
-    """Return what some options ask for, checked; `demands` are by the keywords of `DemandOptions`."""
+    """Return what some options ask for, checked; `demands` are as in `DemandOptions`."""
     declared = gathered_constraints(pins, demands, constraints)
     check_work(declared)
     clusters = clusters_of(machines)
@@ -218,7 +217,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         if looks_at_fewer and len(clusters) == 1 and _is_rented(clusters[0], constraints):
             report("looking at fewer devices")
             fewer = fewer_as_fast(training, clusters[0], found, prices=prices)
-    if constraints.precision is Precision.FP16:
+    if constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.arrangement.microbatch)
     note_objects_kept(found, training.layers)
     note_plan(found)
@@ -286,7 +285,7 @@ def read_training(request: Request, report: Callable[[str], None]) -> Training:
     note_devices(graph, clusters[-1])
     note_rows(graph, constraints)
     note_unpriced(graph, axes)
-    if constraints.precision is Precision.FP16:
+    if constraints.precision.scales_loss:
         check_constants(graph)
     return Training(
         graph=graph,

@@ -6,26 +6,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any, Self
 
 from autopar.planner.graph.ops import MODEL_DTYPE
 
+GRADIENT_BYTES = 4  # of one element: fp32 under every precision
+
 
 class Precision(StrEnum):
-    """How the model's own floating type is held in training."""
+    """How the model's own floating type is held in training; 16 bits have fp32 master weights."""
 
-    FP32 = "fp32"
-    BF16 = "bf16"  # bf16 weights and activations, fp32 gradients, master weights and moments
-    FP16 = "fp16"  # the same in fp16, with a loss that is scaled
+    _value_: str
+    torch_name: str
+    item_bytes: int  # of weights and activations
+    copy_bytes: int  # that an optimizer's step moves per element beside its fp32 state
+    scales_loss: bool  # gradients would be too small for the type: fp16 ends at 6e-8
+    peaks: tuple[str, ...]  # the first of these that a device has is its peak
 
-    @property
-    def torch_name(self) -> str:
-        """What torch calls it."""
-        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+    FP32 = "fp32", "float32", 4, 0, False, ("fp32",)
+    BF16 = "bf16", "bfloat16", 2, 2, False, ("bf16", "fp16", "fp32")
+    # The gradient is read and written once more, to take the scale of the loss out of it.
+    FP16 = "fp16", "float16", 2, 2 + 2 * GRADIENT_BYTES, True, ("fp16", "fp32")
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a precision with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.torch_name, one.item_bytes, one.copy_bytes, one.scales_loss, one.peaks = row
+        return one
 
     @property
     def is_half(self) -> bool:
         """Whether weights and activations take 16 bits."""
-        return self is not Precision.FP32
+        return self.item_bytes == 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +57,14 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
      "complex64": 8, "complex128": 8}
 )  # fmt: skip
 
-GRADIENT_BYTES = 4  # of one element: fp32 under every precision
-
 
 def item_bytes(dtype: str, precision: Precision) -> int:
     """Return the bytes of one element."""
     if dtype == MODEL_DTYPE:
-        return 2 if precision.is_half else 4
+        return precision.item_bytes
     return ITEM_BYTES[dtype]
 
 
 def optimizer_bytes(precision: Precision, moments: float) -> float:
     """Return an optimizer's bytes per element: fp32 moments, and a master weight beside 16 bits."""
     return 4 * (moments + precision.is_half)
-
-
-def copy_bytes(precision: Precision) -> int:
-    """Return what an optimizer's step moves per element beside fp32 state.
-
-    The new weight in 16 bits; under fp16 the gradient is read and written once more, to take the
-    scale of the loss out of it and to look for overflow.
-    """
-    return {Precision.FP32: 0, Precision.BF16: 2, Precision.FP16: 2 + 2 * GRADIENT_BYTES}[precision]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -82,3 +83,24 @@ def test_no_class_name_occurs_twice() -> None:
     assert twice == {
         "Plan"
     }  # a decision of the planner; and what `autopar.plan` returns, around it
+
+
+ASKED_BY_COLUMNS = (
+    r"\b(Zero\.[A-Z]{2,}|Recompute\.(?:SELECTIVE|FULL)|Precision\.FP16|Backend\.GLOO)\b"
+)
+MAY_NAME = {  # their rows, and those that choose one
+    "planner/costs/prediction.py",
+    "planner/precision.py",
+    "planner/cluster/cluster.py",
+    "planner/plan/search/space.py",
+    "planner/profile/net.py",
+}
+
+
+def test_facts_of_modes_are_columns_of_their_rows() -> None:
+    naming = {
+        str(path.relative_to(ROOT))
+        for path in files()
+        if re.search(ASKED_BY_COLUMNS, path.read_text(encoding="utf-8"))
+    }
+    assert naming <= MAY_NAME

@@ -31,7 +31,6 @@ from autopar.codegen.forward.scope import NeedsInlineError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
 from autopar.codegen.forward.text.lines import imports_of
-from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.ops import GradientUse, refs
@@ -59,7 +58,7 @@ def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
     """Yield the calls of layers that are computed again: those have to stay calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
-        if mode is not Recompute.NONE:
+        if mode.table:
             yield layer.call
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from types import MappingProxyType
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
@@ -30,7 +29,7 @@ from autopar.codegen.script.parameter_tables import (
 from autopar.codegen.script.script_view import Recomputation
 from autopar.codegen.subject import PlannedSubject
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
@@ -184,11 +183,6 @@ def _in_order(plan: Plan) -> Sequence[PlannedStage]:
     return sorted(plan.stages, key=lambda stage: stage.first)
 
 
-_TABLES = MappingProxyType(
-    {Recompute.FULL: "RECOMPUTED", Recompute.SELECTIVE: "RECOMPUTED_IN_PART"}
-)
-
-
 def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
     """Return the lists of layers that a script needs, those that are kept apart among them."""
     paths = _paths(subject)
@@ -197,7 +191,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     found = []
     if writing:
         found.append(_listed("WRITING", writing))
-    if plan.arrangement.zero >= Zero.GRADIENTS:
+    if plan.arrangement.zero.divides_gradients:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     for one in recomputations(plan):
         found.append(
@@ -230,7 +224,7 @@ def _check_recomputed(
     lost = [
         calls[layer.call].path
         for layer, path, mode in zip(subject.layers.layers, paths, modes, strict=True)
-        if mode is not Recompute.NONE and not path
+        if mode.table and not path
     ]
     if lost:
         raise LostLayersError(lost)
@@ -240,19 +234,19 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
     """Return the ways in which layers of a plan are recomputed."""
     modes = set(plan.layer_modes)
     return tuple(
-        Recomputation(table, str(mode)) for mode, table in _TABLES.items() if mode in modes
+        Recomputation(mode.table, str(mode)) for mode in Recompute if mode.table and mode in modes
     )
 
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
     """Return the layers that must not share memory with others, but write to it."""
-    units = plan.arrangement.zero >= Zero.GRADIENTS
+    units = plan.arrangement.zero.divides_gradients
     calls = {
         layer.call: path
         for layer, path, mode in zip(
             subject.layers.layers, _paths(subject), plan.layer_modes, strict=True
         )
-        if path and (units or mode is not Recompute.NONE)
+        if path and (units or mode.runs_again)
     }
     writing = writing_calls(subject.graph, calls)
     return [path for call, path in calls.items() if call in writing]

@@ -20,7 +20,6 @@ from autopar.codegen.python_text import (
     unpacked,
 )
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.prediction import Zero
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import steady_buffers
 from autopar.planner.graph.graph import Graph
@@ -228,7 +227,7 @@ def unread(plan: Plan) -> Source:
     """
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
-    if not has_unused or plan.arrangement.data == 1 or plan.arrangement.zero < Zero.GRADIENTS:
+    if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.divides_gradients:
         return Source()
     aliases = aliases_of(graph)
     learns = [one.name for one in graph.parameters if one.trainable]

@@ -9,8 +9,9 @@ from itertools import groupby
 from textwrap import wrap
 
 from autopar.codegen.python_text import WIDTH, Source, identifier, literal, prose, remark
+from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
@@ -33,24 +34,11 @@ from autopar.planner.plan.telling.words import (
     unit_word,
     units_per_second,
 )
-from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
-
-_HALF_WORDS = "of weights and activations; gradients and optimizer are fp32; --dtype"
-_DTYPE_WORDS = {
-    Precision.FP32: "of weights, activations and gradients; --dtype",
-    Precision.BF16: _HALF_WORDS,
-    Precision.FP16: _HALF_WORDS,
-}
+from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 _FEW = 8  # data ranks, each of whose rows a line has room for
-_ZERO_WORDS = {
-    Zero.NONE: "every data rank holds whole parameters, gradients and optimizer states",
-    Zero.OPTIMIZER: "optimizer states are shared out over the data ranks of a shard",
-    Zero.GRADIENTS: "gradients and optimizer states are shared out over the data ranks of a shard",
-    Zero.PARAMETERS: "parameters, gradients and optimizer states are shared out over data ranks",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +74,12 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("CLIP_NORM", literal(CLIP_NORM), clipped)
     yield ScriptSetting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
     precision = plan.arrangement.precision
-    yield ScriptSetting("DTYPE", literal(precision.torch_name), _DTYPE_WORDS[precision])
+    words = (
+        "of weights and activations; gradients and optimizer are fp32"
+        if precision.is_half
+        else "of weights, activations and gradients"
+    )
+    yield ScriptSetting("DTYPE", literal(precision.torch_name), f"{words}; --dtype")
     if scales_loss(plan):
         yield ScriptSetting(
             "LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows"
@@ -116,9 +109,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
 def whole_model_fits(plan: Plan) -> bool:
     """Whether the fullest device has room for all parameters beside what it holds in a step."""
     rank, memory = plan.fullest
-    item_bytes = 2 if plan.arrangement.precision.is_half else 4
     left_bytes = plan.limit_bytes(rank) - memory.device_bytes
-    return item_bytes * plan.model.parameters <= left_bytes
+    return plan.arrangement.precision.item_bytes * plan.model.parameters <= left_bytes
 
 
 def evaluating() -> Iterator[ScriptSetting]:
@@ -129,8 +121,8 @@ def evaluating() -> Iterator[ScriptSetting]:
 
 
 def scales_loss(plan: Plan) -> bool:
-    """Whether gradients would be too small for their type: fp16 ends at 6e-8."""
-    return plan.arrangement.precision is Precision.FP16
+    """Whether gradients would be too small for their type."""
+    return plan.arrangement.precision.scales_loss
 
 
 def sums_rows(plan: Plan) -> bool:
@@ -180,7 +172,10 @@ def _predicted(plan: Plan) -> tuple[str, float, float]:
 
     CPUs are "cpu", however a cluster file calls them: on one, only their plans are compared.
     """
-    device = plan.machines.device if plan.machines.backend != "gloo" else "cpu"
+    device = plan.machines.device
+    if Backend(plan.machines.backend).is_on_cpu:
+        is_measured = any(one.provenance is not Provenance.FORMULA for one in plan.prediction.terms)
+        device = "cpu" if is_measured else CPU_BY_FORMULA
     figures = plan.prediction.step_seconds, plan.prediction.mfu
     step_seconds, mfu = (float(f"{figure:.4g}") for figure in figures)
     return device, step_seconds, mfu
@@ -199,13 +194,13 @@ def _pipeline_words(arranged: Arrangement) -> str:
 
 
 def _sharding(arranged: Arrangement) -> Iterator[ScriptSetting]:
-    if arranged.zero > Zero.NONE:
+    if arranged.zero.divides_optimizer:
         yield ScriptSetting(
             "SHARD", literal(arranged.shard), "data ranks that share one copy of the model's states"
         )
-    yield ScriptSetting("ZERO", literal(arranged.zero.value), _ZERO_WORDS[arranged.zero])
+    yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero.words)
     if arranged.data > 1:
-        if arranged.zero < Zero.GRADIENTS:
+        if not arranged.zero.divides_gradients:
             bucket = "gradients are sent in buckets, beside the backward"
             yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
         if arranged.compressed_gradients:

@@ -58,7 +58,7 @@ from autopar.codegen.script.settings_lines import (
     synchronises_batch_norms,
 )
 from autopar.codegen.subject import PlannedSubject
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
@@ -110,7 +110,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         splits=bool(parameters.splits),
         parts=Source(_parts(plan)),
         split_argument=Source(", splits=SPLITS" if parameters.splits else ""),
-        shards=plan.arrangement.zero > Zero.NONE,
+        shards=plan.arrangement.zero.divides_optimizer,
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
         scales_loss=scales_loss(plan),
@@ -248,9 +248,9 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
     arranged = plan.arrangement
     part = "part" if _is_pipelined(plan) else "model"
     yield from (part, "mesh", "zero=ZERO", "compute_dtype=dtype")
-    if arranged.zero < Zero.GRADIENTS and arranged.data > 1:
+    if not arranged.zero.divides_gradients and arranged.data > 1:
         yield "bucket_bytes=BUCKET_BYTES"
-    if arranged.zero >= Zero.GRADIENTS:
+    if arranged.zero.divides_gradients:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"
@@ -310,9 +310,9 @@ def _reading(plan: Plan, subject: PlannedSubject) -> Source:
 
 def _waits_for_last(arrangement: Arrangement) -> str:
     """Return what data ranks do with the last microbatch of a step alone, empty if nothing."""
-    if arrangement.data == 1 or arrangement.zero is Zero.PARAMETERS:
+    if arrangement.data == 1 or arrangement.zero.divides_parameters:
         return ""
-    if arrangement.zero is Zero.GRADIENTS:
+    if arrangement.zero.keeps_gathered:
         return "parameters stay gathered until the last one" if arrangement.microbatches > 1 else ""
     return "gradients are averaged with the last one's"
 
@@ -320,7 +320,7 @@ def _waits_for_last(arrangement: Arrangement) -> str:
 def _wrapping(plan: Plan, *, is_summed: bool, has_ties: bool) -> Source:
     """Return the call of wrap; parameters whose gradients are summed twice share no bucket."""
     arguments, before = [*_wrap_arguments(plan)], ""
-    if plan.arrangement.zero is Zero.OPTIMIZER and plan.arrangement.shard > 1:
+    if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if has_ties:
             before = "tied = [tie.names for tie in TIES]\n    "
             arguments.append("apart=[*tied, REPLICATED]" if is_summed else "apart=tied")

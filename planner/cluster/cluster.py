@@ -38,6 +38,11 @@ class Backend(StrEnum):
     NCCL = "nccl"
     GLOO = "gloo"
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether its ranks compute on CPUs."""
+        return self is Backend.GLOO
+
 
 class Collective(StrEnum):
     """What a group of ranks does together; costs/collectives says which size is the payload."""

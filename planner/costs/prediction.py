@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
 from autopar.planner.costs.schedules.table import ScheduleKind
@@ -33,20 +34,70 @@ class Provenance(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What of a layer is computed again in the backward."""
+    """What of a layer is computed again in the backward. What each mode keeps: costs/layers."""
 
-    NONE = "none"
-    SELECTIVE = "selective"  # everything but matrix products and fused attention
-    FULL = "full"  # the whole layer, from its inputs
+    _value_: str
+    runs_again: bool
+    keeps_products: bool  # results of matrix products and of fused attention
+    table: str  # the constant of scripts that lists its layers; they are called as modules
+
+    NONE = "none", False, True, ""
+    SELECTIVE = "selective", True, True, "RECOMPUTED_IN_PART"  # runs all but those products again
+    FULL = "full", True, False, "RECOMPUTED"  # runs the whole layer again, from its inputs
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a mode with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.runs_again, one.keeps_products, one.table = row
+        return one
 
 
 class Zero(IntEnum):
-    """What the ranks of the shard axis hold a part of, each level with those before."""
+    """What the ranks of the shard axis hold a part of."""
 
-    NONE = 0
-    OPTIMIZER = 1
-    GRADIENTS = 2
-    PARAMETERS = 3
+    _value_: int
+    divides_optimizer: bool
+    divides_gradients: bool  # each microbatch scatters them, by torch's fully_shard
+    divides_parameters: bool  # each pass gathers them
+    words: str
+
+    # level, divides optimizer states, gradients, parameters, words in scripts
+    # fmt: off
+    NONE = (
+        0, False, False, False,
+        "every data rank holds whole parameters, gradients and optimizer states",
+    )
+    OPTIMIZER = (
+        1, True, False, False,
+        "optimizer states are shared out over the data ranks of a shard",
+    )
+    GRADIENTS = (
+        2, True, True, False,
+        "gradients and optimizer states are shared out over the data ranks of a shard",
+    )
+    PARAMETERS = (
+        3, True, True, True,
+        "parameters, gradients and optimizer states are shared out over data ranks",
+    )
+    # fmt: on
+
+    def __new__(cls, level: int, *row: Any) -> Self:
+        """Return a level with the columns of its row."""
+        one = int.__new__(cls, level)
+        one._value_ = level
+        one.divides_optimizer, one.divides_gradients, one.divides_parameters, one.words = row
+        return one
+
+    @property
+    def gathers_updated(self) -> bool:
+        """Whether parameters are gathered once a step, after the optimizer changed them."""
+        return self.divides_optimizer and not self.divides_gradients
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered from the first forward of a step to its end."""
+        return self.divides_gradients and not self.divides_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +136,17 @@ class Arrangement:
     @property
     def divides_gradients(self) -> bool:
         """Whether each rank keeps a part of the gradients alone."""
-        return self.shard > 1 and self.zero >= Zero.GRADIENTS
+        return self.shard > 1 and self.zero.divides_gradients
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """The data ranks that divide the optimizer's states between them."""
+        return self.shard if self.zero.divides_optimizer else 1
 
     @property
     def has_buckets(self) -> bool:
         """Whether gradients lie in buckets, whose memory stays from step to step."""
-        return self.data > 1 and self.zero < Zero.GRADIENTS
+        return self.data > 1 and not self.zero.divides_gradients
 
     @property
     def global_batch(self) -> int:

@@ -177,10 +177,11 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
         hindrance = next(iter(twice), None) or _hindrance(layer, graph, writers)
         op = _recurrent(layer) or _writer_into_kept(layer, graph, writers)
         if hindrance is not None:
-            yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
+            yield {mode: hindrance for mode in Recompute if mode.runs_again}
         elif op is not None:
             why = f"{op.name} writes into the result of a product, which would be kept"
-            yield {Recompute.SELECTIVE: Hindrance(why=why, where=op.location)}
+            hindrance = Hindrance(why=why, where=op.location)
+            yield {mode: hindrance for mode in Recompute if mode.runs_again and mode.keeps_products}
         else:
             yield {}
 

@@ -10,7 +10,7 @@ from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.cluster import Cluster, cluster_from
 from autopar.planner.cluster.sheet import known_fabrics
 from autopar.planner.costs.ops.measurements import Measurements
-from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError, gathered
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.plan.declared.constraints import (
@@ -244,7 +244,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
     most = chosen.stages_per_rank or max(STAGES_PER_RANK)
     last = max((pin.stage for pin in chosen.stages), default=0)
     return any(
-        (data > 1 or Zero.NONE in chosen.zero_levels)
+        (data > 1 or not all(level.divides_optimizer for level in chosen.zero_levels))
         and (pipeline > 1 or chosen.stages_per_rank in (None, 1))
         and last < (pipeline * most if pipeline > 1 else 1)
         for pipeline, data, _ in legal_degrees(devices, chosen, batch)

@@ -148,7 +148,7 @@ def _link(node: Machine, net: MeasuredNet) -> Link:
     """Return the node's link with measured figures: what was measured is reached in full."""
     return Link(
         name=f"{node.link.name} as measured",
-        topology=Topology.SWITCH if net.backend is Backend.GLOO else node.link.topology,
+        topology=Topology.SWITCH if net.backend.is_on_cpu else node.link.topology,
         bytes_per_second=net.bytes_per_second,
         alpha_seconds=net.alpha_seconds,
         efficiency=1.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +20,6 @@ from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
 
-_OWN: Mapping[Precision, torch.dtype] = MappingProxyType(
-    {
-        Precision.FP32: torch.float32,
-        Precision.BF16: torch.bfloat16,
-        Precision.FP16: torch.float16,
-    }
-)
 # What a graph may hold that a run without values cannot do: sizes that depend on data.
 _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -55,9 +47,7 @@ def strides_of(
 
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
     """Return the element type that a graph's name means in training."""
-    if name == MODEL_DTYPE:
-        return _OWN[precision]
-    found = getattr(torch, name)
+    found = getattr(torch, precision.torch_name if name == MODEL_DTYPE else name)
     assert isinstance(found, torch.dtype)
     return found
 

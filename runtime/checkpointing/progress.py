@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from statistics import median
 
@@ -30,6 +30,7 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import give_up
 from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +288,7 @@ class Progress:
         seconds = (now - self._begun) / (step - self._step)
         self._step, self._begun = step, now
         device, planned_seconds, planned_mfu = self._planned
-        is_as_planned = (device == "cpu") == (self._mesh.device.type == "cpu")
+        is_as_planned = device.startswith("cpu") == (self._mesh.device.type == "cpu")
         against = seconds / planned_seconds if is_as_planned else None
         return StepLine(
             step=step,
@@ -298,7 +299,7 @@ class Progress:
             per_second=self._amount / seconds,
             unit=self._unit,
             memory_bytes=_memory(self._mesh.device),
-            mfu=None if against is None or device == "cpu" else planned_mfu / against,
+            mfu=None if against is None or device.startswith("cpu") else planned_mfu / against,
             against_plan=against,
             seconds_left=(self._options.steps - step) * seconds,
         )
@@ -307,7 +308,10 @@ class Progress:
         data = asdict(line)
         self._metrics.add(**data)
         if self._mesh.rank == 0:
-            say(json.dumps(data) if self._options.json else line, sys.stdout)
+            # Formulas of a CPU without a profile may be far off: that is no fault of the run.
+            is_rough = self._planned[0] == CPU_BY_FORMULA
+            shown = replace(line, against_plan=None) if is_rough else line
+            say(json.dumps(data) if self._options.json else shown, sys.stdout)
 
     def _tell_slow(self, steps: int, seconds: float, step: int) -> None:
         for one in self._pace.slow_ranks(steps, seconds):

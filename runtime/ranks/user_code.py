@@ -255,9 +255,12 @@ def _changed(model_file: ModuleType, names: Iterable[str], digest: str) -> tuple
     return (told, now) if now != digest else None
 
 
+CPU_BY_FORMULA = "cpu by formula"  # a CPU for whose plan no profile was there
+
+
 def note_device(planned: str, mesh: Mesh) -> None:
     """Say on the first rank that a script which was planned for GPUs runs on a CPU."""
-    is_elsewhere = planned != "cpu" and mesh.device.type == "cpu"
+    is_elsewhere = not planned.startswith("cpu") and mesh.device.type == "cpu"
     if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
         say(
             f"note: the plan is for {planned}, and this is a CPU: its losses are those of the "

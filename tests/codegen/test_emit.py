@@ -200,7 +200,7 @@ def test_a_script_for_unequal_nodes_says_how_to_start_it() -> None:
     assert "8 on all together" in script
 
 
-@pytest.mark.parametrize(("kind", "device"), [("ddp", "cpu"), ("all_zero1", "own name")])
+@pytest.mark.parametrize(("kind", "device"), [("ddp", "cpu by formula"), ("all_zero1", "own name")])
 def test_a_cpu_is_one_by_whatever_name(kind: str, device: str, tmp_path: Path) -> None:
     plan = plan_of(kind)
     named = replace(plan, machines=replace(plan.machines, device="own name"))

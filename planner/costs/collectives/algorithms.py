@@ -59,7 +59,7 @@ class CollectiveConstants:
 
     def protocols(self, backend: Backend) -> tuple[Protocol, ...]:
         """Return the protocols that a library chooses from."""
-        return self.gloo if backend is Backend.GLOO else self.nccl
+        return self.gloo if backend.is_on_cpu else self.nccl
 
 
 @cache

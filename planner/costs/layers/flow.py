@@ -114,11 +114,9 @@ class Again:
 
 def run_again(flow: LayerFlow, mode: Recompute) -> Again:
     """Return what runs again: nothing, what is cheap and needed, or all that is called again."""
-    if mode is Recompute.NONE:
+    if not mode.runs_again:
         return Again()
-    if mode is Recompute.FULL:
-        return called_again(flow)
-    return _cheap(flow)
+    return _cheap(flow) if mode.keeps_products else called_again(flow)
 
 
 def called_again(flow: LayerFlow) -> Again:

@@ -73,9 +73,10 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
         if one.is_contraction and one.is_differentiable:
             costly |= _own_places(one)
             costly |= dict(_places(flow, one, one.op.outputs))
-    modes = {Recompute.NONE: everything, Recompute.SELECTIVE: costly, Recompute.FULL: inputs}
     memory = {}
-    for mode, saved in modes.items():
+    for mode in Recompute:
+        kept_again = costly if mode.keeps_products else inputs
+        saved = kept_again if mode.runs_again else everything
         again = sum(size for place, size in everything.items() if place not in saved)
         memory[mode] = LayerMemory(
             saved_bytes=sum(saved.values()),
@@ -264,7 +265,7 @@ def _cost(
     output_bytes: int,
 ) -> LayerCost:
     again = run_again(flow, mode)
-    recompute = 0.0 if mode is Recompute.NONE else _forward(flow, again)
+    recompute = _forward(flow, again) if mode.runs_again else 0.0
     whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
         forward_seconds=_forward(flow, whole),

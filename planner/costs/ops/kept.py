@@ -126,7 +126,7 @@ class TensorMemory:
     def _keeps_type(self, op: Op) -> bool:
         before, after = self._graph.tensors[op.inputs[0]], self._graph.tensors[op.outputs[0]]
         kinds = {before.dtype, after.dtype}
-        return kinds <= {MODEL_DTYPE, "float32"} and self._precision is Precision.FP32
+        return kinds <= {MODEL_DTYPE, "float32"} and not self._precision.is_half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import least_seconds
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
@@ -73,7 +73,7 @@ class DataBound:
     @property
     def is_in_every_pass(self) -> bool:
         """Whether every microbatch waits for collectives, not the first and last ones alone."""
-        return self.arrangement.zero >= Zero.GRADIENTS and self.arrangement.data > 1
+        return self.arrangement.zero.divides_gradients and self.arrangement.data > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least of every forward of layers."""
@@ -134,11 +134,11 @@ class DataBound:
     def first_forward_more(self, computing_seconds: float, parameter_bytes: int) -> float:
         """Return what gathering updated parameters adds to the first forward of the only stage."""
         arrangement = self.arrangement
-        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
+        is_gathered = arrangement.zero.gathers_updated or arrangement.zero.keeps_gathered
         if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
             return 0.0
         gather = self._gather(parameter_bytes)
-        if arrangement.zero is Zero.OPTIMIZER:
+        if arrangement.zero.gathers_updated:
             return gather
         more = self._overlapped(computing_seconds, gather) - computing_seconds
         return more + self._copied_out(parameter_bytes)
@@ -153,7 +153,7 @@ class DataBound:
 
     @property
     def _gathers_always(self) -> bool:
-        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
+        return self.arrangement.zero.divides_parameters and self.arrangement.data > 1
 
     def _gathers(self, shared: Shared) -> float:
         each = shared.count * self._gather(shared.each_parameter_bytes)
@@ -175,7 +175,7 @@ class DataBound:
 
     def _reduced(self, gradient_bytes: int) -> float:
         sent, shard = self._sent(gradient_bytes), self.groups.shard
-        if self.arrangement.zero is Zero.NONE:
+        if not self.arrangement.zero.divides_optimizer:
             return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
         share = sent / self.arrangement.shard
         summed = least_seconds(Collective.ALL_REDUCE, share, self.groups.replicas)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction
 from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.framework import FrameworkConstants
@@ -110,13 +110,13 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return the parameters that ZeRO-3 gathers for a layer."""
-    is_gathered = arrangement.divides_gradients and arrangement.zero is Zero.PARAMETERS
+    is_gathered = arrangement.divides_gradients and arrangement.zero.divides_parameters
     return is_gathered * cost.parameter_bytes
 
 
 def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
     """Return the parameters of the layer that ZeRO-3 has gathered while this one runs."""
-    is_gathered = arrangement.divides_gradients and arrangement.zero is Zero.PARAMETERS
+    is_gathered = arrangement.divides_gradients and arrangement.zero.divides_parameters
     return is_gathered * work.next_parameter_bytes
 
 
@@ -182,7 +182,7 @@ def moments_of_one_pass(
         for done in sorted({0, work.count - 1}):
             before = made + done * own
             unsharded = _gathered_bytes(cost, arrangement) + _ahead_bytes(work, arrangement)
-            if arrangement.divides_gradients and arrangement.zero is Zero.GRADIENTS:
+            if arrangement.divides_gradients and arrangement.zero.keeps_gathered:
                 unsharded = gathered - done * cost.parameter_bytes
             yield OnePassMoment(
                 work=work,
@@ -291,7 +291,7 @@ def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     return (
         _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
         + _lasting_gradient_bytes(cost.gradient_bytes, arrangement)
-        + _part(cost.optimizer_bytes, shard, zero >= Zero.OPTIMIZER)
+        + _part(cost.optimizer_bytes, shard, zero.divides_optimizer)
     )
 
 
@@ -305,7 +305,7 @@ def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, i
             arrangement,
         ),
         _lasting_gradient_bytes(sum(load.gradient_bytes for load in loads), arrangement),
-        _part(sum(load.optimizer_bytes for load in loads), shard, zero >= Zero.OPTIMIZER),
+        _part(sum(load.optimizer_bytes for load in loads), shard, zero.divides_optimizer),
     )
 
 
@@ -329,7 +329,7 @@ def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) 
         return size_bytes
     is_half = arrangement.precision.is_half
     parts = 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
-    stays_gathered = arrangement.zero is Zero.GRADIENTS and not arrangement.is_one_pass
+    stays_gathered = arrangement.zero.keeps_gathered and not arrangement.is_one_pass
     return size_bytes * stays_gathered + _part(parts, arrangement.shard, is_divided=True)
 
 

@@ -18,7 +18,7 @@ from autopar.planner.cluster.shape import (
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import Statistics
 from autopar.planner.costs.kernels.rates import Throughput, rates_of
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.overlap import LayerLoad
 from autopar.planner.precision import Precision
@@ -181,7 +181,7 @@ def _stream(rates: Throughput) -> float:
 
 def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
     """Return the seconds to sum a norm, axis by axis, over the ranks with different gradients."""
-    is_sharded = arrangement.zero is not Zero.NONE
+    is_sharded = arrangement.zero.divides_optimizer
     shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
     return sum(collective_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape) for shape in shapes)
 
@@ -246,7 +246,5 @@ def _rates(device: Device, precision: Precision) -> Throughput:
 
 
 def _peak(device: Device, precision: Precision) -> float:
-    """Return the peak of a precision; without bf16 units those of fp16 or fp32 count."""
     peaks = dict(device.peaks)
-    wanted = (precision.value, "fp16", "fp32") if precision.is_half else ("fp32",)
-    return next(peaks[dtype] for dtype in wanted if dtype in peaks)
+    return next(peaks[dtype] for dtype in precision.peaks if dtype in peaks)

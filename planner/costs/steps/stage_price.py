@@ -50,7 +50,6 @@ from autopar.planner.costs.steps.stage_load import (
     stage_load,
     summed_seconds,
 )
-from autopar.planner.precision import copy_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ def data_seconds(
     if groups.data.ranks == 1 or not layers:
         return NOTHING
     loads = _loads(layers, groups.gradient_share)
-    shared = _sharded if groups.zero is Zero.PARAMETERS else _reduced
+    shared = _sharded if groups.zero.divides_parameters else _reduced
     waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
     return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
@@ -139,7 +138,7 @@ def _gathering(groups: DataGroups) -> Seconds:
 
 def _reducing(groups: DataGroups) -> Seconds:
     """Return the seconds of the reduction of so many bytes of gradient."""
-    if groups.zero is Zero.NONE:
+    if not groups.zero.divides_optimizer:
         return _seconds(Collective.ALL_REDUCE, groups.shard)
     scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
     if groups.replicas.ranks == 1:
@@ -188,14 +187,14 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    scatters_each = groups.zero is Zero.GRADIENTS
+    scatters_each = groups.zero.keeps_gathered
     bucket = 0 if scatters_each else groups.bucket_bytes  # fully_shard's units are layers
     backward = bucketed_reduction(
         loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
     )
     if not scatters_each:
         first = gathers = 0.0
-        if groups.zero is Zero.OPTIMIZER:
+        if groups.zero.gathers_updated:
             gathers = gathered_after_optimizer_seconds(
                 loads, _gathering(groups), bucket_bytes=bucket
             )
@@ -207,7 +206,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             first_forward=first,
             gathers_alone=gathers,
             reductions_alone=backward.communication_seconds,
-            gathers=_gathers(loads, bucket) if groups.zero is Zero.OPTIMIZER else 0,
+            gathers=_gathers(loads, bucket) if groups.zero.gathers_updated else 0,
             reductions=_reductions(loads, bucket),
         )
     forward = _gathered_ahead(loads, groups)
@@ -298,12 +297,12 @@ def _optimizer_seconds(
     constants: FrameworkConstants,
 ) -> float:
     """Return the optimizer's seconds for one stage, on the slowest device of its rank."""
-    share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
+    share = arrangement.optimizer_ranks
     updated = max(
         optimizer_seconds(
             load.trainable / share,
             gradient_bytes=4,
-            copy_bytes=copy_bytes(arrangement.precision),
+            copy_bytes=arrangement.precision.copy_bytes,
             passes=constants.optimizer_passes,
             rates=rates,
             element_seconds=constants.optimizer_element_seconds,
@@ -320,7 +319,7 @@ def data_groups(
     rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
     return DataGroups(
         data=groups.data,
-        shard=groups.shard if arrangement.zero is not Zero.NONE else groups.data,
+        shard=groups.shard if arrangement.zero.divides_optimizer else groups.data,
         replicas=groups.replicas,
         zero=arrangement.zero,
         bucket_bytes=arrangement.bucket_bytes,

@@ -12,7 +12,6 @@ from autopar.planner.costs.prediction import (
     CommunicationTerm,
     Provenance,
     TimeTerm,
-    Zero,
 )
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
@@ -181,7 +180,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
     gathers = sum(one.gathers_alone for one in own)
     reductions = sum(one.reductions_alone for one in own)
     each = arrangement.microbatches
-    is_sharded = arrangement.zero is Zero.PARAMETERS
+    is_sharded = arrangement.zero.divides_parameters
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield CommunicationTerm(
         reason="parameters gathered from the ranks that share them",
@@ -192,12 +191,12 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
-    rounds = each if arrangement.zero >= Zero.GRADIENTS else 1
+    rounds = each if arrangement.zero.divides_gradients else 1
     exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
     yield CommunicationTerm(
         reason="gradients summed over the ranks that share the data",
         collective=Collective.ALL_REDUCE
-        if arrangement.zero is Zero.NONE
+        if not arrangement.zero.divides_optimizer
         else Collective.REDUCE_SCATTER,
         ranks=arrangement.data,
         count=sum(one.reductions for one in own),

@@ -180,7 +180,7 @@ class Bounds:
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
         if self.objective is Objective.MEMORY:
-            return float(self.least_memory(replace(point, zero=Zero.PARAMETERS)))
+            return float(self.least_memory(replace(point, zero=max(Zero))))
         least = [
             [self.least_on(point.tensor, one) for one in own] for own in self.questions.kinds(point)
         ]
@@ -217,7 +217,7 @@ class Bounds:
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
         # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
-        is_sent = arrangement.zero >= Zero.GRADIENTS and arrangement.tensor > 1
+        is_sent = arrangement.zero.divides_gradients and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
@@ -300,11 +300,11 @@ class Bounds:
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
         # Of 16 bits the optimizer's copies are the parameters of ZeRO-3, and those of ZeRO-2 too
         # when gradients are there and a step is one pass, which has freed what was gathered.
-        is_gathered = zero is Zero.GRADIENTS and not arrangement.is_one_pass
+        is_gathered = zero.keeps_gathered and not arrangement.is_one_pass
         return (
-            (held.parameter_bytes if zero < Zero.GRADIENTS or is_gathered else 0)
-            + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
-            + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
+            (held.parameter_bytes if not zero.divides_gradients or is_gathered else 0)
+            + held.gradient_bytes // (shard if zero.divides_gradients else 1)
+            + held.optimizer_bytes // (shard if zero.divides_optimizer else 1)
         ) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:

@@ -114,7 +114,7 @@ def _lightest(mode: Recompute, alternatives: Sequence[Modes]) -> LayerCost:
 def _hull(modes: Modes) -> Iterator[RecomputeSaving]:
     """Yield the steps from keeping all to keeping least, along the lower hull of time and bytes."""
     here = modes[Recompute.NONE]
-    others = [modes[Recompute.SELECTIVE], modes[Recompute.FULL]]
+    others = [modes[mode] for mode in Recompute if mode is not Recompute.NONE]
     while True:
         lower = [cost for cost in others if cost.saved_bytes < here.saved_bytes]
         if not lower:

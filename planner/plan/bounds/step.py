@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
-from autopar.planner.precision import copy_bytes
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
 
@@ -239,14 +238,14 @@ class StepBound:
 
     def _updating(self) -> float:
         arrangement, constants = self.arrangement, self.constants
-        share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
+        share = arrangement.optimizer_ranks
         norm = norm_seconds(self.groups, arrangement)
         return norm + min(
             max(
                 optimizer_seconds(
                     self.totals.trainable / (arrangement.pipeline * share),
                     gradient_bytes=4,
-                    copy_bytes=copy_bytes(arrangement.precision),
+                    copy_bytes=arrangement.precision.copy_bytes,
                     passes=constants.optimizer_passes,
                     rates=rates,
                     element_seconds=constants.optimizer_element_seconds,

@@ -257,7 +257,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
 
 def _steps_once(arrangement: Arrangement) -> bool:
     """Whether each number of a parameter is stepped by one data rank alone."""
-    is_shared_out = arrangement.zero is not Zero.NONE and arrangement.shard == arrangement.data
+    is_shared_out = arrangement.zero.divides_optimizer and arrangement.shard == arrangement.data
     return arrangement.data == 1 or is_shared_out
 
 
@@ -268,7 +268,7 @@ def without_recompute(
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
-        if modes and modes[-1] is not Recompute.NONE:
+        if modes and modes[-1].runs_again:
             return None
         rule = RecomputePin(modules=path, mode=Recompute.NONE)
         text = f"recompute none in {path}"

@@ -17,6 +17,7 @@ from autopar.planner.graph.ops import GradientUse, Op, OwnGradient
 from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
 from autopar.planner.rules.table import takes_statistics
 
+_UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
 _ROWS_PER_DEVICE = 8
 # Up to the first, eight rows a device; beyond it one row a device, up to the second. Tokens of a
 # step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50 took 8,192 (Goyal et al.,
@@ -30,7 +31,7 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
     scalar = next((one.name for one in graph.parameters if not one.shape), None)
     if scalar is None or constraints.data == 1:
         return constraints
-    levels = tuple(level for level in constraints.zero_levels if level < Zero.GRADIENTS)
+    levels = tuple(level for level in constraints.zero_levels if not level.divides_gradients)
     if not levels:
         raise InfeasibleError(
             f"ZeRO-2 and 3 cut every parameter, and {scalar} has no dim to cut",
@@ -187,7 +188,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.reach >= Reach.PARAMETER:
         why = f"{traits.name} updates a parameter as a whole"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
-        yield _declared("zero", "zero_levels", (Zero.NONE,), "zero=0", why)
+        yield _declared("zero", "zero_levels", _UNDIVIDED, "zero=0", why)
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
@@ -196,7 +197,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
-        yield _declared("own", "zero_levels", (Zero.NONE,), "zero=0", why)
+        yield _declared("own", "zero_levels", _UNDIVIDED, "zero=0", why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
@@ -231,7 +232,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     if is_taken or found.call == _ROOT:  # the code of the root stands in every stage anew
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if is_taken:
-        levels = (Zero.NONE, Zero.OPTIMIZER)
+        levels = tuple(level for level in Zero if not level.divides_gradients)
         yield _gradient_declared("zero", "zero_levels", levels, "zero=0 or zero=1", why)
 
 

@@ -10,7 +10,7 @@ from operator import or_
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
@@ -213,7 +213,7 @@ def nothing_runs(
 def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str]) -> str:
     chosen = constraints_of(conflict)
     splits = all(SCHEDULES[kind].splits_backward for kind in chosen.schedules)
-    if splits and min(chosen.zero_levels) >= Zero.GRADIENTS:
+    if splits and all(level.divides_gradients for level in chosen.zero_levels):
         return (
             "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
             "whole until the last microbatch"

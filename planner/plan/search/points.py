@@ -20,7 +20,7 @@ from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bounding import Bounds
@@ -148,11 +148,11 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     for one in variants_:
         pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
         head = heads.get(pipeline)
-        if one.zero >= Zero.GRADIENTS and head is not None:
+        if one.zero.divides_gradients and head is not None:
             head.append(one)
             continue
         family = [one]
-        if one.zero is Zero.OPTIMIZER:
+        if one.zero.gathers_updated:
             heads[pipeline] = family
         families.append(family)
     return families

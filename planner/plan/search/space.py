@@ -288,7 +288,7 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
     hook sees the gradients that they make, until the last microbatch is done.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
-    return splits and arrangement.zero >= Zero.GRADIENTS
+    return splits and arrangement.zero.divides_gradients
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:
@@ -337,15 +337,15 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:
-        if zero is Zero.GRADIENTS and not is_plain:
+        if zero.keeps_gathered and not is_plain:
             continue
-        if zero is Zero.NONE:
+        if not zero.divides_optimizer:
             yield zero, point.data
         elif point.data > 1:
             degrees = {point.data}
             if (
                 is_plain
-                and zero >= Zero.GRADIENTS
+                and zero.divides_gradients
                 and 1 < inside < point.data
                 and point.data % inside == 0
             ):

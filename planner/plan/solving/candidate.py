@@ -287,4 +287,4 @@ def _needed(candidate: Candidate) -> int:
 
 def recomputes(candidate: Candidate) -> bool:
     """Whether any layer is computed again."""
-    return any(mode is not Recompute.NONE for stage in candidate.stages for mode in stage.recompute)
+    return any(mode.runs_again for stage in candidate.stages for mode in stage.recompute)

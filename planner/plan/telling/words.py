@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows
 from autopar.planner.graph.graph import Graph
@@ -57,7 +57,7 @@ def degrees_words(arrangement: Arrangement) -> str:
 
 def sharding_words(arrangement: Arrangement) -> str:
     """Return the ZeRO level, and over how many ranks where these are not all data ranks."""
-    if arrangement.zero is Zero.NONE:
+    if not arrangement.zero.divides_optimizer:
         return "no sharding"
     part = "" if arrangement.shard == arrangement.data else f" over {arrangement.shard}"
     return f"ZeRO-{arrangement.zero.value}{part}"

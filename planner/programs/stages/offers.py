@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
-from autopar.planner.costs.prediction import LayerCost, Recompute, Zero
+from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
@@ -325,7 +325,7 @@ class Offers:
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
         """Return what a mix's backward takes at least: its layers' time, or the collectives'."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
-        if self.question.arrangement.zero < Zero.GRADIENTS:
+        if not self.question.arrangement.zero.divides_gradients:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
         return max(float(plain.times[1]), alone + more + hidden.wait_seconds)

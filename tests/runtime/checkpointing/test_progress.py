@@ -118,6 +118,16 @@ def test_a_plan_for_a_gpu_says_nothing_of_a_cpu(
     assert "planned" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("timed")
+def test_a_line_is_not_compared_with_formulas_of_a_cpu_but_metrics_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: Mesh
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    progress_of(mesh, "--metrics", str(file), planned=("cpu by formula", 0.5, 0.4))(10, 2.5)
+    assert "planned" not in capsys.readouterr().out
+    assert json.loads(file.read_text())["against_plan"] == 4.0
+
+
 def test_on_its_device_a_plan_is_compared_with_and_memory_is_told(
     monkeypatch: pytest.MonkeyPatch, mesh: Mesh
 ) -> None:
