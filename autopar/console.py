@@ -52,11 +52,7 @@ def print_json(data: object, *, indent: int | None = 2) -> None:
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
     """Say on a terminal what is being done; elsewhere say nothing."""
-    console = PlainConsole(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(doing):
+    with reported(doing):
         yield
 
 
@@ -85,14 +81,25 @@ _MOST_CHARACTERS = 4_000
 
 
 @contextmanager
-def reported(doing: str) -> Iterator[Callable[[str], None]]:
-    """Give a function that replaces the line which says what is being done."""
+def reported(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
+    """Give a function that replaces the line on a terminal which says what is being done.
+
+    What is done sooner shows no line.
+    """
     console = PlainConsole(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
         return
-    with console.status(doing) as status:
-        yield lambda text: status.update(text)
+    status = console.status(doing)
+    showing = threading.Timer(after_seconds, status.start)
+    showing.daemon = True
+    showing.start()
+    try:
+        yield status.update
+    finally:
+        showing.cancel()
+        showing.join()
+        status.stop()
 
 
 # Phases by the function that they are in; of several at work, the innermost is told.
@@ -107,8 +114,8 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.runs.launching", "launch"): "",  # the script tells its steps itself
     }
 )
-_FIRST_SECONDS = 5.0  # imports; other phases take longer as a rule
-_PATIENCE = 6  # of other phases, in first times
+_FIRST_SECONDS = 10.0  # imports; other phases take longer as a rule
+_PATIENCE = 3  # of other phases, in first times
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.plan.declared.constraints import Objective, constraints_of
 from autopar.planner.plan.fleet import ChosenPoint, Curve, CurvePoint, time_text, usd_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds, proof_line
@@ -115,12 +116,29 @@ def _head(plan: Plan) -> Text:
         f"{_limits(plan)}"
         + (f", {machines.usd_per_hour:.4g} USD an hour" if machines.usd_per_hour else ""),
         *([] if plan.cluster.has_equal_nodes else [f"node ranks: {nodes_words(plan)}"]),
-        f"global batch {plan.arrangement.global_batch:,}, {plan.arrangement.precision}, "
-        f"least {plan.objective}",
+        f"global batch {plan.arrangement.global_batch:,}, {plan.arrangement.precision}",
+        f"wanted: {_wanted(plan)}",
         *(f"declared: {one}" for one in plan.constraints),
-        f"chosen: {'; '.join(chosen(plan))}",
+        f"not given, so chosen: {'; '.join(chosen(plan))}",
     ]
     return Text.assemble((model, "bold"), "\n", "\n".join(lines), "\n")
+
+
+_WANTED = {
+    Objective.STEP_TIME: "the shortest step",
+    Objective.MEMORY: "the least memory on the fullest device",
+    Objective.COST: "the cheapest step",
+}
+
+
+def _wanted(plan: Plan) -> str:
+    """Return by what the plan was chosen, and by which options."""
+    objective = Objective(plan.objective)
+    tolerance = constraints_of(plan.constraints).tolerance
+    if objective is Objective.MEMORY or not tolerance:
+        return f"{_WANTED[objective]} (--objective)"
+    simpler = f"or the simplest plan whose step is at most {100 * tolerance:.3g}% longer"
+    return f"{_WANTED[objective]}, {simpler} (--objective, --tolerance)"
 
 
 def _limits(plan: Plan) -> str:
@@ -159,7 +177,13 @@ def _table(plan: Plan) -> Table:
 
 
 def _rows(plan: Plan) -> Iterator[_PlanRow]:
+    """Yield the chosen plan, then the others; the fastest is marked where it is another one."""
     prediction = plan.prediction
+    fastest = (plan.fastest,) if plan.fastest is not None else ()
+    others = (*fastest, *plan.runners_up)
+    least = min((one.step_seconds for one in others), default=prediction.step_seconds)
+    is_fastest = prediction.step_seconds <= least
+    why, of = ("", "") if is_fastest or fastest else ("chosen: the least memory", " of these")
     yield _PlanRow(
         arrangement=plan.arrangement,
         recompute=recompute_words(plan.stages),
@@ -168,11 +192,10 @@ def _rows(plan: Plan) -> Iterator[_PlanRow]:
         device_bytes=prediction.peak_memory.device_bytes,
         communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
         idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
-        difference="",
+        difference=f"chosen: simpler, and {plan.slower_by:.1%} slower" if fastest else why,
     )
-    fastest = (plan.fastest,) if plan.fastest is not None else ()
-    for other in (*fastest, *plan.runners_up):
-        told = other.difference
+    for other in others:
+        is_marked = not is_fastest and other.step_seconds == least
         yield _PlanRow(
             arrangement=other.arrangement,
             recompute=other.recompute,
@@ -181,7 +204,7 @@ def _rows(plan: Plan) -> Iterator[_PlanRow]:
             device_bytes=other.device_bytes,
             communication_seconds=other.communication_seconds,
             idle_seconds=other.idle_seconds,
-            difference=f"the fastest: {told}" if other in fastest else told,
+            difference=f"the fastest{of}: {other.difference}" if is_marked else other.difference,
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.table import Table
 from rich.text import Text
 
-from autopar.console import PlainConsole
+from autopar.console import PlainConsole, reported
 from autopar.runtime.ranks.leaving import visible
 
 HOSTILE = "a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"
@@ -42,3 +43,21 @@ def test_a_hostile_name_in_a_table_is_printed_as_it_is() -> None:
 
 def test_colours_of_our_own_stay() -> None:
     assert "\x1b[1m" in printed(Text("bold", style="bold"))
+
+
+@pytest.mark.parametrize(("takes", "shown"), [(0.0, False), (0.5, True)])
+def test_a_terminal_shows_what_is_being_done_where_that_takes_long(
+    takes: float, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with reported("searching", after_seconds=0.1) as report:
+        report("solving dp 8")
+        time.sleep(takes)
+    told = capsys.readouterr()
+    assert ("solving dp 8" in told.err, told.out) == (shown, "")
+
+
+def test_elsewhere_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with reported("searching", after_seconds=0.0) as report:
+        report("solving dp 8")
+    assert capsys.readouterr().err == ""

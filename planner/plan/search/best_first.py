@@ -74,10 +74,12 @@ def best_first(
     *,
     is_late: Callable[[], bool] = lambda: False,
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
+    watch: Callable[[float], None] = lambda _: None,
 ) -> Outcome[Item, Leaf]:
     """Expand nodes until `enough` leaves came to the top, or until it is late.
 
-    A bound that a parent has already proved holds for its children too.
+    Before a node is expanded, `watch` is given the least bound of all that is left. A bound that a
+    parent has already proved holds for its children too.
     """
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []
@@ -123,6 +125,7 @@ def best_first(
             _, _, _, number = heapq.heappop(dive)
         if number in nodes:
             node, bound, depth = nodes.pop(number)
+            watch(min([bound, unproved, *(entry[0] for entry in queue[:1])]))
             for child in expand(node.item):
                 push(child, bound, depth + 1)
     queue = [entry for entry in queue if isinstance(entry[4], FoundLeaf) or entry[3] in nodes]

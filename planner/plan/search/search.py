@@ -82,7 +82,6 @@ from autopar.planner.plan.solving.candidate import (
     recomputes,
 )
 from autopar.planner.plan.solving.costing import PriceBook, Prices, SearchSubject, model_flops
-from autopar.planner.plan.telling.words import arrangement_words, degrees_words
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
 
 MOST_RUNNERS_UP = 4
@@ -190,13 +189,16 @@ class Explorer:
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
         self._looked_beside = 0  # nodes, since the best was proved
         self._is_choosing = False  # the simplest, once the fastest is proved
-        self._left_out: list[
-            SearchNode[SearchItem]
-        ] = []  # no faster than what was known, but perhaps simpler
+        self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
-        return best_first(self.roots(), self.expand, is_late=is_late, enough=self._is_enough)
+        enough, watch = self._is_enough, self._tell_left
+        return best_first(self.roots(), self.expand, is_late=is_late, enough=enough, watch=watch)
+
+    def _tell_left(self, least_bound: float) -> None:
+        if self.objective is not Objective.MEMORY:
+            self.report(self._known.words(least_bound))
 
     def choose(
         self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
@@ -265,12 +267,10 @@ class Explorer:
     def expand(self, item: SearchItem) -> Iterable[Entry]:
         """Return the variants of a point, a variant under memory's pressure, or its solution."""
         if isinstance(item, SearchPoint):
-            self.report(f"laying out {degrees_words(item.arrangement)}")
             grouped = families(self.points.variants(item.arrangement))
             return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
         if item.pressure is not Pressure.OF_LAYOUTS:
             return self._bounded(item.family, Pressure(item.pressure + 1))
-        self.report(f"solving {arrangement_words(item.arrangement)}")
         found = self.solve(item)
         leaves = [one for one in found if isinstance(one, FoundLeaf)]
         if leaves and not recomputes(leaves[0].leaf) and self.objective is not Objective.MEMORY:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
 
@@ -48,6 +49,13 @@ class Known:
     def fastest(self) -> float:
         """The least seconds of all."""
         return min(self.seconds.values(), default=float("inf"))
+
+    def words(self, least_bound: float) -> str:
+        """Return how fast the best plan is so far, and how much a faster one may gain."""
+        if self.fastest == float("inf"):
+            return "searching"
+        left = max(0.0, 1 - least_bound / self.fastest)
+        return f"searching: {seconds_text(self.fastest)} so far, at most {left:.1%} left to gain"
 
     def to_beat(self, of: Complexity) -> float:
         """Return the seconds from which on a plan is not chosen.

@@ -91,3 +91,12 @@ def test_what_the_bound_rules_out_is_never_expanded() -> None:
     outcome = best_first(nodes, expand)
     assert expanded == ["1.0"]
     assert sorted(node.item for node in outcome.waiting) == ["6.0", "9.0"]
+
+
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_who_watches_sees_bounds_of_the_best_leaf_that_end_at_it(subtrees: list[Tree]) -> None:
+    seen: list[float] = []
+    root: Tree = (0.0, tuple(subtrees))
+    outcome = best_first([_node(root)], _expand, watch=seen.append)
+    assert seen == sorted(seen)
+    assert max(seen) <= outcome.found[0].value
