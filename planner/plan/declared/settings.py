@@ -118,10 +118,14 @@ def _named(known: type[Chosen]) -> Callable[[object, str], Chosen]:
     return lambda value, where: read_name(value, where, known)
 
 
+_LEVELS = ", ".join(str(level.value) for level in Zero)
+
+
 def _read_zero(value: object, where: str) -> Zero:
     level = _number(value)
     if level is None or level not in tuple(Zero):
-        raise InputError(f"{value!r} is not a ZeRO level", where=where, expected="0, 1, 2 or 3")
+        found = f"{value!r} is not a ZeRO level"
+        raise InputError(found, where=where, expected=f"one of {_LEVELS}")
     return Zero(level)
 
 
@@ -251,7 +255,7 @@ _IN_FILES_ALONE = (
     ),
     _pin("microbatch", "microbatch", read_count, "1", "rows of a microbatch"),
     _pin("stages_per_rank", "stages_per_rank", read_count, "1", "stages of a pipeline rank"),
-    _pin("zero", "zero_levels", _alone(_read_zero), "1", "0, 1, 2 or 3; with zero bubble 0 or 1"),
+    _pin("zero", "zero_levels", _alone(_read_zero), "1", f"{_LEVELS}; with zero bubble 0 or 1"),
     _pin(
         "schedule", "schedules", _alone(_read_schedule), '"1f1b"', ", ".join(map(str, ScheduleKind))
     ),
