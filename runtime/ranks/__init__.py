@@ -1,7 +1,6 @@
-"""The processes of a training: who they are, what they send each other, what they tell.
+"""The processes of a training: the device mesh, messages, and what is printed.
 
-Scripts import from here; files import from each other.
-"""
+Scripts import from here; files import from each other."""
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, join_streams, start, stop
 from autopar.runtime.ranks.options import read_options
@@ -21,4 +20,4 @@ __all__ = [
     "warn_if_changed",
 ]
 
-join_streams()  # as early as can be: a model file may print while it is imported
+join_streams()  # first of all, because a model file may print when it is imported

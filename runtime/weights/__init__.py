@@ -1,7 +1,6 @@
-"""The numbers that parameters begin with: from the constructor, or from files.
+"""The initial values of parameters: from the constructor, or from files.
 
-Scripts import from here; files import from each other.
-"""
+Scripts import from here; files import from each other."""
 
 from autopar.runtime.weights.initial_weights import Recipe, record
 from autopar.runtime.weights.loading import load_weights
