@@ -15,13 +15,13 @@ ARG = Annotated[
     typer.Option(
         "--arg",
         metavar="KEY=VALUE",
-        help="An argument for functions of the model file; several may be given.",
+        help="An argument for functions of the model file; may be repeated.",
     ),
 ]
 GPUS = Annotated[
     str | None,
     typer.Option(
-        "--gpus", metavar="N", help="Devices in all; several to compare: 1,2,4,8 or 1..64."
+        "--gpus", metavar="N", help="Number of devices; several are compared: 1,2,4,8 or 1..64."
     ),
 ]
 DEVICE = Annotated[
@@ -29,11 +29,12 @@ DEVICE = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="Such as a100-80gb-sxm; else the GPUs here, or h100-sxm where there are none.",
+        help="Such as a100-80gb-sxm. Default: the GPUs here, or h100-sxm without any.",
     ),
 ]
 NODES = Annotated[
-    str | None, typer.Option("--nodes", metavar="N", help="Machines that the devices are in.")
+    str | None,
+    typer.Option("--nodes", metavar="N", help="Number of machines that hold the devices."),
 ]
 CLUSTER = Annotated[
     Path | None,
@@ -41,7 +42,7 @@ CLUSTER = Annotated[
 ]
 GLOBAL_BATCH = Annotated[
     str | None,
-    typer.Option("--global-batch", metavar="ROWS", help="Of one step, all devices together."),
+    typer.Option("--global-batch", metavar="ROWS", help="Rows of one step, all devices together."),
 ]
 PRECISION = Annotated[
     str | None,
@@ -52,7 +53,7 @@ PIN = Annotated[
     typer.Option(
         "--pin",
         metavar="KEY=VALUE,…",
-        help="Exactly so: pp, dp, tp, shard, microbatch, stages_per_rank, zero, schedule.",
+        help="Fix pp, dp, tp, shard, microbatch, stages_per_rank, zero or schedule.",
     ),
 ]
 MAX_TP = Annotated[str | None, typer.Option("--max-tp", metavar="N", help="Most tensor ranks.")]
@@ -61,7 +62,9 @@ MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most 
 MEMORY = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 86% by default.'
+        "--memory",
+        metavar="SIZE",
+        help='Memory to use of each device: "70 GiB", "95%"; 86% by default.',
     ),
 ]
 OBJECTIVE = Annotated[
@@ -69,7 +72,7 @@ OBJECTIVE = Annotated[
     typer.Option(
         "--objective",
         metavar="WHAT",
-        help="Least step-time (the default), memory, or cost, which also chooses among --gpus 1,2.",
+        help="Minimise step-time (the default), memory, or cost (also among --gpus 1,2).",
     ),
 ]
 SAMPLES = Annotated[
@@ -80,18 +83,18 @@ TOKENS = Annotated[
 ]
 DEADLINE = Annotated[
     str | None,
-    typer.Option("--deadline", metavar="TIME", help="Of the whole training: 24h, 3d."),
+    typer.Option("--deadline", metavar="TIME", help="Time for the whole training: 24h, 3d."),
 ]
 BUDGET = Annotated[
     str | None,
-    typer.Option("--budget", metavar="USD", help="Of the whole training: 500, 2k."),
+    typer.Option("--budget", metavar="USD", help="Cost of the whole training: 500, 2k."),
 ]
 TOLERANCE = Annotated[
     str | None,
     typer.Option(
         "--tolerance",
         metavar="SHARE",
-        help='The simplest plan within so much of the fastest: "3%" (the default), 0: the fastest.',
+        help='Take the simplest plan within "3%" (the default) of the fastest; 0: the fastest.',
     ),
 ]
 CONSTRAINTS = Annotated[
@@ -105,7 +108,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Take the best plan found until then."),
+    seconds("--time-limit", text="Stop the search then, with the best plan found."),
 ]
 PROFILE = Annotated[
     Path | None,
@@ -117,6 +120,6 @@ OUTPUT = Annotated[
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
 VERIFY = Annotated[
     bool | None,
-    typer.Option("--verify/--no-verify", help="Verify it; by default what takes ten seconds."),
+    typer.Option("--verify/--no-verify", help="Verify the script; by default if it takes seconds."),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

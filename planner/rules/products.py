@@ -278,7 +278,8 @@ def cubic(forward: float, backward: float) -> Computing:
 
 def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
     """`factor`·n³ to factor the matrix, n² twice for each column of the right side; a single solve
-    with a triangle takes half of that. The backward solves once more, and multiplies."""
+    with a triangle takes half of that. The backward solves once more, and multiplies.
+    """
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, n, _ = sizes.shape(tensor(sizes, *matrix))

@@ -1,6 +1,7 @@
 """What remains of a training: the weights, and everything needed to resume it.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.checkpointing.keeper import Keeper
 

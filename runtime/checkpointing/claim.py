@@ -106,7 +106,8 @@ class Claim:
 def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
     """Take a folder, or raise TakenError.
 
-    `note` gets a message if the wait for a holder is long."""
+    `note` gets a message if the wait for a holder is long.
+    """
     holder = _own(folder)
     before = holder_of(folder)
     if before is None and _created(folder, holder):
@@ -135,7 +136,8 @@ def holder_of(folder: Location) -> FolderHolder | None:
 def is_held(folder: Location) -> bool:
     """Whether a process holds a folder.
 
-    A holder elsewhere is judged by its last heartbeat's age."""
+    A holder elsewhere is judged by its last heartbeat's age.
+    """
     holder = holder_of(folder)
     if holder is None or not holder.may_live:
         return False

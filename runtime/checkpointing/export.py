@@ -237,7 +237,8 @@ class _Whole:
     def gathered(self, name: str) -> Tensor:
         """Return a whole tensor on the first rank. The others send their shards and get nothing.
 
-        Every rank calls this for the same tensors in the same order."""
+        Every rank calls this for the same tensors in the same order.
+        """
         owned = self._owned[name]
         shape, first = owned[0].held.global_shape, self._mesh.rank == 0
         full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
@@ -270,7 +271,8 @@ class _Whole:
     def _as_built(self, full: Tensor, own: Owned) -> Tensor:
         """Return a tensor in the dtype that the constructor gave it.
 
-        A frozen weight that the training rounded to 16 bits gets its initial value back."""
+        A frozen weight that the training rounded to 16 bits gets its initial value back.
+        """
         dtype = self._dtype(own)
         if full.dtype in HALF_DTYPES and dtype.itemsize > full.dtype.itemsize:
             for made in self._begun.values((own.key, *self._exported[own.key].aliases)):

@@ -350,7 +350,8 @@ def _note(text: str, mesh: Mesh) -> None:
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
-    The newest, the best and every `keep_every`-th stay."""
+    The newest, the best and every `keep_every`-th stay.
+    """
     every = checkpoints_in(folder)
     best = best_of(every)
     passing = [one for one in every if keep_every is None or step_of(one) % keep_every]

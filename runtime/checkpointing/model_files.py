@@ -79,7 +79,8 @@ class Destination:
 def destination(text: str, mesh: Mesh, *, beside: Location | None = None) -> Destination | None:
     """Parse --export and check it before training begins; exit if nothing can be written there.
 
-    Files of other programs are never replaced. `beside` is the folder of checkpoints."""
+    Files of other programs are never replaced. `beside` is the folder of checkpoints.
+    """
     if text == NONE or mesh.is_dry_run:
         return None
     to = Destination(location(text).resolve())
@@ -180,7 +181,8 @@ def files_of_model(
 ) -> ModelFiles:
     """Return the files of a model under its own names: one file, or shards in a folder.
 
-    `tied` maps the other names of tied weights to the first name."""
+    `tied` maps the other names of tied weights to the first name.
+    """
     shards = list(_shards(entries, shard_bytes=SHARD_BYTES if to.is_folder else None))
     weights = tuple(
         WeightsFile(
@@ -198,7 +200,8 @@ def write_model(
 ) -> None:
     """Write tensors in the order of their entries; an earlier export stays until all are written.
 
-    Other files are written only where no file of another program has their name."""
+    Other files are written only where no file of another program has their name.
+    """
     folder = to.path if to.is_folder else to.path.parent
     is_again = any(to.earlier())
     others = {

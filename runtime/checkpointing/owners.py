@@ -191,7 +191,8 @@ class _HeldShard:
 class Owners:
     """Who writes which shard. Agreed on once, and again when a rank holds other tensors.
 
-    An optimizer creates the states of a parameter at its first gradient."""
+    An optimizer creates the states of a parameter at its first gradient.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -258,7 +259,8 @@ def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
 
     Large ones are split by rows; a small one goes to the rank with the least to write.
 
-    A buffer is written by the first rank that holds it: running statistics differ between ranks."""
+    A buffer is written by the first rank that holds it: running statistics differ between ranks.
+    """
     holders = _holders(ranks)
     elements = sum(one.chunks.elements for one in holders)
     piece = max(1, elements // (_PIECES * len(ranks)))

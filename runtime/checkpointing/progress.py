@@ -229,7 +229,8 @@ class StepLine:
 class Progress:
     """What the first rank prints during training; times are means since the last line.
 
-    Numbers are read from the device at these steps only."""
+    Numbers are read from the device at these steps only.
+    """
 
     def __init__(
         self,

@@ -64,7 +64,8 @@ class HostRoom:
 def blocks_of(flat: Iterable[Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of flat tensors. A block is valid until the next one is requested.
 
-    Tensors on a device are copied block by block: one block is copied while another is used."""
+    Tensors on a device are copied block by block: one block is copied while another is used.
+    """
     staged = _Staged()
     coming: Tensor | None = None
     for part in _parts(flat):
@@ -91,7 +92,8 @@ class _Staged:
     def started(self, part: Tensor) -> Tensor:
         """Start copying a block to the host and return its buffer.
 
-        A host tensor is returned as it is."""
+        A host tensor is returned as it is.
+        """
         if part.device.type != "cuda":
             return part
         if not self._blocks:

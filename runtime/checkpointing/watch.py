@@ -112,7 +112,8 @@ def _axis(described: str) -> str:
 def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
     """Return the ranks that hold others up, with the collective they have not started.
 
-    A rank that itself waits for a collective is not to blame, unless all ranks wait."""
+    A rank that itself waits for a collective is not to blame, unless all ranks wait.
+    """
     waited = [one.waits_for for one in ranks.values() if one.waits_for is not None]
     idle = {rank: one for rank, one in ranks.items() if one.waits_for is None}
     found: dict[int, str] = {}
@@ -166,7 +167,8 @@ class RollCallResult:
 class RollCall:
     """A roll call of all ranks, on one of them.
 
-    `word` identifies this call; `nodes` is the node of each rank."""
+    `word` identifies this call; `nodes` is the node of each rank.
+    """
 
     def __init__(
         self,

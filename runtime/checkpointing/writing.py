@@ -72,7 +72,8 @@ def exported_of(
 def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
     """Return the dtype to export: the constructor's, except after a training in float64.
 
-    Such a training is compared with another one to the last digit."""
+    Such a training is compared with another one to the last digit.
+    """
     is_exact = held is torch.float64
     return held if is_exact or not built.is_floating_point else built
 
@@ -144,7 +145,8 @@ def snapshot(
 ) -> CheckpointSnapshot | str:
     """Take a snapshot to write to a new folder, or return why that is impossible.
 
-    `built` are the dtypes that the constructor chose. An export from the checkpoint uses them."""
+    `built` are the dtypes that the constructor chose. An export from the checkpoint uses them.
+    """
     mesh = agreed.mesh
     local_tensors = everything_held(parts, optimizer)
     owned = agreed.owned(local_tensors)

@@ -149,7 +149,8 @@ Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 class RankRows(Sampler[list[RowPlace]]):
     """The positions of this data rank's microbatches, reshuffled in each epoch.
 
-    This rank reads only the slice `read` of each microbatch. The first `skip` rows are not read."""
+    This rank reads only the slice `read` of each microbatch. The first `skip` rows are not read.
+    """
 
     def __init__(
         self, length: int, dealing: Dealing, epochs: Epochs, *, read: slice, seed: int, skip: int
@@ -365,7 +366,8 @@ def synthetic_batches(
 def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) -> Batch:
     """Return a batch with all rows of a microbatch, except for keys in `own`.
 
-    Ranks have read a share each. Each other key takes one all-gather, usually of few numbers."""
+    Ranks have read a share each. Each other key takes one all-gather, usually of few numbers.
+    """
     if axis.size == 1:
         return batch
     held = cut(((rows, 1),), axis.size)

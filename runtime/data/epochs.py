@@ -49,7 +49,8 @@ class Epochs:
     def passes(self, begun: int) -> Iterator[tuple[int | None, Iterator[int]]]:
         """Yield the remaining rows of each epoch, and the rows of each step that takes them.
 
-        With RUN_ON there is one endless epoch, whose number of rows is None."""
+        With RUN_ON there is one endless epoch, whose number of rows is None.
+        """
         if self.rows is None or self.last is LastRows.RUN_ON:
             yield None, repeat(self.per_step)
             return
@@ -104,7 +105,8 @@ class Epochs:
 def epochs_of(dataset: Any, options: Namespace, rows_per_step: int) -> Epochs:
     """Return how a dataset is grouped into steps; exit if the options do not fit the dataset.
 
-    Without a dataset (None), steps run on."""
+    Without a dataset (None), steps run on.
+    """
     if dataset is None:
         return Epochs(rows=None, per_step=rows_per_step)
     last, is_counted = LastRows(options.last_rows), options.epochs is not None

@@ -104,7 +104,8 @@ def _counted_ahead(
 def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
     """Yield a rank's microbatches with the weight for a loss that is a sum over rows.
 
-    Losses and gradients are averaged over data ranks, so the weight undoes that."""
+    Losses and gradients are averaged over data ranks, so the weight undoes that.
+    """
     return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 
 
@@ -140,7 +141,8 @@ def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """Scale a mean loss. A mean over no targets is nan, and counts as 0.
 
-    A 16-bit loss becomes float32, because sums and scaled losses do not fit 16 bits."""
+    A 16-bit loss becomes float32, because sums and scaled losses do not fit 16 bits.
+    """
     wide = torch.promote_types(loss.dtype, torch.float32)
     send_nothing_back(loss, scale)
     return loss.masked_fill(scale == 0, 0).to(wide) * scale.to(wide)
@@ -201,7 +203,8 @@ def loss_in(outputs: Any) -> Tensor:
 def mean_loss(own: Tensor, mesh: Mesh) -> float:
     """Return the loss of the step on every rank, from each rank's sum of scaled losses.
 
-    The sum is zero except on the last pipeline stage, and equal on the ranks of the tensor axis."""
+    The sum is zero except on the last pipeline stage, and equal on the ranks of the tensor axis.
+    """
     total = own.detach().double().reshape(1)
     if mesh.world.size > 1:
         total = summed(total, mesh.world)

@@ -62,7 +62,8 @@ def built_collate(new_collate: Callable[[], Any]) -> Collate:
 class Collated:
     """Calls the model file's collate function, and takes the model's inputs from its batch.
 
-    Random numbers drawn by it (masks, say) depend on the seed and the position of the first row."""
+    Random numbers drawn by it (masks, say) depend on the seed and the position of the first row.
+    """
 
     def __init__(
         self, collate: Collate, columns: Mapping[str, RowColumn], own: slice, *, seed: int
@@ -86,7 +87,8 @@ class Collated:
 def apart(columns: Row) -> Row:
     """Return columns so that no two share memory, because a model may write to one.
 
-    A collate function may return one tensor under two keys, or two views of one."""
+    A collate function may return one tensor under two keys, or two views of one.
+    """
     apart_ones: Row = {}
     for key, value in columns.items():
         others = (columns[other] for other in columns if other != key)

@@ -20,7 +20,8 @@ from autopar.runtime.ranks.transport import gathered, summed
 def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
     """Make every batch norm of a module take its statistics over an axis.
 
-    The instances take a subclass of their class: parameters, buffers and names stay as they are."""
+    The instances take a subclass of their class: parameters, buffers and names stay as they are.
+    """
     if axis.size == 1:
         return
     for child in module.modules():
@@ -32,7 +33,8 @@ def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
 def widen_norms(module: nn.Module) -> None:
     """Make norms with 16-bit weights and running statistics compute with fp32 weights.
 
-    With 16-bit inputs, CPU kernels accept only fp32 weights, and cuDNN is fastest with them."""
+    With 16-bit inputs, CPU kernels accept only fp32 weights, and cuDNN is fastest with them.
+    """
     for child in module.modules():
         keeps = isinstance(child, _BatchNorm) or getattr(child, "track_running_stats", False)
         if isinstance(child, _NormBase) and keeps and not isinstance(child, _ALREADY):
@@ -95,7 +97,8 @@ class _Synchronised(_BatchNorm):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the norm's class.
 
-        In training, with the statistics of the whole axis."""
+        In training, with the statistics of the whole axis.
+        """
         with _Asked({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
@@ -183,7 +186,8 @@ class _Normalise(torch.autograd.Function):
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
 
-    Sums of squares would also take one collective, but are inexact beside a large mean."""
+    Sums of squares would also take one collective, but are inexact beside a large mean.
+    """
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     unused, unread = x.new_zeros((2, channels), dtype=wide)  # the outputs take these tensors' dtype

@@ -82,7 +82,8 @@ class GradientBuckets:
     def narrow(self) -> dict[int, Tensor]:
         """Cast the parameters with hooks to their 16-bit dtype.
 
-        Return their fp32 values by parameter id; the optimizer continues from these."""
+        Return their fp32 values by parameter id; the optimizer continues from these.
+        """
         if self.half is None:
             return {}
         wide = [one for one in self.trainable.values() if one.dtype != self.half]
@@ -104,7 +105,8 @@ class GradientBuckets:
     def _watch(self, bucket: Bucket, place: int) -> None:
         """Register a hook for each gradient.
 
-        It moves into the bucket at once or with the whole bucket."""
+        It moves into the bucket at once or with the whole bucket.
+        """
 
         def gradient_is_here(_: Tensor) -> None:
             if not self.sync:

@@ -1,6 +1,7 @@
 """The loss of a model over the rows of an evaluation dataset.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one, with_gradients
 from autopar.runtime.evaluation.first_step import Plainly, first_step_checked

@@ -38,7 +38,8 @@ def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[Non
 def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Make a model compute as in training, but without gradients and random numbers.
 
-    Batch norms use their running statistics: those of a batch would need the rows of all ranks."""
+    Batch norms use their running statistics: those of a batch would need the rows of all ranks.
+    """
     with untouched(parts, mesh, seed), Undrawn():
         for part in parts:
             for module in part.modules():
@@ -50,7 +51,8 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Restore a model's modes and buffers and the random states afterwards.
 
-    There are no gradients inside. Random numbers drawn for rows are the same each time."""
+    There are no gradients inside. Random numbers drawn for rows are the same each time.
+    """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     modes = [(module, module.training) for part in parts for module in part.modules()]
     with ExitStack() as stack:
@@ -204,7 +206,8 @@ class Evaluation:
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
         """Yield each microbatch, how often its rows are repeated, the model's inputs, and its loss.
 
-        A pipeline reads several microbatches before it has the loss of the first."""
+        A pipeline reads several microbatches before it has the loss of the first.
+        """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
         def given() -> Iterator[Batch]:

@@ -63,7 +63,8 @@ class Plainly:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a model.
 
-        It is called with the batch's entries that its forward takes."""
+        It is called with the batch's entries that its forward takes.
+        """
         plain = {k: v for k, v in self.new_batch(1).items() if not isinstance(v, Tensor)}
         every = {**batch, **plain}
         parameters = inspect.signature(model.forward).parameters.values()

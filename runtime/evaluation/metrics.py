@@ -33,7 +33,8 @@ def over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
 class Outputs(dict[str, Any]):
     """A model output: a dataclass, or the output class of a library.
 
-    Entries are found by name, by attribute, and by index among those that are not None."""
+    Entries are found by name, by attribute, and by index among those that are not None.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -93,7 +94,8 @@ Measure: TypeAlias = Callable[[Any, Batch], Mapping[str, Tensor]]
 class RowMetrics:
     """The metrics of one evaluation: for each, the mean over all elements of all rows.
 
-    Without `measure` there are none. In a pipeline only the last stage measures."""
+    Without `measure` there are none. In a pipeline only the last stage measures.
+    """
 
     def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
         self._measure, self._mesh = measure, mesh
@@ -154,7 +156,8 @@ class RowMetrics:
 def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, str] | None:
     """Return why metrics have no mean over all rows and how to mend it, or None.
 
-    `like` are the names of an earlier batch."""
+    `like` are the names of an earlier batch.
+    """
     if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
         return (
             f"metrics() of the model file returns {_kinds(found)}",

@@ -72,7 +72,8 @@ class Dealer:
     def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
         """Yield this rank's microbatches, and how often each row is repeated.
 
-        While other ranks still have rows, a rank without any gets a microbatch repeated 0 times."""
+        While other ranks still have rows, a rank without any gets a microbatch repeated 0 times.
+        """
         left = iter(rows)
         while block := list(islice(left, self.block)):
             if len(block) == self.block:

@@ -1,6 +1,7 @@
 """The modules that a rank holds, and their classes.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.model.parts import (
     ROWS,

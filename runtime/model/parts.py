@@ -48,7 +48,8 @@ def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
 def starred(name: str) -> tuple[str, ...]:
     """Yield the name with stars in place of some of its numbers, fewest stars first.
 
-    "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*"."""
+    "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
+    """
     parts = name.split(".")
     places = [place for place, part in enumerate(parts) if part.isdecimal()]
     chosen = (some for count in range(len(places)) for some in combinations(places, count + 1))
@@ -166,7 +167,8 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
     """Give modules subclasses of their classes, and the tensor axis as an attribute.
 
-    In the modules' names * stands for the number of a layer."""
+    In the modules' names * stands for the number of a layer.
+    """
     begin_anew(model)
     modules = dict(model.named_modules())
     for name, kind in named(classes, modules).items():

@@ -1,6 +1,7 @@
 """Gradient clipping, and the optimizer step on a rank's shards.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.optimizer.building import (
     adamw,

@@ -330,7 +330,8 @@ def build_scheduler(
 ) -> LRScheduler:
     """Build a scheduler; exit if that fails, or if any of its steps does.
 
-    The first rank tries all steps on an optimizer without values."""
+    The first rank tries all steps on an optimizer without values.
+    """
     with told(_NAME, factory):
         scheduler = factory(optimizer)
     if not callable(getattr(scheduler, "step", None)):

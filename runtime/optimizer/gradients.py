@@ -62,7 +62,8 @@ def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
 def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a gradient, zeros if the loss did not reach the parameter.
 
-    Under ZeRO-1, other stages hold the same part only if the parameter has its own bucket."""
+    Under ZeRO-1, other stages hold the same part only if the parameter has its own bucket.
+    """
     buckets = buckets_of(part)
     for bucket in () if buckets is None else buckets.buckets:
         here = [n for n, other in enumerate(bucket.parameters) if other is parameter]
@@ -122,7 +123,8 @@ _LARGE_BYTES = 2**20
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
     """Sum the partial gradients of R parameters over the axis, in place for those of a bucket.
 
-    A large gradient has its own message; small ones are sent together, one message per dtype."""
+    A large gradient has its own message; small ones are sent together, one message per dtype.
+    """
     if axis.size == 1:
         return
     partial = [one.held for one in held_gradients(model_parts) if is_listed(one.name, names)]
@@ -142,7 +144,8 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
 def _end_to_end(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors flattened; neighbours in the same memory become one tensor.
 
-    A bucket has gradients in the backward's order, so the next one lies before the last one."""
+    A bucket has gradients in the backward's order, so the next one lies before the last one.
+    """
     runs: list[Tensor] = []
     for flat in (one.view(-1) for one in tensors):
         merged = _merged(runs[-1], flat) if runs else None
@@ -279,7 +282,8 @@ class LossScale:
     def unscale(self, model_parts: Iterable[nn.Module]) -> bool:
         """Divide the gradients by the scale, and return whether those of all ranks are finite.
 
-        This also updates the scale for the next step, equally on all ranks."""
+        This also updates the scale for the next step, equally on all ranks.
+        """
         single: dict[str, Any] = {"device": self._mesh.device, "dtype": torch.float32}
         overflow, inverse = torch.zeros(1, **single), torch.full((1,), 1.0 / self.value, **single)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)

@@ -51,7 +51,8 @@ class LocalPiece:
     def place(self) -> Tensor:
         """The part of the parameter's current memory that this is a piece of.
 
-        Before the first forward, fully_shard moves shards to pad them to one size."""
+        Before the first forward, fully_shard moves shards to pad them to one size.
+        """
         return local_tensor(self.parameter).detach()
 
     def take_gradient(self) -> None:
@@ -106,7 +107,8 @@ def local_pieces(
 def target_of(place: Tensor, held: Tensor) -> nn.Parameter:
     """Return a parameter that shares a tensor's memory, or an fp32 copy if that is 16-bit.
 
-    The copy has the values of `held`, which may be more exact than the tensor's."""
+    The copy has the values of `held`, which may be more exact than the tensor's.
+    """
     is_half = place.dtype in HALF_DTYPES
     return nn.Parameter(held.to(torch.float32, copy=True) if is_half else place)
 

@@ -1,6 +1,7 @@
 """Pipeline stages under torch's schedules.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.pipeline.schedules import (
     Pipeline,

@@ -75,7 +75,8 @@ class TiedWeights:
     def sum_gradients(self) -> None:
         """Sum the gradients of all copies, each rank for the part that it holds.
 
-        Under ZeRO-1 all stages hold the same part if the tie is in `apart` (see wrap())."""
+        Under ZeRO-1 all stages hold the same part if the tie is in `apart` (see wrap()).
+        """
         for tie, copies in self._held:
             gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
             if gradients[0].numel():
@@ -275,7 +276,8 @@ class Stage(TorchStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         """Run the forward of one microbatch, and keep the tensors for its backward.
 
-        torch's own method searches nested inputs and outputs, and formats them for its log."""
+        torch's own method searches nested inputs and outputs, and formats them for its log.
+        """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
         if self._shapes:
             receives(self.submod, self._shapes[fwd_chunk_id].lengths)

@@ -1,6 +1,7 @@
 """The processes of a training: the device mesh, messages, and what is printed.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, join_streams, start, stop
 from autopar.runtime.ranks.options import read_options

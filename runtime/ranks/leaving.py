@@ -66,7 +66,8 @@ _BAR = 30  # characters
 def say(text: object, to: TextIO | None = None) -> None:
     """Print a line to stderr, or another stream, and erase a progress bar there.
 
-    Control characters are spelled out, and passwords in URLs are hidden."""
+    Control characters are spelled out, and passwords in URLs are hidden.
+    """
     stream = sys.stderr if to is None else to
     # One write call: print writes the newline separately, and ranks share the console.
     stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
@@ -81,7 +82,8 @@ def is_terminal(stream: TextIO) -> bool:
 def draw_bar(done: int, whole: int, seconds_left: float) -> None:
     """Draw a progress bar on stdout.
 
-    The cursor stays at the start, so that a line overwrites it."""
+    The cursor stays at the start, so that a line overwrites it.
+    """
     filled = _BAR * done // whole
     text = f"step {done:>6}   {'━' * filled}{'─' * (_BAR - filled)} {done / whole:4.0%}"
     text += f"   {timedelta(seconds=round(seconds_left))} left"
@@ -204,7 +206,8 @@ def leave_with_others() -> None:
 class Room:
     """Where leaving ranks meet: those of a training, or of a node before it begins.
 
-    Each start has keys of its own in the store, once its ranks have joined."""
+    Each start has keys of its own in the store, once its ranks have joined.
+    """
 
     store: Any
     rank: int
@@ -311,7 +314,8 @@ def _end_undisturbed(code: int) -> None:
 def _leave_groups() -> None:
     """Abort nccl's groups, which would otherwise wait at exit for messages that never come.
 
-    torch's destroy_process_group waits for all ranks, which may not know that this one leaves."""
+    torch's destroy_process_group waits for all ranks, which may not know that this one leaves.
+    """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         with suppress(RuntimeError):
             dist.distributed_c10d._abort_process_group()

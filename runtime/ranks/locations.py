@@ -162,7 +162,8 @@ class StorePath:
     def _info(self) -> dict[str, Any] | None:
         """Return the store's entry for it, or None if there is none.
 
-        A store that does not respond raises an error, so that a file is not taken for missing."""
+        A store that does not respond raises an error, so that a file is not taken for missing.
+        """
         try:
             with _as_os_errors(self.url):
                 store, path = self._opened()
@@ -242,7 +243,8 @@ def head_of(file: Location, count: int) -> bytes:
 def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
     """Write a file block by block; when this returns, it is on the disk or in the store.
 
-    After an error, no half-written file stays, because disk space may be short."""
+    After an error, no half-written file stays, because disk space may be short.
+    """
     if isinstance(to, StorePath):
         to.write(blocks)
         return
@@ -300,7 +302,8 @@ _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 def is_named_as_file(text: str, *, but: str = "") -> bool:
     """Whether a path looks like a file: w.bin does; llama-3.1 and w.bin/ are folders.
 
-    An existing folder is a folder whatever its name is. `but` is an ending to ignore."""
+    An existing folder is a folder whatever its name is. `but` is an ending to ignore.
+    """
     with suppress(OSError):  # the name is too long
         if text.endswith("/") or ("://" not in text and Path(text).is_dir()):
             return False
@@ -313,7 +316,8 @@ def refuse_no_file(
 ) -> None:
     """Exit if a file cannot be created there, or would be inside a checkpoint.
 
-    `beside` is the folder where this training writes checkpoints, if any."""
+    `beside` is the folder where this training writes checkpoints, if any.
+    """
     try:
         check_regular(path)
         if path.is_dir():

@@ -63,7 +63,8 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 def stop_with_parent() -> None:
     """Make the kernel send SIGTERM to this process when its parent ends (Linux only).
 
-    Otherwise the ranks of a killed torchrun would train on unnoticed."""
+    Otherwise the ranks of a killed torchrun would train on unnoticed.
+    """
     if _prctl is not None:
         _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 

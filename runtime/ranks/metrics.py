@@ -153,7 +153,8 @@ _NO_CURVES = ("step", "unit", "seconds_left")
 class Curves:
     """Writes the curves of --tensorboard, if that is given.
 
-    Curves of an earlier training are hidden from step `begun` on."""
+    Curves of an earlier training are hidden from step `begun` on.
+    """
 
     def __init__(
         self, folder: Path | None, mesh: Mesh, *, begun: int, beside: Location | None = None
@@ -223,7 +224,8 @@ class Event(StrEnum):
 class Metrics:
     """Writes the lines of --metrics and curves, if these are given.
 
-    Each line is written in one call. After a kill, at most the last line is incomplete."""
+    Each line is written in one call. After a kill, at most the last line is incomplete.
+    """
 
     def __init__(
         self, path: Path | None, mesh: Mesh, curves: Curves, *, beside: Location | None = None

@@ -39,7 +39,8 @@ _RENDEZVOUS_ROOM = "autopar/start"
 def store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return the store through which the ranks of one start find each other.
 
-    Exits if they do not meet in time."""
+    Exits if they do not meet in time.
+    """
     try:
         return _store_of(rank, world_size, timeout)
     except (TimeoutError, DistError):
@@ -127,7 +128,8 @@ _MOST_TOLD = 200  # characters of an error that are printed
 def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator[None]:
     """Make groups created inside listen on addresses that other nodes reach.
 
-    If a node cannot be reached, all nodes exit with one message that says what to set."""
+    If a node cannot be reached, all nodes exit with one message that says what to set.
+    """
     if number_in("LOCAL_WORLD_SIZE", default=world_size) >= world_size:
         yield
         return

@@ -44,7 +44,8 @@ def set_generator_states(states: States) -> None:
 def _device_in_use() -> Any | None:
     """Return torch's module for the accelerator (torch.cuda), if this process already uses it.
 
-    Asking a GPU for its generator's state would initialise it."""
+    Asking a GPU for its generator's state would initialise it.
+    """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None

@@ -177,7 +177,8 @@ def _group_of_this_rank(
 ) -> dist.ProcessGroup | None:
     """Create disjoint groups, and return this rank's group, or None.
 
-    nccl splits all of them off the world's communicator in one call."""
+    nccl splits all of them off the world's communicator in one call.
+    """
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:

@@ -72,7 +72,8 @@ class _Of(Enum):
 def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
     """Exit if the code inside raises an error; `what` names the code, such as "build_dataset()".
 
-    `of` is the user's function to name if the traceback has no line of the user's."""
+    `of` is the user's function to name if the traceback has no line of the user's.
+    """
     try:
         yield
     except LeavingError:
@@ -144,7 +145,8 @@ def verdict_of(error: BaseException) -> Verdict:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    If the user's own code raised the error because of another one, its text is printed."""
+    If the user's own code raised the error because of another one, its text is printed.
+    """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]
     if cause is None or raised != [_Of.LIBRARY] or not failing_at(cause):
@@ -221,7 +223,8 @@ def source_digest(paths: Iterable[Path]) -> str:
 def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, mesh: Mesh) -> None:
     """Print a note on the first rank if the model file, or a file it imports, has changed.
 
-    `names` are relative to the folder of the model file."""
+    `names` are relative to the folder of the model file.
+    """
     found = _changed(model_file, names, digest)
     if found and mesh.rank == 0:
         say(

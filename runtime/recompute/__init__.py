@@ -1,6 +1,7 @@
 """Layers that are recomputed in the backward.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.recompute.running_again import recompute
 from autopar.runtime.recompute.written_buffers import update_once

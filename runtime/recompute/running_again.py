@@ -124,7 +124,8 @@ def run_alike(
 def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     """Return a function that copies arguments in their current state.
 
-    None if they are immutable."""
+    None if they are immutable.
+    """
     args, kwargs = given
     if all(map(_is_plain, (*args, *kwargs.values()))):
         return None

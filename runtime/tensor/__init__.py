@@ -1,6 +1,7 @@
 """Tensors split over ranks: who holds which part, and how parts are exchanged.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.tensor.collectives import (
     exchange,

@@ -52,7 +52,8 @@ def put_into(tensor: Tensor, source: Tensor) -> None:
 def made_like(tensor: AnyTensor, original: Tensor) -> AnyTensor:
     """Give a replacement tensor the class and the attributes of the original.
 
-    A DTensor gets a class that derives from both."""
+    A DTensor gets a class that derives from both.
+    """
     own: Any = type(tensor)
     wanted = next(one for one in type(original).__mro__ if not _computes(one))
     if has_own_ops(tensor):

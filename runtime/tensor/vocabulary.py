@@ -159,7 +159,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
     """Return this rank's four statistics per target, which the other ranks need.
 
-    16-bit logits are reduced in fp32, without an fp32 copy of them all."""
+    16-bit logits are reduced in fp32, without an fp32 copy of them all.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     lowest = torch.finfo(wide).min  # not −∞, because −∞ − (−∞) is nan
     if not logits.shape[-1]:

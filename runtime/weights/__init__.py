@@ -1,6 +1,7 @@
 """The initial values of parameters: from the constructor, or from files.
 
-Scripts import from here; files import from each other."""
+Scripts import from here; files import from each other.
+"""
 
 from autopar.runtime.weights.initial_weights import Recipe, record
 from autopar.runtime.weights.loading import load_weights

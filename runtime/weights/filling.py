@@ -89,7 +89,8 @@ _WIDE = {torch.complex64: torch.complex128}
 def in_float64(model: nn.Module) -> nn.Module:
     """Convert a model to float64, complex tensors to complex128, in place; return it.
 
-    model.to(torch.float64) would drop the imaginary parts of complex tensors."""
+    model.to(torch.float64) would drop the imaginary parts of complex tensors.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.data = tensor.data.to(_wide(tensor))

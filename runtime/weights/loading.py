@@ -121,7 +121,8 @@ class Begun:
     def values(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield the possible initial values of a tensor; the caller compares to see which it was.
 
-        The files may have changed, or the training may have been resumed from a checkpoint."""
+        The files may have changed, or the training may have been resumed from a checkpoint.
+        """
         stored = None if self._stored is None else self._stored.source(names)
         if stored is not None:
             yield stored[...]

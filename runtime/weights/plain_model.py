@@ -112,7 +112,8 @@ def _fresh_seed() -> int:
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether an op draws numbers.
 
-    Attention is tagged as random in torch, but draws by other ops."""
+    Attention is tagged as random in torch, but draws by other ops.
+    """
     if not isinstance(func, OpOverload):
         return True
     name = func.__name__

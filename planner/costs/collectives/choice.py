@@ -79,7 +79,8 @@ def sent_share(collective: Collective, ranks: int) -> float:
 
 def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -> float:
     """Return the seconds at a payload; less than the least takes as long, more than the most
-    takes as much longer as it is larger."""
+    takes as much longer as it is larger.
+    """
     after = bisect_left([size for size, _ in points], payload_bytes)
     if after == 0:
         return points[0][1]

@@ -353,7 +353,8 @@ def _embedding(case: OpCase) -> OpSeconds:
 
 def _cross_entropy(case: OpCase) -> OpSeconds:
     """log_softmax reads and writes the logits; backward fills the loss' gradient, then reads it
-    and the probabilities and writes the logits' gradient."""
+    and the probabilities and writes the logits' gradient.
+    """
     if not case.shapes.signature.letters:
         return traffic_seconds(case)
     logits = case.op.inputs[0]

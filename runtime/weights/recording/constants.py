@@ -164,7 +164,8 @@ def loading_maps() -> Iterator[None]:
 def in_all_threads(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Enter a context here, in threads started inside, and in pool workers.
 
-    torch's modes belong to one thread; ops of other threads would not be recorded."""
+    torch's modes belong to one thread; ops of other threads would not be recorded.
+    """
     here = local()
     start, submit = Thread.start, ThreadPoolExecutor.submit
 

@@ -1,6 +1,7 @@
 """Answers a constructor's questions about devices and values of recorded tensors.
 
-Many initialisers skip tensors on meta, and constructors read small tables of numbers."""
+Many initialisers skip tensors on meta, and constructors read small tables of numbers.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from autopar.runtime.weights.recording.recording import META, ConstructorRecordi
 def new_objects_apart() -> Iterator[None]:
     """Freeze existing objects, so that the garbage collector only lists new ones.
 
-    There are hundreds of thousands of them; looking at each takes half a second."""
+    There are hundreds of thousands of them; looking at each takes half a second.
+    """
     gc.freeze()
     try:
         yield

@@ -225,7 +225,8 @@ class SavedForm:
 def saved_form(model: nn.Module) -> SavedForm | None:
     """Return what the model's `save_pretrained` would write, or None if it has none.
 
-    The model is whole, on the meta device, and its method may change it."""
+    The model is whole, on the meta device, and its method may change it.
+    """
     save: Callable[[Path], Any] | None = getattr(model, "save_pretrained", None)
     if save is None:
         return None

@@ -27,7 +27,8 @@ Range: TypeAlias = tuple[int, int]
 class Box:
     """A view that is a box of a tensor: its start, and the tensor's dim of each of its own dims.
 
-    A dim of one element has none."""
+    A dim of one element has none.
+    """
 
     start: tuple[int, ...]
     dims: tuple[int | None, ...]
