@@ -1,4 +1,4 @@
-"""How numbers are held in training, and how many bytes that takes."""
+"""The dtypes of a training, and their bytes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autopar.planner.graph.ops import MODEL_DTYPE
 
 
 class Precision(StrEnum):
-    """How the model's own floating type is held in training."""
+    """The dtype of the model's own floating tensors in training."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # bf16 weights and activations, fp32 gradients, master weights and moments
-    FP16 = "fp16"  # the same in fp16, with a loss that is scaled
+    FP16 = "fp16"  # the same in fp16, with a loss scale
 
     @property
     def torch_name(self) -> str:
-        """What torch calls it."""
+        """torch's name."""
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
 
     @property
@@ -30,7 +30,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What the device's kernels keep: flash attention always, one byte of dropout mask if fused."""
+    """What kernels save: flash attention always; a dropout mask of one byte if fused."""
 
     fused_dropout: bool = True
 
@@ -40,7 +40,7 @@ FUSED = Kernels()
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "f32": 4,
      "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-     # pairs of the model's own type, which only the trace holds in float64
+     # complex numbers of the model's own dtype, traced in float64
      "complex64": 8, "complex128": 8}
 )  # fmt: skip
 
@@ -60,9 +60,9 @@ def optimizer_bytes(precision: Precision, moments: float) -> float:
 
 
 def copy_bytes(precision: Precision) -> int:
-    """Return what an optimizer's step moves per element beside fp32 state.
+    """Return the bytes per element that an optimizer step moves beside fp32 states.
 
-    The new weight in 16 bits; under fp16 the gradient is read and written once more, to take the
-    scale of the loss out of it and to look for overflow.
+    The new 16-bit weight is written. With fp16 the gradient is read and written once more, to
+    unscale it and to check for overflow.
     """
     return {Precision.FP32: 0, Precision.BF16: 2, Precision.FP16: 2 + 2 * GRADIENT_BYTES}[precision]

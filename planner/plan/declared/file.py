@@ -1,4 +1,4 @@
-"""Turns a constraints file, options and the rows of plan.json into declarations."""
+"""Turns a constraints file, options and plan.json's rows into declarations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.planner.plan.declared.settings import declare, keys_of, read_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredDocument:
-    """One constraint as it lies in a file; the field tells the type of the value."""
+    """A constraint in a file; the field determines the type of the value."""
 
     place: str
     field: str
@@ -40,7 +40,7 @@ class DeclaredDocument:
 
 
 def declared_document(one: Declared) -> DeclaredDocument:
-    """Return one constraint as it lies in a file."""
+    """Return a constraint in the form of a file."""
     return DeclaredDocument(
         place=one.place,
         field=one.field,
@@ -51,7 +51,7 @@ def declared_document(one: Declared) -> DeclaredDocument:
 
 
 def declared_of(document: DeclaredDocument) -> Declared:
-    """Return the constraint that a row holds; raise ValueError where there is none such."""
+    """Return the constraint in a row; raises ValueError if it is invalid."""
     if document.field not in _FIELDS:
         raise ValueError(f"constraints: there is no {document.field!r} to declare")
     try:
@@ -73,7 +73,7 @@ _FIELDS = frozenset(field.name for field in fields(Constraints)) - {"declared"}
 
 
 def _adapter(field: str) -> TypeAdapter[Any]:
-    """Return what reads the values of a field of Constraints, or one of its rules."""
+    """Return the parser of a field's values, or of one of its rules."""
     hint = get_type_hints(Constraints)[field]
     return TypeAdapter(get_args(hint)[0] if field in RULES else hint)
 
@@ -83,13 +83,13 @@ Rule = SplitRule | StagePin | RecomputePin
 
 
 def read_constraints(path: Path) -> tuple[Declared, ...]:
-    """Return what a file declares."""
+    """Return the declarations in a file."""
     source = read_given(path, what="the constraints file")
     return parse_constraints(source, where=str(path))
 
 
 def parse_constraints(source: str, *, where: str) -> tuple[Declared, ...]:
-    """Return what a text declares; `where` names the text in messages."""
+    """Return the declarations in a text; `where` names it in messages."""
     table = parsed(source, where=where)
 
     def origin(place: str) -> str:
@@ -117,7 +117,7 @@ def _declared(table: Mapping[str, object], origin: Callable[[str], str]) -> Iter
 
 
 def _refuse_misplaced(table: Mapping[str, object]) -> None:
-    """Refuse a cluster file, and keys of a section that stand before any section."""
+    """Raise for a cluster file, and for keys that are not in their section."""
     if "nodes" in table:
         raise InputError("this is a cluster file", fix="give it by --cluster")
     for key in table:
@@ -199,16 +199,16 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "batch": "microbatch",
         "batch_size": "microbatch",
     }
-)  # what others call the keys of --pin
+)  # aliases of --pin's keys
 
 
 def gathered_constraints(
     pins: Sequence[str], options: Mapping[str, object], file: Path | None
 ) -> Constraints:
-    """Return all that was declared; what the command line says holds against the file.
+    """Return all declarations; the command line overrides the file.
 
-    `options` are the values of `--max-tp` and its like by their place in a file ("limits.tp");
-    None where an option was not given.
+    `options` are the values of `--max-tp` and others by their place in a file ("limits.tp"); None
+    if not given.
     """
     declared = [] if file is None else list(read_constraints(file))
     declared += parse_pins(pins)
@@ -224,7 +224,7 @@ def _given(options: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, obje
 
 
 def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared, ...]:
-    """Return what texts such as "dp=2,tp=4" pin."""
+    """Return the pins in texts such as "dp=2,tp=4"."""
     pins: dict[str, Declared] = {}
     for text in texts:
         for pair in text.split(","):
