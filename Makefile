@@ -43,7 +43,7 @@ imports: setup
 pytest: setup
 	$(BIN)/pytest -n $(JOBS)
 
-golden: setup  # remakes what is compared, and the output shown in the README
+golden: setup  # remakes what is compared, the notebook, and the output shown on pages
 	$(BIN)/python docs/render_readme.py
 	$(BIN)/python -m tests.codegen.golden
 

@@ -11,7 +11,7 @@ __all__ = ["AutoparError", "Plan", "__version__", "load", "plan"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the API when it is asked for: a script that trains needs the runtime alone."""
+    """Import the API on first use: a script that trains needs only the runtime."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autopar import api

@@ -11,13 +11,14 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line, and end threads of the model file that would never end."""
+    """Run the command line, and end threads of the model file that would run for ever."""
     _take_signals()
     try:
-        from autopar.cli import main as run  # once signals are taken: imports take seconds
+        # imported after signal handlers are set, because it takes seconds
+        from autopar.cli import main as run
 
         run()
-    except KeyboardInterrupt:  # in these imports
+    except KeyboardInterrupt:  # during these imports
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
     except SystemExit as leaving:
@@ -33,15 +34,16 @@ def main() -> None:
 
 
 def _take_signals() -> None:
-    """Have a command that is told to end do so as by Ctrl-C: it leaves nothing half-written."""
+    """Make SIGTERM act like Ctrl-C, so that nothing is left half-written."""
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
+        # nohup has set SIGHUP to be ignored
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
 
 
 def _is_endless(thread: threading.Thread) -> bool:
-    """Whether Python would wait for a thread at its end, and has waited for some time already."""
+    """Whether Python would wait for a thread at exit, and has already waited for some time."""
     ends_with_python = thread.daemon or thread in pools._threads_queues
     if ends_with_python or thread is threading.main_thread():
         return False

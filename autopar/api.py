@@ -45,14 +45,14 @@ Value = str | int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to split a training, and what can be done with that."""
+    """How to split a training; with methods to write, explain and verify it."""
 
-    content: Content  # all that plan.json says
-    folder: Path  # relative paths of the model file are seen from here
-    curve: Curve | None = None  # of each number of devices, where several were compared
+    content: Content  # the contents of plan.json
+    folder: Path  # relative paths of the model file start here
+    curve: Curve | None = None  # one plan per number of devices, if several were compared
 
     def __str__(self) -> str:
-        """Return the plan in a line, with the predicted step."""
+        """Return the plan and its predicted step in one line."""
         content = self.content
         return (
             f"{content.model.name} on {content.machines.devices} × {content.machines.device}: "
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def prediction(self) -> Prediction:
-        """The step's seconds term by term, and what each stage computes and holds."""
+        """The step's seconds term by term, and each stage's compute and memory."""
         return self.content.prediction
 
     @property
@@ -76,13 +76,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster another plan might be, as a share of the step: 0.0 where none is."""
+        """How much faster another plan could be, as a share of the step; 0.0 if none is faster."""
         return self.content.proof.gap
 
     def write(self, folder: str | Path = ".", *, force: bool = False) -> Path:
-        """Write plan.json and train.py into a folder, and return where the script is.
+        """Write plan.json and train.py into a folder, and return the script's path.
 
-        A script that was changed by hand is overwritten by force alone.
+        A script that was changed by hand is overwritten only with `force`.
         """
         place = _path(folder)
         refuse_named_as_file(place, option="write", expected=PLAN_FOLDER)
@@ -93,29 +93,29 @@ class Plan:
         return place / SCRIPT_NAME
 
     def emit(self, path: str | Path = SCRIPT_NAME, *, force: bool = False) -> Path:
-        """Write the training script alone, and return where it is."""
+        """Write the training script alone, and return its path."""
         place = _path(path)
         write_whole(place, self._script(place, force=force), what="the script")
         return place
 
     def _script(self, place: Path, *, force: bool) -> str:
-        """Return the script for a place where nothing of others is in the way."""
+        """Return the script for a path; raises if that is a file of another program."""
         refuse_replacing(place, model_path(self.content.model.spec))
         if not force:
             refuse_overwriting(place)
         return emit(self.content, destination=place, folder=self.folder)
 
     def explain(self) -> Explanation:
-        """Return why the plan is what it is: time, stages, memory, communication, splits."""
+        """Return the reasons for the plan: time, stages, memory, communication, splits."""
         return explain(self.content, *parts_of(self.content, where="the plan"))
 
     def verify(
         self, script: str | Path | None = None, *, steps: int = 5, half_steps: int = 30
     ) -> TrainingComparison:
-        """Train a few steps by a script on CPU processes and in one process; return how far apart.
+        """Train a few steps with a script on CPU processes and in one process, and compare.
 
-        Without a script it is the one that the plan emits. `is_within(1e-9)` says whether they
-        train alike, in float64, and in the plan's own 16 bits as near to fp32 as plain PyTorch.
+        Without `script`, the plan's own script is used. `is_within(1e-9)` says whether both train
+        alike: equal in float64, and in the plan's 16-bit dtype as close to fp32 as plain PyTorch.
         """
         with TemporaryDirectory(prefix="autopar-verified-") as name:
             path = self.emit(Path(name) / SCRIPT_NAME) if script is None else _path(script)
@@ -165,7 +165,7 @@ def plan(
 
 
 def load(path: str | Path, *, model: str | Path | None = None) -> Plan:
-    """Return the plan of a plan.json, or of its folder; `model` is where its file has moved to."""
+    """Return the plan in a plan.json or its folder; `model` is the model file, if it has moved."""
     place = _path(path)
     folder = place if place.is_dir() else place.parent
     content = with_model(read_plan(place), folder, None if model is None else str(model))
@@ -173,7 +173,7 @@ def load(path: str | Path, *, model: str | Path | None = None) -> Plan:
 
 
 def _path(text: str | Path) -> Path:
-    """Return a path; an empty text would be the current folder, as if that had been named."""
+    """Return a path. Raises for an empty string, which would mean the current folder."""
     if not str(text).strip():
         raise InputError("a path is empty")
     return Path(text)

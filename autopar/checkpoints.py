@@ -1,4 +1,4 @@
-"""Checkpoints looked at without a training: listed, compared, exported."""
+"""Lists, compares and exports checkpoints without a training."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ _BROKEN = "set aside by a training, as it was not whole"
 
 
 class DamagedCheckpointError(AutoparError):
-    """A checkpoint that is not as it was written."""
+    """A checkpoint is not as it was written."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoint:
-    """A checkpoint in a folder; what its manifest says is None where that cannot be read."""
+    """A checkpoint in a folder; fields from the manifest are None if it cannot be read."""
 
     folder: Location
     faults: tuple[str, ...]
@@ -79,29 +79,29 @@ class KeptCheckpoint:
 
     @property
     def evaluation(self) -> float | None:
-        """The loss of an evaluation after the checkpoint's step, if there was one."""
+        """The loss of an evaluation after the checkpoint's step, or None."""
         return None if self.manifest is None else self.manifest.moment.evaluation
 
 
 def kept_in(folder: Location) -> list[KeptCheckpoint]:
-    """Return the checkpoints of a folder, the oldest first; sizes of their files are compared."""
+    """Return the checkpoints of a folder, the oldest first; only sizes of files are checked."""
     return [_looked_at(one, check=check_size) for one in _folders(folder)]
 
 
 def verified_in(folder: Location) -> list[KeptCheckpoint]:
-    """Return the checkpoints of a folder, the oldest first, after reading every byte of them."""
+    """Return the checkpoints of a folder, the oldest first; every byte is checked."""
     return [_looked_at(one, check=check_file) for one in _folders(folder)]
 
 
 def left_in(folder: Location) -> Iterator[tuple[Location, str]]:
-    """Yield folders that are no checkpoints of a training, with what they are."""
+    """Yield folders that are not checkpoints, and what they are."""
     place = _place(folder)
     yield from ((one, _UNFINISHED) for one in unfinished_in(place))
     yield from ((one, _BROKEN) for one in located(place, f"{STEP}*{BROKEN}"))
 
 
 def whole_checkpoint(path: Location) -> Checkpoint:
-    """Return the checkpoint that is named, or the newest of a folder, or refuse a damaged one."""
+    """Return the named checkpoint, or the newest in a folder; raises if it is damaged."""
     folder = _folders(path)[-1]
     found = _looked_at(folder, check=check_file)
     if found.manifest is None or found.faults:
@@ -114,7 +114,7 @@ def whole_checkpoint(path: Location) -> Checkpoint:
 
 
 def _folders(path: Location) -> list[Location]:
-    """Return the checkpoint that a path names, or all in a folder or in that of a run."""
+    """Return the checkpoint at a path, or all checkpoints in a folder or in a run's folder."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "is not there"
         raise InputError(f"{path} {found}", expected="a folder of checkpoints, or one of them")
@@ -130,7 +130,7 @@ def _folders(path: Location) -> list[Location]:
 
 
 def _place(folder: Location) -> Location:
-    """Return where the checkpoints of a folder are, which may be that of a run."""
+    """Return the folder with the checkpoints; the given folder may be that of a run."""
     inside = folder / FOLDER
     if any(checkpoints_in(folder)):
         return folder
@@ -146,7 +146,7 @@ def _is_step(path: Location) -> bool:
 
 
 def _looked_at(folder: Location, *, check: Callable[[Location, Expected], None]) -> KeptCheckpoint:
-    """Read the manifest of a checkpoint, and check each of its files; all faults are told."""
+    """Read a checkpoint's manifest and check each of its files; all faults are reported."""
     faults: list[str] = []
     manifest = None
     try:
@@ -175,14 +175,14 @@ _FIX = "name another place with -o"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """What was exported: where it is, in words, and what is not as its constructor made it."""
+    """An export: its place, in words, and names of tensors that are only rounded copies."""
 
     place: str
-    rounded: tuple[str, ...]  # buffers of which a training in 16 bits has a rounded copy
+    rounded: tuple[str, ...]  # buffers that a training in 16 bits has rounded
 
 
 def export_weights(checkpoint: Checkpoint, path: Location) -> ExportedWeights:
-    """Write the weights of a checkpoint to a file, or to a folder in shards, as scripts do."""
+    """Write a checkpoint's weights to a file, or to shards in a folder, as scripts do."""
     to = Destination(path.resolve())
     check_destination(to, option="-o", fix=_FIX)
     exported = _exported(checkpoint)
@@ -206,7 +206,7 @@ def export_weights(checkpoint: Checkpoint, path: Location) -> ExportedWeights:
 
 
 def _exported(checkpoint: Checkpoint) -> Mapping[str, ExportedWeight]:
-    """Return what an export has; an older checkpoint, which does not say so, has all as it is."""
+    """Return the weights to export; an older checkpoint has no list, so all are exported."""
     tensors, said = checkpoint.manifest.tensors, checkpoint.manifest.exported
     weights = (key.removeprefix(WEIGHT) for key in tensors if key.startswith(WEIGHT))
     every = {name: ExportedWeight(dtype=tensors[WEIGHT + name].dtype) for name in weights}
@@ -225,12 +225,13 @@ def _rounded(checkpoint: Checkpoint, entries: Sequence[Entry]) -> tuple[str, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """How far a tensor of one checkpoint is from that of another.
+    """The difference of a tensor between two checkpoints.
 
-    `largest` is of one element, and `largest_value` of the elements of the first checkpoint.
+    `largest` is the largest difference of an element; `largest_value` is the largest element of the
+    first checkpoint.
     """
 
-    kind: str  # weight, or the optimizer's name of a state: exp_avg
+    kind: str  # "weight", or the optimizer's name of a state, such as exp_avg
     name: str
     elements: int
     unequal: int
@@ -245,7 +246,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberDifference:
-    """A number that an optimizer keeps of a parameter, in both checkpoints; None: not there."""
+    """A number that an optimizer keeps for a parameter, in both checkpoints; None: missing."""
 
     kind: str
     name: str
@@ -255,20 +256,20 @@ class NumberDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDifference:
-    """What sets two checkpoints apart."""
+    """The differences between two checkpoints."""
 
-    tensors: tuple[TensorDifference, ...]  # all that both have in the same shape
-    numbers: tuple[NumberDifference, ...]  # that differ
+    tensors: tuple[TensorDifference, ...]  # all tensors that both have in the same shape
+    numbers: tuple[NumberDifference, ...]  # only those that differ
     unlike: tuple[str, ...]  # tensors that one of them lacks, or has in another shape
 
     @property
     def is_equal(self) -> bool:
-        """Whether both hold the same."""
+        """Whether both hold the same values."""
         return not (self.numbers or self.unlike) and all(one.is_equal for one in self.tensors)
 
 
 def difference(before: Checkpoint, after: Checkpoint) -> CheckpointDifference:
-    """Compare all weights and states of two checkpoints, of whatever plans, shard by shard."""
+    """Compare all weights and states of two checkpoints, whatever their plans are."""
     one, other = before.manifest, after.manifest
     keys = sorted(one.tensors.keys() | other.tensors.keys())
     unlike = tuple(_unlike(one.tensors.get(key), other.tensors.get(key), key) for key in keys)
@@ -296,7 +297,7 @@ def _unlike(one: Logical | None, other: Logical | None, key: str) -> str:
 
 
 def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
-    """Compare a tensor box by box: what a shard of the one has in common with one of the other."""
+    """Compare a tensor box by box: each overlap of a shard of one with a shard of the other."""
     one, other = (reader.checkpoint.manifest.tensors[key] for reader in (before, after))
     unequal, largest, largest_value = 0, 0.0, 0.0
     for shard in one.shards:
@@ -319,7 +320,7 @@ def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
 
 
 def _apart(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """Return how many elements differ, and by how much at most; nan is equal to nan."""
+    """Return how many elements differ, and the largest difference; nan equals nan."""
     same = (one == other) | ((one != one) & (other != other))
     count = int(same.numel() - same.sum())
     if not count:
@@ -353,7 +354,7 @@ def _numbers(before: Checkpoint, after: Checkpoint) -> Iterator[NumberDifference
 
 
 def _parts(key: str) -> tuple[str, str]:
-    """Return what a key is of, and the name of the parameter."""
+    """Return the kind of a key (weight or state), and the name of the parameter."""
     if key.startswith(WEIGHT):
         return "weight", in_a_line(key.removeprefix(WEIGHT))
     kind, _, name = key.removeprefix(STATE).partition("/")

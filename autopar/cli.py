@@ -1,4 +1,4 @@
-"""The command line: its commands, loaded when they are asked for."""
+"""The command line: its commands, imported on first use."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FUNCTIONS = {
 
 
 class LazyCommands(Mapping[str, Any]):
-    """What a group looks its commands up in."""
+    """The commands of a group, imported on first use."""
 
     def __getitem__(self, name: str) -> Any:
         module, _, function_name = FUNCTIONS[name].partition(".")
         function = getattr(import_module(f"autopar.commands.{module}"), function_name)
-        if isinstance(function, typer.Typer):  # several commands under one name
+        if isinstance(function, typer.Typer):  # a group of subcommands
             group = typer.main.get_command(function)
             group.name = name
             return group
@@ -59,21 +59,22 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(CommandGroup):
-    """A group that knows the names of its commands, and imports them one by one."""
+    """A group that knows the names of its commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands: Any = LazyCommands()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, none of them imported."""
+        """Return the names of the commands."""
         del ctx
         return list(self.commands)
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
-_IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # paths
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000  # torch makes so many that looking through them takes long
+_IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # errors of impossible paths
+# torch creates so many objects that frequent collections would be slow
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 app = typer.Typer(
     name="autopar",
@@ -115,13 +116,13 @@ def autopar_options(
 
 
 def main(command: typer.Typer = app) -> None:
-    """Run a command line; every error of ours leaves with its documented exit code."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch's and PuLP's, as is usual
-    warnings.filterwarnings("ignore", module=r"torch\.")  # told to who calls torch: that is us
+    """Run a command line; every AutoparError exits with its documented code."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch and PuLP
+    warnings.filterwarnings("ignore", module=r"torch\.")  # addressed to autopar, as torch's caller
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a console that lacks a sign shows another
+            stream.reconfigure(errors="replace")  # replaces characters that the console cannot show
     try:
         with telling_what_takes_long():
             command()
@@ -133,7 +134,8 @@ def main(command: typer.Typer = app) -> None:
         sys.exit(int(OutOfMemoryError.exit_code))
     except OSError as error:
         where = str(error.filename or "")
-        if error.errno in _UNWRITABLE and "://" not in where:  # all faults of stores are EIO
+        # errors of object stores are always EIO
+        if error.errno in _UNWRITABLE and "://" not in where:
             found = f"the output cannot be written: {error.strerror}"
             tell_error(InputError(found, where=where, fix="make room where it goes"))
         elif where or error.errno in _IMPASSABLE:
@@ -144,7 +146,7 @@ def main(command: typer.Typer = app) -> None:
     except KeyboardInterrupt:
         _leave_interrupted()
     except SystemExit as leaving:
-        if leaving.code == ExitCode.INTERRUPTED:  # typer takes the key for itself, and says nothing
+        if leaving.code == ExitCode.INTERRUPTED:  # typer handles Ctrl-C itself and prints nothing
             _leave_interrupted()
         raise
 

@@ -1,4 +1,4 @@
-"""Tells what is wrong with a command line in our own form, where typer would in its own."""
+"""Prints errors of the command line in autopar's form instead of typer's."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typer.core import TyperCommand, TyperGroup
 from autopar.planner.cluster.toml_reading import did_you_mean
 from autopar.planner.errors import InputError
 
-# Typer hands out only the children of its UsageError; where that is differs between its versions.
+# Typer exports only subclasses of UsageError; its module depends on the version.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 class Command(TyperCommand):
-    """A command that refuses its arguments as everything else is refused."""
+    """A command that reports wrong arguments in autopar's form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the arguments that are left, as typer does."""
+        """Return the remaining arguments, as typer does."""
         return read_arguments(super().parse_args, ctx, args)
 
 
 class CommandGroup(TyperGroup):
-    """A command of several, which refuses the name of one that is not there."""
+    """A group that reports an unknown command in autopar's form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the arguments from the name on, as typer does."""
+        """Return the arguments from the command's name on, as typer does."""
         return read_arguments(super().parse_args, ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is meant, with its name and its arguments."""
+        """Return the command with its name and arguments."""
         if args[0] not in self.commands:
             found = f"there is no command {args[0]!r}"
             fix = did_you_mean(args[0], self.commands)
@@ -44,7 +44,7 @@ class CommandGroup(TyperGroup):
 def read_arguments(
     read: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]
 ) -> list[str]:
-    """Read arguments by typer's own reader; what that finds wrong is an error of ours."""
+    """Parse arguments with typer; its errors become AutoparErrors."""
     _refuse_empty(arguments, context.command_path)
     try:
         return read(context, arguments)
@@ -53,7 +53,7 @@ def read_arguments(
 
 
 def _refuse_empty(arguments: Sequence[str], path: str) -> None:
-    """Refuse words without a letter, as a shell makes them of variables that are not set."""
+    """Reject empty arguments, which a shell makes of unset variables."""
     for before, word in pairwise(["", *arguments]):
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
         if (equals or not option) and not value.strip():
@@ -64,7 +64,7 @@ def _refuse_empty(arguments: Sequence[str], path: str) -> None:
 
 
 def _refusal(error: Any, context: Any) -> InputError:
-    """Return what typer found; which words, parameter or option it is about is in the error."""
+    """Turn typer's error into an InputError; it names the words, parameter or option."""
     path = context.command_path
     every = f"{path} --help lists what there is"
     if hasattr(error, "possibilities"):
@@ -85,7 +85,7 @@ def _refusal(error: Any, context: Any) -> InputError:
 
 
 def _near(option: str, context: Any) -> str:
-    """Return the option that was meant by one that is not there, as far as it can be guessed."""
+    """Return an option with a similar name, or ""."""
     known = (name for one in context.command.params for name in (*one.opts, *one.secondary_opts))
     bare = {name.lstrip("-"): name for name in known}
     near = get_close_matches(option.lstrip("-"), bare, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""What a command prints and tells on stderr; a progress line."""
+"""Output of commands on stdout, notes and progress on stderr."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from autopar.runtime.ranks.leaving import masked, plain
 
 
 class PlainConsole(Console):
-    """Prints names and messages of others as they are: no markup, no orders, no passwords."""
+    """Prints text from others literally: no markup, no control characters, no passwords."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Return a text as it is printed, so that tables leave room for all of it."""
+        """Return a text as it will be printed, so that tables reserve its width."""
         return super().render_str(plain(text), **settings)
 
     def render(self, *given: Any, **settings: Any) -> Iterable[Segment]:
-        """Yield the segments of something, with control characters spelled out."""
+        """Yield the segments of a renderable, with control characters spelled out."""
         for segment in super().render(*given, **settings):
             yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
 
 def results() -> Console:
     """Return the console for results; without a terminal it is wide and has no colour."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # it may have been closed
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # stdout may be closed
     return PlainConsole(width=None if is_terminal else _FILE_WIDTH)
 
 
@@ -45,7 +45,7 @@ _FILE_WIDTH = 120
 
 
 def print_json(data: object, *, indent: int | None = 2) -> None:
-    """Print data for programs; passwords in URLs are left out here, too."""
+    """Print data as JSON, without passwords in URLs."""
     print(masked(json.dumps(data, indent=indent)))
 
 
@@ -57,7 +57,7 @@ def progress(doing: str) -> Iterator[None]:
 
 
 def tell_note(text: str, *, on: TextIO | None = None) -> None:
-    """Print on stderr, or where it led before, what a person should know, if nothing is wrong."""
+    """Print a note on stderr, or on the stream that stderr was before."""
     console = PlainConsole(stderr=True, file=on, soft_wrap=True)
     console.print(Text.assemble(("note: ", "bold"), plain(text)))
 
@@ -72,7 +72,7 @@ def tell_error(error: AutoparError) -> None:
 
 
 def _short(text: str) -> str:
-    """Return a text without the middle of what nobody reads to its end."""
+    """Return a long text without its middle."""
     text, half = plain(text), _MOST_CHARACTERS // 2
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
@@ -102,7 +102,7 @@ def reported(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[st
         status.stop()
 
 
-# Phases by the function that they are in; of several at work, the innermost is told.
+# Phases, by the function on the stack; the innermost one is shown.
 _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("autopar.planner.model.model_file", "import_file"): "importing",
@@ -111,7 +111,7 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.planner.layers", "find_layers"): "finding the layers",
         ("autopar.planner.plan.search.search", "search"): "searching for the best plan",
         ("autopar.codegen.emit", "emit"): "writing the script",
-        ("autopar.runs.launching", "launch"): "",  # the script tells its steps itself
+        ("autopar.runs.launching", "launch"): "",  # the script prints its own steps
     }
 )
 _FIRST_SECONDS = 10.0  # imports; other phases take longer as a rule
@@ -120,9 +120,9 @@ _PATIENCE = 3  # of other phases, in first times
 
 @contextmanager
 def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
-    """Say from time to time, each pause twice as long as the last, what this thread is doing."""
+    """Print now and then what this thread is doing, each pause twice as long as the one before."""
     ended, told = threading.Event(), threading.get_ident()
-    stderr = sys.stderr  # which a trace sends elsewhere
+    stderr = sys.stderr  # tracing redirects stderr
 
     def watch() -> None:
         pause, waited = first_seconds, 0.0
@@ -141,11 +141,11 @@ def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[N
         yield
     finally:
         ended.set()
-        watching.join()  # a thread that Python's end cuts off may take the process with it
+        watching.join()  # a thread that still runs at exit may crash the process
 
 
 def _doing(frame: FrameType | None) -> str:
-    """Return the innermost phase that a stack is in; of an import, where in the model file."""
+    """Return the innermost phase on a stack; for an import, also the line of the model file."""
     inside: list[FrameType] = []
     while frame is not None:
         phase = _PHASES.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

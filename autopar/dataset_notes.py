@@ -1,4 +1,4 @@
-"""Tries the rows of a dataset and metrics() once while planning, and tells what they do."""
+"""Tries the rows of a dataset and metrics() while planning, and reports faults."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from autopar.runtime.data.row_faults import (
 )
 from autopar.runtime.evaluation.metrics import fault_of_metrics
 
-# What is wrong wherever it runs. Files, packages and variables may be missing here alone.
+# Errors that are wrong on every machine. Missing files, packages and variables may exist elsewhere.
 _MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
 _MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
 _FIRST_ROWS = 8
-_READING_SECONDS = 5.0  # after which no further row is read
-_ELSEWHERE = object()  # what can be had where the script runs, perhaps
+_READING_SECONDS = 5.0  # limit for reading rows
+_ELSEWHERE = object()  # returned for code that may work on the training machine
 
 
 def check_dataset(file: ModelFile, graph: Graph, axes: GraphAxes) -> None:
-    """Refuse rows that no plan can train on: without a key, or of a size that weights are not of.
+    """Reject rows that no plan can train on: without a key, or of a size that weights do not fit.
 
-    Lengths may vary. A dataset that cannot be read here may well be where the script runs.
+    Lengths may vary. A dataset that cannot be read here may be readable on the training machine.
     """
     columns = columns_of(file.example_batch(1))
     for maker in ("build_dataset", "build_eval_dataset"):
@@ -62,7 +62,7 @@ def check_dataset(file: ModelFile, graph: Graph, axes: GraphAxes) -> None:
 def _check_sizes(
     name: str, row: Mapping[str, Any], graph: Graph, axes: GraphAxes, where: str
 ) -> None:
-    """Refuse a row of other sizes than the model's weights."""
+    """Reject a row whose sizes do not fit the model's weights."""
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
     for tensor in graph.inputs:
         key = batch_key(tensor)
@@ -82,7 +82,7 @@ def _check_sizes(
 def _check_collated(
     build: Callable[[], Any], rows: Sequence[Any], columns: Mapping[str, RowColumn], file: ModelFile
 ) -> None:
-    """Refuse a collate that makes of some rows what no plan can train on."""
+    """Reject a collate function whose batches no plan can train on."""
     batch = _tried("calling the function of build_collate()", lambda: build()(rows), file)
     if batch is _ELSEWHERE:
         return
@@ -93,7 +93,7 @@ def _check_collated(
 
 
 def _note_plain(maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile) -> None:
-    """Say where rows have numbers of their own for what is the same in every example batch."""
+    """Print a note if rows have numbers for something that is constant in example_batch."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)
@@ -115,9 +115,9 @@ def _is_same(one: Any, other: Any) -> bool:
 def _few_rows(
     maker: str, build: Callable[[], Any], file: ModelFile
 ) -> tuple[Any, list[tuple[int, Any]]]:
-    """Return a dataset and some of its rows with their numbers; none that are not to be had here.
+    """Return a dataset and a few of its rows with their indices, as far as they can be read here.
 
-    A stream is not begun: that may take long.
+    A stream is not read, because its first row may take long.
     """
     dataset = _tried(f"calling {maker}", build, file, mistakes=_MISTAKES)
     if dataset is _ELSEWHERE:
@@ -143,7 +143,7 @@ def _tried(
     *,
     mistakes: tuple[type[BaseException], ...] = _MISTAKES_OF_ROWS,
 ) -> Any:
-    """Return what the user's code does; _ELSEWHERE where it fails for what may be missing here."""
+    """Run the user's code; return _ELSEWHERE if it may work on the training machine."""
     try:
         with guarded(doing, file.path):
             return read()
@@ -167,14 +167,14 @@ def _shape(value: Any) -> list[int] | None:
 
 
 _ROWS = 2
-_MOST_PARAMETERS = 10**8  # of a model that is built in about a second
-_MOST_FLOPS = 10**10  # of a forward that takes a CPU about a second
+_MOST_PARAMETERS = 10**8  # a model with so many is built in about a second
+_MOST_FLOPS = 10**10  # a forward with so many takes about a second on a CPU
 
 
 def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:
-    """Refuse a metrics() that fails for the example batch, or returns what has no mean over rows.
+    """Reject a metrics() that fails for the example batch, or whose values have no mean over rows.
 
-    That of a large model is tried by its script, before it trains.
+    For a large model, the script checks this before it trains.
     """
     rows = graph.fixed_batch or _ROWS
     flops = 2 * facts.parameters * facts.tokens_per_row * rows
@@ -186,7 +186,7 @@ def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:
             outputs = _outputs(subject)
     except AutoparError:
         raise
-    except Exception:  # the model may want what is where the script runs
+    except Exception:  # the model may need something that only the training machine has
         return
     fault = fault_of_metrics(file.metrics(outputs, subject.batch))
     if fault is not None:
@@ -196,7 +196,7 @@ def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:
 
 @torch.no_grad()
 def _outputs(subject: TracedSubject) -> Any:
-    """Return what the model returns in an evaluation, and put back what it changes elsewhere."""
+    """Return the model's outputs in evaluation mode, and undo its side effects."""
     before = outside_of(subject.path, subject.model).snapshot()
     subject.model.eval()
     try:

@@ -1,4 +1,4 @@
-"""What a command tells on stderr beside its answer."""
+"""Prints notes about a plan on stderr."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-_FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targets, 2 of weights
+# by the number of arguments that a mean counts by: 0 of a term, 1 of a mask or targets, 2 of
+# weights
+_FIXES = {
     0: "",
     1: "let the batch tell what counts, or ",
     2: "give it the weights of the classes as numbers (torch.tensor([…])), or ",
@@ -42,11 +44,11 @@ _FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targ
 
 
 def note_rows(graph: Graph, constraints: Constraints) -> None:
-    """Say before a plan is searched what is known of its rows."""
+    """Print notes about the model's rows, before the search."""
     if graph.fixed_batch is not None:
         place = f" at {graph.fixed_at} or in what is called there" if graph.fixed_at else ""
         tell_note(
-            f"the model takes its number of rows for a constant{place}, so it was traced for "
+            f"the model treats its number of rows as a constant{place}, so it was traced for "
             f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
             "cannot be seen."
         )
@@ -75,7 +77,7 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
 
 
 def _note_expected(graph: Graph) -> None:
-    """Say with how many rows experts are priced, of which no plan knows who gets how many."""
+    """Print how many rows each expert is assumed to get; the routing is unknown."""
     parted = {one.counted_by: one.expected for one in graph.tensors.values() if one.expected != 1.0}
     if not parted:
         return
@@ -89,7 +91,7 @@ def _note_expected(graph: Graph) -> None:
 
 
 def _note_statistics(graph: Graph, constraints: Constraints) -> None:
-    """Say why a model with batch norms has one microbatch; of a pinned one its plan tells."""
+    """Print why a model with batch norms has one microbatch, unless microbatches are pinned."""
     norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
     if norm is None:
         return
@@ -102,16 +104,16 @@ def _note_statistics(graph: Graph, constraints: Constraints) -> None:
 
 
 def note_parts_apart(plan: Plan) -> None:
-    """Say of a script that trains otherwise than one process if the loss of parts is the reason."""
+    """Print a note if a script deliberately trains otherwise than one process."""
     for why in (parts_apart(plan), statistics_apart(plan)):
         if why:
             tell_note(why)
 
 
 def note_plan(plan: Plan) -> None:
-    """Say what the plan means where that may surprise, and where memory leaves no room."""
+    """Print what may surprise in a plan, and a note if memory is nearly full."""
     for note in meaning_notes(plan):
-        if note and note != parts_apart(plan):  # which is told before the search
+        if note and note != parts_apart(plan):  # otherwise printed before the search
             tell_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
@@ -125,7 +127,7 @@ def note_plan(plan: Plan) -> None:
 
 
 def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
-    """Name the ops that weigh and have no formula: their FLOPs are in no figure of the plan."""
+    """Name significant ops without a formula: their FLOPs are missing from all figures."""
     for one in unpriced(graph, axes):
         tell_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
@@ -136,7 +138,7 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
 
 
 def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision) -> None:
-    """Say where a profile is of other devices, or in another precision, than what is planned."""
+    """Print a note if a profile is of other devices or another precision than the plan's."""
     devices = dict.fromkeys(node.device.name for node in cluster.nodes)
     keys = [op.key for op in measured.ops]
     if any(key.device in devices and key.precision is precision for key in keys):
@@ -150,7 +152,7 @@ def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision)
 
 
 def note_objects_kept(plan: Plan, layers: Layers) -> None:
-    """Say that layers which run again are given objects, whose contents no prediction counts."""
+    """Print a note if recomputed layers get objects whose memory is not predicted."""
     again = (
         layer
         for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
@@ -166,7 +168,7 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
 
 
 def note_devices(graph: Graph, cluster: Cluster) -> None:
-    """Say where a model that runs on CPUs alone would fail on other devices."""
+    """Print a note if a model would only run on CPUs."""
     if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
         tell_note(
             f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
@@ -176,7 +178,7 @@ def note_devices(graph: Graph, cluster: Cluster) -> None:
 
 
 def note_own_choices(graph: Graph) -> None:
-    """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
+    """Print a note if the model itself recomputes activations or chooses precisions."""
     if graph.autocast_at:
         tell_note(
             f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
@@ -193,7 +195,7 @@ def note_own_choices(graph: Graph) -> None:
 
 
 def note_own_gradients(graph: Graph) -> None:
-    """Say that a model takes gradients by itself, which rules plans out and is not priced."""
+    """Print a note if the model computes gradients itself: few plans work, at an unknown cost."""
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     own = next(taken, None)
     if own is not None:
@@ -205,7 +207,7 @@ def note_own_gradients(graph: Graph) -> None:
 
 
 def note_optimizer(traits: OptimizerTraits | None) -> None:
-    """Say that an optimizer draws its own numbers on each rank, and where its schedule ends."""
+    """Print notes about an optimizer that draws random numbers, and about the schedule's end."""
     if traits is not None and traits.ends is not None:
         tell_note(
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
@@ -226,7 +228,7 @@ def note_optimizer(traits: OptimizerTraits | None) -> None:
 
 
 def note_fewer(plan: Plan, fewer: Fewer) -> None:
-    """Say that fewer of the devices are as fast."""
+    """Print a note if fewer of the devices are as fast."""
     ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
     all_of_them = plan.machines.devices
     how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"

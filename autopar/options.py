@@ -1,4 +1,4 @@
-"""Options that several commands have: machines and numbers."""
+"""Options shared by several commands: machines and numbers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from autopar.planner.cluster.file import (
 )
 from autopar.planner.errors import InputError
 
-MOST = 2**31  # of anything that is counted
+MOST = 2**31  # the largest value of any counter
 _MOST_SECONDS = 1e9
 Number = TypeVar("Number", int, float)
 
 
 def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:
-    """Return an option that is a whole number; `text` stands in the help."""
+    """Return an integer option; `text` is its help."""
     expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
 
     def is_meant(number: float) -> bool:
@@ -40,7 +40,7 @@ def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: 
 
 
 def seconds(name: str, *, text: str) -> Any:
-    """Return an option that is a time."""
+    """Return an option for a time."""
     expected = "seconds, above 0, such as 60"
     parser = _reader(
         name,
@@ -53,7 +53,7 @@ def seconds(name: str, *, text: str) -> Any:
 
 
 def difference(name: str, *, text: str) -> Any:
-    """Return an option that is a difference to accept."""
+    """Return an option for a tolerance."""
     expected = "a number from 0 on, such as 1e-9"
     parser = _reader(
         name, float, lambda number: 0 <= number < inf, fault="is no difference", expected=expected
@@ -79,13 +79,13 @@ def _reader(
     return read
 
 
-_MOST_COUNTS = 64  # that one command plans for
+_MOST_COUNTS = 64  # numbers of devices to plan for in one command
 _EXPECTED = "a whole number, several as 1,2,4,8, or all from one to another as 1..64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """The machines to plan for, as the command line says it."""
+    """The machines to plan for, as given on the command line."""
 
     gpus: str | None = None
     device: str | None = None
@@ -96,7 +96,7 @@ class MachineOptions:
 def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
     """Return the clusters that the options describe, the smallest first.
 
-    Of a file, numbers of devices are its first nodes, or a part of the first node.
+    With a cluster file, a number of devices means its first nodes, or a part of the first node.
     """
     gpus, device, nodes, file = of.gpus, of.device, of.nodes, of.cluster
     if file is None and gpus is None:
@@ -124,7 +124,7 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
 def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
     """Return the numbers of devices in a text such as "1,2,4..16", ascending.
 
-    Of a range those that fill nodes; a number that stands alone is looked at later.
+    A range keeps only the numbers that fill nodes. Single numbers are checked later.
     """
     counts: set[int] = set()
     for part in text.split(","):
@@ -150,7 +150,7 @@ def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
 
 
 def _whole(text: str, option: str) -> int:
-    """Return the whole number that an option says; which numbers make sense is checked later."""
+    """Return the integer of an option; its range is checked later."""
     try:
         return int(text)
     except ValueError:

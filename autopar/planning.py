@@ -1,4 +1,4 @@
-"""From a model file and what was declared to its plan, its script and their proof."""
+"""From a model file and options to a plan, its script, and the proof of both."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ from autopar.planner.trace import trace_for_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """The plan of a smaller model, and what the larger one splits that it does not split so."""
+    """The plan of a smaller model, and splits of the larger one that it lacks."""
 
     plan: Plan
     unlike: tuple[str, ...]
 
 
 def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
-    """Return a plan of the same degrees for the model with some arguments in place of its own.
+    """Return a plan with the same degrees, for the model with other arguments.
 
-    Its modules are split and recomputed as the plan's are where sizes allow that.
+    Modules are split and recomputed as in the given plan where sizes allow it.
     """
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))
@@ -87,7 +87,7 @@ def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
 
     try:
         found = planned(whole_constraints(plan, axes, layers))
-    except (InputError, InfeasibleError):  # a smaller one may lack a module or an axis
+    except (InputError, InfeasibleError):  # a smaller model may lack a module or an axis
         found = planned_by_degrees()
     return Smaller(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
 
@@ -103,7 +103,7 @@ def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> In
 
 
 def _splits(plan: Plan) -> set[str]:
-    """Return what is split along what, equal layers told once."""
+    """Return what is split along which axis; equal layers are listed once."""
     axes = infer_axes(plan.graph)
     return {
         f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
@@ -114,7 +114,7 @@ def _splits(plan: Plan) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """The plans for all numbers of devices, the chosen one, and whether fewer would do."""
+    """The plans for all numbers of devices, the chosen one, and whether fewer suffice."""
 
     curve: Curve
     choice: ChosenPoint
@@ -122,17 +122,17 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the chosen number of devices."""
+        """The plan for the chosen number of devices."""
         return self.choice.point.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be planned, for which machines, under which constraints."""
+    """A planning request: the model, the machines, the constraints."""
 
     model: str  # path.py or path.py:factory
     arguments: tuple[str, ...]  # "key=value", for functions of the model file
-    clusters: tuple[Cluster, ...]  # one of them is chosen where there are several
+    clusters: tuple[Cluster, ...]  # one of them is chosen
     constraints: Constraints
     time_limit_seconds: float | None = None
     measured: MeasuredFile | None = None
@@ -176,7 +176,7 @@ def make_plan(
     time_limit_seconds: float | None = None,
     measured: MeasuredFile | None = None,
 ) -> Plan:
-    """Trace a model and search its best plan on one cluster."""
+    """Trace a model and find its best plan on one cluster."""
     request = Request(
         model=spec,
         arguments=tuple(arguments),
@@ -189,11 +189,11 @@ def make_plan(
 
 
 def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
-    """Trace a model once, search its best plan on each cluster, and choose one of them.
+    """Trace a model once, find its best plan on each cluster, and choose one of them.
 
-    What cannot be is refused as early as it shows.
+    Impossible requests are rejected as early as possible.
     """
-    # here alone: other commands need no solver
+    # imported here, because other commands need no solver
     from autopar.planner.plan.fleet import fewer_as_fast, planned_curve
     from autopar.planner.plan.solving.costing import Prices
 
@@ -230,10 +230,10 @@ def scripted(
     *,
     plans: Callable[[Request], Planned] = make_plans,
 ) -> tuple[Planned, str]:
-    """Return the best plan that a script can be written for, and that script.
+    """Return the best plan that a script can be written for, and the script.
 
-    Whether a layer is called as a module in the script shows as that is written: one that is not
-    cannot run again, and the plan is made anew.
+    A layer can only be recomputed if the script calls it as a module, which shows when the script
+    is written. If it does not, the plan is made again without recomputing that layer.
     """
     found = plans(request)
     try:
@@ -253,7 +253,7 @@ def scripted(
 def _check_degrees(
     clusters: Sequence[Cluster], constraints: Constraints, graph: Graph | None = None
 ) -> None:
-    """Refuse constraints that leave no degrees on any of the clusters, as far as is known."""
+    """Reject constraints that leave no possible degrees on any cluster."""
     batch = BatchFacts.of(graph) if graph is not None else BatchFacts(may_be_uneven=True)
     *fewer, last = (cluster.size for cluster in clusters)
     if not any(leave_degrees(constraints.declared, size, batch) for size in fewer):
@@ -261,9 +261,9 @@ def _check_degrees(
 
 
 def read_training(request: Request, report: Callable[[str], None]) -> Training:
-    """Return the traced model with what a search needs of it, and tell what a person should know.
+    """Trace the model and return what a search needs of it; print notes.
 
-    The last cluster is the largest that is planned for.
+    The last cluster is the largest one.
     """
     clusters, constraints = request.clusters, request.constraints
     model_file = load_model_file(request.model, request.arguments)
@@ -298,34 +298,34 @@ def read_training(request: Request, report: Callable[[str], None]) -> Training:
 
 
 def _is_rented(cluster: Cluster, constraints: Constraints) -> bool:
-    """Whether fewer devices are worth a look: CPUs are where scripts are proved."""
+    """Whether it is worth planning for fewer devices: not on CPUs, which are for testing."""
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and constraints.objective is not Objective.MEMORY
 
 
 TOLERANCE = 1e-9  # in float64, after several steps of AdamW
 STEPS = 3
-MANY_FLOPS = 2e12  # a step of more takes minutes on CPUs
+MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
 _QUICK_SECONDS = 10.0
-_START_SECONDS = 3.0  # of a process that imports torch, on a core of its own
-_FLOPS_PER_SECOND = 1e9  # of a core, in float64 and small tensors
+_START_SECONDS = 3.0  # for a process to import torch, on a core of its own
+_FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
 
 
 def is_quick(plan: Plan, cores: int) -> bool:
-    """Whether a plan is verified in less than ten seconds, as it is of a model of tests and demos.
+    """Whether verifying a plan takes less than ten seconds, as for models of tests and demos.
 
-    Plans that mean to train otherwise than one process would differ, which the plan has told.
+    False for plans that deliberately train otherwise than one process.
     """
     if parts_apart(plan) or statistics_apart(plan):
         return False
     processes = plan.arrangement.ranks + 1
-    computed = 2 * (STEPS + 1) * step_flops(plan)  # by the ranks together, and by one process
+    computed = 2 * (STEPS + 1) * step_flops(plan)  # by all ranks together, and again by one process
     seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
     return seconds < _QUICK_SECONDS
 
 
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Return how far a script is from one process; a note says why where that is not to be had."""
+    """Return how a script compares with one process, or None with a note why that is unknown."""
     try:
         check_fits(plan, memory_bytes())
         ranks = plan.arrangement.ranks
@@ -333,19 +333,19 @@ def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | Non
             return verify(plan, folder, read_script_of(plan, script, folder), steps=STEPS)
     except AutoparError as error:
         why = error.found
-    except Exception as error:  # the model's own, of which nothing is known on CPUs
+    except Exception as error:  # the model may raise anything on CPUs
         why = f"{type(error).__name__}: {error}"
     tell_note(f"the plan could not be verified on the CPUs here: {why}")
     return None
 
 
 def memory_bytes() -> int:
-    """Return how much memory this machine has."""
+    """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def verify_command(plan: Plan, folder: Path) -> str:
-    """Return the command that verifies a plan, by a smaller model if it is too large for CPUs."""
+    """Return the command that verifies a plan; with a smaller model if this one is too large."""
     is_large = step_flops(plan) > MANY_FLOPS
     smaller = " --arg NAME=VALUE (a smaller model: see its build_model)" if is_large else ""
     return f"autopar verify {folder}{smaller}"

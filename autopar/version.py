@@ -1,3 +1,3 @@
-"""The version of autopar, which plans and scripts name."""
+"""The version of autopar, written into plans and scripts."""
 
 __version__ = "0.2.0"

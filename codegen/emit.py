@@ -1,4 +1,4 @@
-"""Writes the script of a plan, alone or in a folder that needs no autopar."""
+"""Writes the script of a plan, alone or in a folder that does not need autopar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.planner.plan.plan import Plan
 
 
 def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
-    """Write the script of a plan with what it imports into a folder; return the script's place."""
+    """Write a plan's script and everything it imports into a folder; return the script's path."""
     path, package = folder / FILE_NAME, folder / "autopar"
     refuse_named_as_file(folder)
     for place in (
@@ -54,7 +54,7 @@ _PACKAGE = '"""The part of autopar that a training script needs."""\n'
 
 
 def _refuse_package_of_others(package: Path) -> None:
-    """Refuse a folder `autopar` that another run of ours did not leave here."""
+    """Raise if a folder `autopar` exists that a previous run did not write."""
     refuse_others(package / "__init__.py", beginning=_PACKAGE)
     if package.is_dir() and any(package.iterdir()) and not (package / "__init__.py").exists():
         raise InputError(
@@ -68,9 +68,10 @@ FILE_NAME = "train.py"
 
 
 def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
-    """Return the script of a plan as it will stand at `destination`.
+    """Return the script of a plan for the path `destination`.
 
-    A relative path of the model file is seen from here, or else from `folder`, where the plan lies.
+    A relative path of the model file starts at the working directory, or at `folder`, where the
+    plan is.
     """
     return emit_with_notes(plan, destination=destination, folder=folder)[0]
 
@@ -78,7 +79,7 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 def emit_with_notes(
     plan: Plan, *, destination: Path, folder: Path | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the script of a plan, and what a person should know of it before it runs."""
+    """Return the script of a plan, and notes to read before running it."""
     place = destination.resolve()
     subject = subject_of(plan, place.parent if folder is None else folder)
     refuse_replacing(place, subject.file.path)
@@ -86,7 +87,7 @@ def emit_with_notes(
 
 
 def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
-    """Return the script of a plan whose subject is known, as it will stand at `place`."""
+    """Return the script of a plan with a known subject, for the path `place`."""
     script = with_checksum(render(script_view(plan, subject, place)), plan)
     check_script(script)
     return script
@@ -95,7 +96,7 @@ def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
 def refuse_overwriting(
     path: Path, *, fix: str = "choose another name with -o, or overwrite it with --force"
 ) -> None:
-    """Refuse to write over what is not a script of ours as it was written."""
+    """Raise if a file would be overwritten that is not an unchanged script of autopar."""
     check_writable(path)
     if not path.exists():
         return
@@ -114,13 +115,13 @@ def refuse_overwriting(
 def write_script(
     plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
 ) -> Path:
-    """Write train.py of a plan into a folder, and return where it is."""
+    """Write train.py of a plan into a folder, and return its path."""
     text = emit(plan, destination=folder / FILE_NAME, folder=model_folder or folder)
     return write_text(text, folder, force=force)
 
 
 def write_text(text: str, folder: Path, *, force: bool = False) -> Path:
-    """Write the text of a script into a folder as train.py, and return where it is."""
+    """Write a script's text into a folder as train.py, and return its path."""
     path = folder / FILE_NAME
     if not force:
         refuse_overwriting(path)

@@ -1,4 +1,4 @@
-"""The names that every script knows, and the statements that import them."""
+"""The names that scripts know, and their imports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
     }
 )
 _PLAIN = ("copy", "importlib", "sys", "torch")
-# Of the loop of plain PyTorch that `autopar verify --plain` writes, beside those.
+# For the plain PyTorch loop of `autopar verify --plain`, in addition.
 _FROM_ALONE: Mapping[str, str] = MappingProxyType(
     {
         "itertools": "count",

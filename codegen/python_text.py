@@ -1,4 +1,4 @@
-"""Turns plain values into Python text, laid out as the formatter would."""
+"""Turns plain values into Python text, in the formatter's layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 100
 
 
 class Source(str):
-    """Text that is Python already: made of literals and identifiers by this package alone."""
+    """Python text, made only of literals and identifiers by this package."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ def literal(value: object) -> Source:
 
 
 def identifier(value: object) -> Source:
-    """Return a text that is an identifier as it is; refuse any other."""
+    """Return a text that is an identifier; raises for any other."""
     if not isinstance(value, str) or not is_identifier(value):
         raise ValueError(f"{value!r} is no identifier")
     return Source(value)
@@ -48,14 +48,14 @@ def remark(value: str) -> Source:
 
 
 def prose(value: str) -> str:
-    """Return a text that can stand in a docstring: one line without quotes and backslashes."""
+    """Return a text that is safe in a docstring: one line without quotes and backslashes."""
     one_line = re.sub(r"[^\x20-\x7e×·…–≥≤]+", " ", value)
     return one_line.replace("\\", "/").replace('"', "'").rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Bracketed:
-    """Items between brackets: a call with its arguments, or a tuple."""
+    """Items in brackets: a call with its arguments, or a tuple."""
 
     opening: str
     items: tuple[str | Bracketed, ...]
@@ -69,7 +69,7 @@ class Bracketed:
         return f"{self.opening}{', '.join(items)}{lone}{self.closing}"
 
     def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
-        """Return the group behind so many characters: on one line, or an item on each."""
+        """Return the group after `before` characters: on one line, or one item per line."""
         if before + len(self.flat) + after <= WIDTH:
             return self.flat
         margin = " " * (indent + 4)
@@ -83,7 +83,7 @@ class Bracketed:
         return f"{self.opening}\n{inner}{' ' * indent}{self.closing}"
 
     def in_few_lines(self, *, before: int, indent: int) -> str:
-        """Return the group on one line, or all items on a line of their own, or one on each."""
+        """Return the group on one line, or all items on a second line, or one item per line."""
         items = ", ".join(one.flat if isinstance(one, Bracketed) else one for one in self.items)
         if before + len(self.flat) <= WIDTH or indent + 4 + len(items) > WIDTH:
             return self.laid_out(before=before, indent=indent)
@@ -91,7 +91,7 @@ class Bracketed:
         return f"{self.opening}\n{margin}    {items}\n{margin}{self.closing}"
 
 
-Row = tuple[str, str | Bracketed, str]  # what leads a value, the value, a remark
+Row = tuple[str, str | Bracketed, str]  # the text before a value, the value, a comment
 
 
 def call(function: str, *arguments: str | Bracketed) -> Bracketed:
@@ -105,21 +105,21 @@ def tuple_of(*items: str | Bracketed) -> Bracketed:
 
 
 def unpacked(items: str | Bracketed) -> str | Bracketed:
-    """Return an item as it stands among others, or a group of several as these."""
+    """Return an item for use among others: with a star if it is a group of several."""
     if isinstance(items, str):
         return items
     return Bracketed(f"*{items.opening}", items.items, items.closing)
 
 
 def row(key: str | Bracketed, value: str | Bracketed) -> tuple[str, str | Bracketed]:
-    """Return what leads a row of a dict, and its value: of one key, or of a group of keys."""
+    """Return the beginning and the value of a dict's row, for one key or a group of keys."""
     if isinstance(key, str):
         return f"{key}: ", value
     return "", Bracketed("**dict.fromkeys(", (key, value), ")")
 
 
 def assigned(name: str, value: Bracketed, said: str = "") -> Source:
-    """Return `name = value`, with a remark behind it or, where it does not fit, above it."""
+    """Return `name = value`, with a comment after it or, if it does not fit, above it."""
     line = f"{name} = {value.flat}  {remark(said)}" if said else f"{name} = {value.flat}"
     if len(line) <= WIDTH:
         return Source(line)
@@ -130,9 +130,9 @@ def assigned(name: str, value: Bracketed, said: str = "") -> Source:
 def table(
     name: str, brackets: tuple[str, str], rows: Sequence[tuple[str, str | Bracketed, str]]
 ) -> Source:
-    """Return `name = …` with a row on each line: what leads it, its value, a remark or "".
+    """Return `name = …` with a row per line: its beginning, its value, a comment or "".
 
-    A remark that does not fit behind its row stands above it.
+    A comment that does not fit after its row is put above it.
     """
     opening, closing = brackets
     lines = [f"{name} = {opening}"]

@@ -1,4 +1,4 @@
-"""Turns a plan into what its script is made from: the model file again, and the opened classes."""
+"""Turns a plan into the input of its script: the loaded model file, and the opened classes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autopar.planner.trace.lengths import with_other_lengths
 
 
 class ChangedModelError(AutoparError):
-    """The model file is not the one that was planned for."""
+    """The model file differs from the one that was planned."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSubject:
-    """A plan's model file, modules, axes and layers, and the source that the plan needs."""
+    """A plan's model file, modules, axes and layers, and its printed source."""
 
     file: ModelFile
     graph: Graph
@@ -42,7 +42,7 @@ class PlannedSubject:
 
 
 def subject_of(plan: Plan, folder: Path) -> PlannedSubject:
-    """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
+    """Load a plan's model file; relative paths start at the working directory, or at `folder`."""
     file = _model_file(plan, folder)
     model = without_memory(file)
     _check_same_parameters(plan, model, file.path)
@@ -66,7 +66,7 @@ def subject_of(plan: Plan, folder: Path) -> PlannedSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """A traced model, the same as others of its file, arguments and precision."""
+    """A traced model; equal for the same file, arguments and precision."""
 
     path: Path
     facts: Model
@@ -89,17 +89,17 @@ class _Traced:
 
 
 def _on_other_lengths(model: _Traced) -> Graph | None:
-    """Return what a model computes on rows of other lengths; asked where code is printed."""
+    """Return the model's graph with rows of other lengths; needed for printed code."""
     other = _traced_on_other_lengths(model)
     is_alike = other is not None and other.tensors.keys() == model.graph.tensors.keys()
-    return other if is_alike else None  # a plan may have been edited
+    return other if is_alike else None  # the plan may have been edited
 
 
 @lru_cache(maxsize=16)
 def _traced_on_other_lengths(model: _Traced) -> Graph | None:
-    """Return that graph, once for all plans of a model.
+    """Return that graph, cached for all plans of a model.
 
-    It is another trace, so it is kept: of one model several scripts are printed, by `dryrun`, by
+    It needs another trace, and several scripts of one model may be printed: by `dryrun`, by
     `verify`, or by a program that plans for several machines.
     """
     axes = infer_axes(model.graph)
@@ -107,7 +107,7 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
 
 
 def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
-    """Refuse a model that is built otherwise now: by a file that is no Python, or a variable."""
+    """Raise if the model is built differently now, because of other files or a variable."""
     planned = {p.name: tuple(size.at(1) for size in p.shape) for p in plan.graph.parameters}
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in sorted(planned.keys() | built.keys()):
@@ -123,7 +123,7 @@ def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
 
 
 def _check_same_modules(plan: Plan, model: nn.Module, path: Path) -> None:
-    """Refuse a plan that calls modules which the model has not, or has of another class."""
+    """Raise if a plan calls modules that the model does not have, or with another class."""
     classes = {
         name: type(one).__name__ for name, one in model.named_modules(remove_duplicate=False)
     }
@@ -144,7 +144,7 @@ def _sized(shape: tuple[int, ...] | None) -> str:
 
 
 def model_spec(plan: Plan, folder: Path) -> str:
-    """Return `path.py:factory` of a plan's model; relative to here, to `folder` or one above it."""
+    """Return `path.py:factory` of a plan's model, relative to here, `folder` or a parent of it."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
     if Path(name).is_file():
@@ -161,10 +161,10 @@ def model_spec(plan: Plan, folder: Path) -> str:
 
 
 def with_model(plan: Plan, folder: Path, given: str | None) -> Plan:
-    """Return a plan with the model file that the command line gives, if any.
+    """Return a plan with the model file given on the command line, if any.
 
-    A plan.json may come from anybody: a path in it that leads out of this folder and the plan's is
-    not followed unless the command line gives it, too.
+    A plan.json may come from anybody. A path in it that leads outside of this folder and the plan's
+    is used only if the command line gives it, too.
     """
     if given is not None:
         factory = plan.model.spec.rpartition(".py")[2] if given.endswith(".py") else ""
@@ -200,7 +200,7 @@ def _model_file(plan: Plan, folder: Path) -> ModelFile:
 
 
 def check_unchanged(plan: Plan, path: Path) -> None:
-    """Refuse a model file that is not the one of the plan."""
+    """Raise if a model file has changed since the plan."""
     if source_hash(path) != plan.model.source_hash:
         raise ChangedModelError(
             "the model file, or one that it imports, has changed since it was planned for",

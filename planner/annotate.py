@@ -32,14 +32,14 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedOp:
-    """One op, unsplit, at one batch and precision, and of how many layers alike it is the first."""
+    """An op, unsplit, at one batch and precision; it stands for `count` identical layers."""
 
     name: str
     target: str
     module: str
     location: str
     layer: int
-    count: int  # 0: as in the first layer of the class
+    count: int  # 0: identical to an op of the first layer of the class
     forward_flops: int
     backward_flops: int
     moved_bytes: int  # forward and backward
@@ -84,9 +84,9 @@ def annotated_ops(
 def annotated_graph(
     graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int, precision: Precision
 ) -> nx.DiGraph:
-    """Return the ops, and the tensors that no op makes, as a graph with an edge for each tensor.
+    """Return ops, and tensors that no op makes, as nodes of a graph; edges are tensors.
 
-    A tensor that no op makes (a parameter, an input) has the bytes that it holds.
+    A tensor that no op makes (a parameter, an input) has its size in bytes.
     """
     found = nx.DiGraph()
     known = {one.name: one for one in ops}
@@ -116,7 +116,7 @@ def _shape_text(tensor: Tensor, batch: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
-    """What one op, or a group of ops, does."""
+    """The work of an op, or of a group of ops."""
 
     forward_flops: int = 0
     backward_flops: int = 0
@@ -136,7 +136,7 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What parameters occupy between steps."""
+    """The memory of parameters between steps."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -145,7 +145,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """The work of every op at one batch and precision; a tensor kept twice counts at its first."""
+    """The work of every op at one batch and precision; a tensor kept twice counts once."""
 
     batch: int
     precision: Precision
@@ -157,7 +157,7 @@ class Annotation:
 
 
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
-    """Return what parameters, gradients and the optimizer occupy.
+    """Return the bytes of parameters, gradients and optimizer states.
 
     With AdamW in fp32: 4 bytes, 4 of gradient, 8 of moments. bf16, fp16: 2 bytes, 4 of fp32
     gradient, 4 of master weight and 8 of moments. Frozen parameters have neither gradient nor
@@ -200,7 +200,7 @@ class _Annotator:
         self.memory = TensorMemory(graph, precision)
 
     def work(self, op: Op) -> OpWork:
-        """Return the work of one op; tensors that it keeps are marked as kept."""
+        """Return the work of an op, and mark the tensors that it keeps."""
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
         differentiable = self.graph.learns(op)
@@ -220,7 +220,7 @@ class _Annotator:
         return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
     def _moved_backward(self, rule: Rule, op: Op, moved: int) -> int:
-        """The gradient of each result is read, that of each input written, what was kept read."""
+        """Return the bytes that a backward reads and writes: gradients and kept tensors."""
         if moved == 0 or rule.traffic is Traffic.GATHERED:
             return moved
         tensors = self.graph.tensors

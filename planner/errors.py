@@ -1,26 +1,26 @@
-"""The one family of errors, each with what was found, where, expected, and to do; exit codes."""
+"""Errors with what was found, where, what was expected, what to do; and exit codes."""
 
 from collections.abc import Sequence
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process says to its caller; docs/exit-codes.md tells it to users."""
+    """The exit code of a command; see docs/exit-codes.md."""
 
     DONE = 0
-    NEGATIVE = 1  # the command worked and its answer is no
+    NEGATIVE = 1  # the command worked, and its answer is no
     USAGE = 2  # bad usage or bad input
     INFEASIBLE = 3  # no plan satisfies the constraints
     UNTRACEABLE = 4  # the model cannot be traced
     NO_PLAN = 5  # the solver stopped without a plan
     MISMATCH = 6  # environment and plan do not match
     TRAINING_FAILED = 7
-    PREEMPTED = 75  # a script was told to stop, and has kept what it takes to go on
+    PREEMPTED = 75  # a script was asked to stop, and has written a checkpoint
     INTERRUPTED = 130
 
 
 class AutoparError(Exception):
-    """An error that a person can act on; the commands print it and leave with its exit code."""
+    """An error that the user can act on; commands print it and exit with its code."""
 
     exit_code = ExitCode.USAGE
 
@@ -37,29 +37,29 @@ class AutoparError(Exception):
 
 
 class InputError(AutoparError):
-    """Something that the person gave is missing, malformed or contradicts itself."""
+    """Input of the user is missing, malformed or contradictory."""
 
 
 class TraceError(AutoparError):
-    """The model is well formed, but no graph of it can be had."""
+    """The model is valid, but cannot be traced."""
 
     exit_code = ExitCode.UNTRACEABLE
 
 
 class InfeasibleError(AutoparError):
-    """No plan satisfies what was declared; the text names the least that stands in the way."""
+    """No plan satisfies the constraints; the text names the smallest obstacle."""
 
     exit_code = ExitCode.INFEASIBLE
 
 
 class TimeLimitError(AutoparError):
-    """The time limit came before the first plan."""
+    """The time limit was reached before the first plan."""
 
     exit_code = ExitCode.NO_PLAN
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error of others without frames of C++; its method may raise."""
+    """Return an error's text without C++ frames; its __str__ may raise."""
     try:
         return str(error).partition("\nException raised from ")[0]
     except Exception as other:
@@ -67,6 +67,6 @@ def text_of(error: BaseException) -> str:
 
 
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
-    """Return one error that tells all faults of one input together."""
+    """Return one error for all faults of one input."""
     found = faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)
     return InputError(found, where=where, fix=fix)

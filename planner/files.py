@@ -1,4 +1,4 @@
-"""Files that people give and files that autopar writes: read whole, checked, written whole."""
+"""Files from users and files that autopar writes: read whole, checked, written whole."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic import ValidationError
 
 from autopar.planner.errors import InputError
 
-# The largest machines have about 100,000; ten million is a slip of the finger.
+# The largest machines have about 100,000; ten million is a typing error.
 MOST_DEVICES = 262_144
 _MOST = 2**60  # bytes, elements, FLOPs: more than any machine has
 
 Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # of ranks, devices, nodes
-Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # of what may be absent
+Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # of something that may be absent
 Rows = Annotated[int, Ge(1), Le(2**31)]
-Repeats = Annotated[int, Ge(1), Le(2**20)]  # what a script does one after another
+Repeats = Annotated[int, Ge(1), Le(2**20)]  # of things that a script does one after another
 Bytes = Annotated[int, Ge(0), Le(_MOST)]
 SomeBytes = Annotated[int, Ge(1), Le(_MOST)]
 Elements = Annotated[int, Ge(0), Le(_MOST)]
@@ -31,7 +31,7 @@ Seconds = Annotated[float, Ge(0), Le(1e12)]
 SomeSeconds = Annotated[float, Gt(0), Le(1e12)]
 Rate = Annotated[float, Gt(0), Le(1e30)]  # of bytes or FLOPs per second
 Share = Annotated[float, Ge(0), Le(1)]
-FigureNumber = Annotated[float, Ge(0), Le(1e12)]  # of money, or a ratio that may be above 1
+FigureNumber = Annotated[float, Ge(0), Le(1e12)]  # money, or a ratio that may exceed 1
 
 
 MOST_BYTES = 2**27  # a plan of a thousand layers has 30 MB
@@ -45,7 +45,7 @@ _KINDS = (
 
 
 def read_given(path: Path, *, what: str, expected: str = "", fix: str = "") -> str:
-    """Return the text of a file; `what` it is and what to do stand in messages."""
+    """Return the text of a file; `what` names it in messages."""
     check_given(path, what=what, fix=fix)
     try:
         with path.open("rb") as file:
@@ -59,7 +59,7 @@ def read_given(path: Path, *, what: str, expected: str = "", fix: str = "") -> s
 
 
 def check_given(path: Path, *, what: str, fix: str = "") -> None:
-    """Refuse what is not there, is no file, or is larger than any that people write."""
+    """Raise if a path does not exist, is no file, or is larger than files that people write."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def check_given(path: Path, *, what: str, fix: str = "") -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a path leads to that is no file, such as a pipe; "" for a file, or nothing."""
+    """Return the kind of something that is no file, such as a pipe; "" for a file, or nothing."""
     try:
         return _kind(path.stat())
     except (OSError, ValueError):
@@ -95,12 +95,12 @@ _MOST_TOLD = 5
 
 
 def is_written(table: object) -> bool:
-    """Whether a table is one that autopar wrote: it says in which format, and by which version."""
+    """Whether autopar wrote a table: it has a format and a version."""
     return isinstance(table, dict) and type(table.get("format")) is int and "autopar" in table
 
 
 def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str, fix: str) -> None:
-    """Refuse what an older or a newer autopar wrote in another format."""
+    """Raise for a file in another format, of an older or newer autopar."""
     number = table["format"]
     if number != known:
         newer = "update autopar, or " if number > known else ""
@@ -113,7 +113,7 @@ def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str,
 
 
 def told(error: ValidationError) -> list[str]:
-    """Return what pydantic found: the place behind the outermost field, what should stand there."""
+    """Return pydantic's messages: each with its place below the outermost field."""
     return [
         f"{'.'.join(str(part) for part in one['loc'][1:] or one['loc'])}: {one['msg']}"
         for one in error.errors(include_url=False, include_input=False)
@@ -121,7 +121,7 @@ def told(error: ValidationError) -> list[str]:
 
 
 def damaged(faults: Sequence[str], *, what: str, where: str, fix: str) -> InputError:
-    """Return one error for all faults of a file, the first few of them told."""
+    """Return one error for all faults of a file; it lists the first few."""
     more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
     lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_TOLD], *more))
     return InputError(f"{what} damaged or changed by hand:{lines}", where=where, fix=fix)
@@ -132,11 +132,11 @@ _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 _MANIFEST, _MARK = "checkpoint.json", re.compile(r'"written_by": *"autopar"')  # of a checkpoint
 PLAN_FOLDER = "a folder, which gets plan.json and train.py"
 _HEAD_BYTES = 4096
-_DEVICES = Path("/dev")  # /dev/stdout is a place that people name
+_DEVICES = Path("/dev")  # users may name /dev/stdout
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that is a folder or a pipe, or lies in a checkpoint or where none can be."""
+    """Raise for a path that cannot be written: a folder, a pipe, or inside a checkpoint."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, not a file", fix=_FIX)
     refuse_in_checkpoint(path)
@@ -154,7 +154,7 @@ def check_writable(path: Path) -> None:
 
 
 def refuse_in_checkpoint(path: Path) -> None:
-    """Refuse a place in a checkpoint, which stays as it was written."""
+    """Raise for a path inside a checkpoint."""
     for folder in (path.resolve(), *path.resolve().parents):
         manifest = folder / _MANIFEST
         if manifest.is_file() and os.access(manifest, os.R_OK) and _MARK.search(_head(manifest)):
@@ -166,7 +166,7 @@ def refuse_in_checkpoint(path: Path) -> None:
 def refuse_named_as_file(
     folder: Path, *, option: str = "-o", expected: str = "the name of a folder"
 ) -> None:
-    """Refuse a folder to come whose name has the ending of a file: meant was a file."""
+    """Raise for a new folder whose name has a file's ending: probably a file was meant."""
     if _OF_A_FILE.fullmatch(folder.suffix) and not folder.exists():
         raise InputError(
             f"{option} {folder} names a file",
@@ -176,7 +176,7 @@ def refuse_named_as_file(
 
 
 def refuse_replacing(path: Path, *sources: Path) -> None:
-    """Refuse to write a result over what it is made from, whatever else may be overwritten."""
+    """Raise if a result would overwrite the file it is made from."""
     if path.exists() and any(one.exists() and path.samefile(one) for one in sources):
         raise InputError(
             "the script would replace the file that it is made from", where=str(path), fix=_FIX
@@ -184,24 +184,24 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
 
 
 def refuse_others(path: Path, *, beginning: str) -> None:
-    """Refuse to write over a file that does not begin as those of autopar do."""
+    """Raise if a file that autopar did not write would be overwritten."""
     if path.is_file() and not _head(path).startswith(beginning):
         found = "a file that autopar did not write is in the way"
         raise InputError(found, where=str(path), fix=_FIX)
 
 
 def write_whole(path: Path, text: str, *, what: str, mode: int = 0o666) -> None:
-    """Write a file, and the folder that it lies in: all of it, or nothing of it.
+    """Write a file, and create its folder: the whole file, or nothing.
 
-    `mode` is who may read it, but for those whom the umask shuts out.
+    `mode` is its permissions, restricted by the umask.
     """
     refuse_in_checkpoint(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # /dev/stdout
+        if path.exists() and not path.is_file():  # /dev/stdout, for example
             path.write_text(text, encoding="utf-8")
         else:
-            _replace(path.resolve(), text, mode)  # what a link leads to, not the link
+            _replace(path.resolve(), text, mode)  # the target of a link, not the link
     except OSError as error:
         found = f"{what} cannot be written: {error.strerror}"
         raise InputError(found, where=str(path), fix=_FIX) from None
@@ -213,7 +213,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        temporary.chmod(mode & ~_umask())  # mkstemp's own is for secrets
+        temporary.chmod(mode & ~_umask())  # mkstemp's own permissions are for secrets
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -226,12 +226,12 @@ def _head(path: Path) -> str:
 
 
 def _umask() -> int:
-    mask = os.umask(0)  # the only way to read it is to set it
+    mask = os.umask(0)  # the umask can only be read by setting it
     os.umask(mask)
     return mask
 
 
 def _as_given(folder: Path, path: Path) -> Path:
-    """Return a folder around a path in the words of the path, relative where that is."""
+    """Return a folder above a path, relative if the path is."""
     above = len(path.absolute().parts) - len(folder.parts)
     return path.parents[above - 1] if above <= len(path.parents) else folder

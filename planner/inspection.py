@@ -1,4 +1,4 @@
-"""Gathers what is worth telling of a model: parameters, layers, axes, costs, ops without a rule."""
+"""Collects facts about a model: parameters, layers, axes, costs, ops without a rule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.signature import leaves
 from autopar.planner.rules.table import has_rule
 
-SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes what bf16 takes
+SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes as long as bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Both:
-    """One figure at both precisions."""
+    """A figure at both precisions."""
 
     fp32: int
     bf16: int
@@ -29,7 +29,7 @@ class Both:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLine:
-    """Equal layers in a row, as one line."""
+    """Consecutive equal layers, as one line."""
 
     name: str
     first_call: str
@@ -53,7 +53,7 @@ class AxisLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLine:
-    """The dims of one parameter in logical axes, and of how many others alike."""
+    """The dims of a parameter in logical axes, and how many other parameters have the same."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ParameterLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLine:
-    """An op of whose dims the table says nothing."""
+    """An op whose dims the table does not know."""
 
     target: str
     count: int
@@ -72,7 +72,7 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLine:
-    """What the parameters and the optimizer occupy at one precision."""
+    """The bytes of parameters and optimizer at one precision."""
 
     precision: str
     parameter_bytes: int
@@ -110,7 +110,7 @@ class Inspection:
 
 
 def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> Inspection:
-    """Return what is worth telling of a traced model."""
+    """Return facts about a traced model."""
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
     fp32, bf16 = (annotate(graph, axes, batch=batch, precision=precision) for precision in SHOWN)
@@ -150,7 +150,7 @@ def _count(parameter: Parameter) -> int:
 
 
 def _tokens(graph: Graph, batch: int) -> int:
-    """Return the positions of a text batch; 0 where the inputs are no sequences of numbers."""
+    """Return the number of tokens of a batch; 0 if the inputs are no sequences of numbers."""
     for name in graph.inputs:
         tensor = graph.tensors[name]
         if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
@@ -202,7 +202,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
-    """Return the dims of the parameters, those alike in shape, meaning and last name as one."""
+    """Return the dims of the parameters; those with equal shape, meaning and last name as one."""
     groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for parameter in graph.parameters:
         shape = tuple(size.at(0) for size in parameter.shape)

@@ -1,10 +1,8 @@
-"""Cuts a graph into layers, finds equal layers, and tells which tensors cross between layers.
+"""Cuts a graph into layers, finds equal layers, and the tensors that cross between layers.
 
-Cuts a graph into layers, and finds which layers are equal: layer classes and runs.
-
-A layer is a repeated block of the model where there is one, and what stands beside the blocks
-(embedding, head) otherwise. Equal layers have the same ops in the same order on tensors of the same
-form; they are costed and solved once.
+A layer is a repeated block of the model, if there is one, or what surrounds the blocks (embedding,
+head). Equal layers have the same ops in the same order on tensors of the same form; they are priced
+and solved once.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from autopar.planner.rules.signature import Leaf, substituted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
-    """The layer of each op, the layer that makes each tensor, the layers that use it."""
+    """The layer of each op, the layer that makes each tensor, and the layers that use it."""
 
     home: Mapping[str, int]
     maker: Mapping[str, int]
     users: Mapping[str, frozenset[int]]
-    cuts: tuple[tuple[str, ...], ...]  # what crosses behind each layer
+    cuts: tuple[tuple[str, ...], ...]  # tensors that cross behind each layer
 
 
 def residence(graph: Graph, layers: Layers) -> Residence:
-    """Return where the tensors of a graph are made, used, and which cuts they cross.
+    """Return where the tensors of a graph are made and used, and which cuts they cross.
 
-    What is computed from weights or from random numbers crosses: the rest is made again on every
-    stage that needs it, and inputs are on every stage.
+    Tensors computed from weights or random numbers cross. Others are computed again on every stage
+    that needs them; inputs are on every stage.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -58,9 +56,9 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return what one stage alone computes: from weights, or from these random numbers.
+    """Return the tensors that one stage computes: from weights, or from these random numbers.
 
-    So it is with results of an op that keeps statistics: a norm of a teacher that does not learn.
+    This includes results of ops that update statistics, such as a norm of a frozen teacher.
     """
     found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
     found -= {parameter.name for parameter in graph.parameters}
@@ -70,7 +68,7 @@ def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
 
 
 def _beside_statistics(graph: Graph) -> Iterator[str]:
-    """Yield what ops return that write to a buffer besides."""
+    """Yield the results of ops that also write to a buffer."""
     buffers = {buffer.name for buffer in graph.buffers}
     for op in graph.ops:
         if not buffers.isdisjoint(graph.index.written_by(op)):
@@ -78,7 +76,7 @@ def _beside_statistics(graph: Graph) -> Iterator[str]:
 
 
 def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
-    """Return the last layer that needs each tensor, be it to make again what it uses itself."""
+    """Return the last layer that needs each tensor, also to recompute others from it."""
     last: dict[str, int] = {}
     for op in reversed(graph.ops):
         is_again = not once.intersection(op.outputs)
@@ -91,7 +89,7 @@ def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer: its call, its ops in order, the class that it belongs to."""
+    """A layer: its call, its ops in order, and its class."""
 
     call: str
     ops: tuple[Op, ...]
@@ -100,7 +98,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerClass:
-    """All layers that are equal, under the name of their module's class."""
+    """All layers that are equal, named like their module's class."""
 
     name: str
     layers: tuple[int, ...]
@@ -108,7 +106,7 @@ class LayerClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualLayers:
-    """Equal layers in a row."""
+    """Consecutive equal layers."""
 
     layer_class: int
     first: int
@@ -145,7 +143,7 @@ def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
 
 
 class _CallTree:
-    """The calls that have ops, by parent, and the ops of each with those of its inner calls."""
+    """The calls that have ops, by parent; with the ops of each, including inner calls."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops = graph.index.ops_in
@@ -160,7 +158,7 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: descend until a block, or where nothing is repeated."""
+    """Return the calls that are layers: descend until blocks repeat, or to the end."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent
@@ -195,7 +193,7 @@ def _units(tree: _CallTree, graph: Graph) -> list[str]:
 
 
 def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
-    """Give every op to one layer; what lies between layers joins the one before."""
+    """Assign every op to one layer; ops between layers join the one before."""
     weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in tree.ops[unit])}
     order: list[str] = []
     groups: dict[str, list[Op]] = {}
@@ -203,7 +201,7 @@ def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str
     for op in graph.ops:
         own = next((c for c in graph.index.around(op.call) if c in weighty), None)
         if own is None and not order and _has_parameter(op, graph):
-            own = op.call  # a model that holds its weights itself, outside of any module
+            own = op.call  # a model with weights of its own, outside of submodules
         if own is not None and own not in groups:
             order.append(own)
             groups[own] = []
@@ -220,13 +218,14 @@ def _has_parameter(op: Op, graph: Graph) -> bool:
 
 
 def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable:
-    """Return the canonical form of some ops: tensors and axes by where they were first met."""
+    """Return the canonical form of ops: tensors and axes numbered by first occurrence."""
     numbers: dict[str, int] = {}
     parts: list[Hashable] = []
     met_axes: dict[str, Leaf] = {}
 
     def axis(leaf: Leaf) -> Leaf:
-        # by its place, too: a concatenation of one axis is split, of two that look alike it is not
+        # Positions are part of it: a concatenation of one axis can be split; one of two similar
+        # axes cannot.
         assert axes is not None
         name = f"{axes.names[leaf.name]} {len(met_axes)}"
         return met_axes.setdefault(leaf.name, replace(leaf, name=name))

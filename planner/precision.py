@@ -1,4 +1,4 @@
-"""How numbers are held in training, and how many bytes that takes."""
+"""The dtypes of a training, and their bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What the device's kernels keep: flash attention always, one byte of dropout mask if fused."""
+    """What kernels save: flash attention always; a dropout mask of one byte if fused."""
 
     fused_dropout: bool = True
 
@@ -53,7 +53,7 @@ FUSED = Kernels()
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "f32": 4,
      "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-     # pairs of the model's own type, which only the trace holds in float64
+     # complex numbers of the model's own dtype, traced in float64
      "complex64": 8, "complex128": 8}
 )  # fmt: skip
 

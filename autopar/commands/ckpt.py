@@ -1,4 +1,4 @@
-"""`autopar ckpt`: what lies in a folder of checkpoints, and what can be made of it."""
+"""`autopar ckpt`: lists, verifies, exports and compares checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ckpt = typer.Typer(
 
 @ckpt.callback()
 def ckpt_options(context: typer.Context) -> None:
-    """List checkpoints, verify them, take the weights out of one, compare two.
+    """List checkpoints, verify them, export weights from one, compare two.
 
     No training is started, and nothing in a checkpoint is unpickled.
 
@@ -59,7 +59,7 @@ def ckpt_options(context: typer.Context) -> None:
 def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
     """List the checkpoints of a folder: step, rows, time, size, plan, evaluation, whole or damaged.
 
-    Compares the sizes of files only; `autopar ckpt verify` reads all of them.
+    Checks only the sizes of files; `autopar ckpt verify` reads all of them.
 
     Example: autopar ckpt ls checkpoints
     """
@@ -73,9 +73,9 @@ def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
 
 @ckpt.command("verify", cls=Command)
 def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
-    """Read all files of the checkpoints in a folder, and name those that are not as written.
+    """Read all files of the checkpoints in a folder, and name those that have changed.
 
-    Exits with 6 where any checkpoint is damaged.
+    Exits with 6 if any checkpoint is damaged.
 
     Example: autopar ckpt verify checkpoints/step-1000
     """
@@ -99,9 +99,9 @@ def export_checkpoint(
         ),
     ] = "model.safetensors",
 ) -> None:
-    """Write the weights of a checkpoint, the newest of a folder, as a script does at its end.
+    """Export the weights of a checkpoint (the newest of a folder), as a script does at its end.
 
-    One tensor is in memory at a time. All of the checkpoint is verified first.
+    One tensor is in memory at a time. The whole checkpoint is verified first.
 
     Example: autopar ckpt export checkpoints/step-1000 -o out/model.safetensors
     """
@@ -122,12 +122,12 @@ def export_checkpoint(
 def diff_checkpoints(
     before: Annotated[str, typer.Argument(metavar="A", help="a checkpoint, or a folder of them")],
     after: Annotated[str, typer.Argument(metavar="B", help="a checkpoint, or a folder of them")],
-    every: Annotated[bool, typer.Option("--all", help="Tell all tensors that differ.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all tensors that differ.")] = False,
     as_json: JSON = False,
 ) -> None:
-    """Say which weights and optimizer states of two checkpoints differ, and by how much at most.
+    """Show which weights and optimizer states of two checkpoints differ, and by how much at most.
 
-    They may be of different plans. Exits with 1 where anything differs.
+    The checkpoints may be of different plans. Exits with 1 if anything differs.
 
     Example: autopar ckpt diff checkpoints/step-500 checkpoints/step-1000
     """
@@ -149,13 +149,13 @@ def diff_checkpoints(
 
 
 def _print(parts: Iterable[RenderableType]) -> None:
-    """Print tables, and texts each on a line of its own, however long."""
+    """Print tables, and each text on a line of its own."""
     for part in parts:
         results().print(part, soft_wrap=isinstance(part, Text))
 
 
 def _place(output: str) -> Location:
-    """Return where weights shall go: a .safetensors file, or a folder that is not named as one."""
+    """Return where weights go: a .safetensors file, or a folder with any other name."""
     try:
         return location(weights_or_none(output))
     except ArgumentTypeError as error:

@@ -1,4 +1,4 @@
-"""`autopar doctor`: what this machine has of what autopar needs, and what to do about the rest."""
+"""`autopar doctor`: checks what autopar needs on this machine, and says how to get it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
 
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
-TRIED_TORCH = (2, 15)  # the last one that the tests have run with
+TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that autopar needs or can use; `fix` says what to do where it is not there."""
+    """A requirement of autopar; `fix` says what to do if it is missing."""
 
     name: str
     found: str
@@ -39,7 +39,7 @@ class Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Look at Python, torch, devices, process groups and the solver; exit 1 if one is missing.
+    """Check Python, torch, devices, process groups and the solver; exit with 1 if one is missing.
 
     Example: autopar doctor
     """
@@ -62,7 +62,7 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """Yield what there is."""
+    """Yield the findings."""
     yield Finding(
         name="Python",
         found=f"{platform.python_version()} ({sys.executable})",
@@ -86,7 +86,7 @@ def _torch() -> Finding:
 
 
 def _advice(version: tuple[int, ...]) -> str:
-    """Return what to do about a version of torch, "" where every test runs with it."""
+    """Return advice about a version of torch, or "" if all tests run with it."""
     least, pipelined, tried = (
         ".".join(map(str, known)) for known in (LEAST_TORCH, PIPELINED_TORCH, TRIED_TORCH)
     )
@@ -127,7 +127,7 @@ def _process_groups() -> Finding:
 
 
 def _solver() -> Finding:
-    """Solve a program of one variable."""
+    """Solve a program with one variable."""
     program = new_program("doctor")
     one = pulp.LpVariable("one", lowBound=1, cat="Integer")
     program += one

@@ -1,4 +1,4 @@
-"""`autopar dryrun`: the memory and the messages of one rank of the script, beside the plan's."""
+"""`autopar dryrun`: one rank's memory and messages in the script, beside the plan's prediction."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from autopar.planner.plan.files.document import read_plan
 def dryrun(
     plan: PLAN,
     model: MODEL = None,
-    rank: Annotated[int, whole("--rank", least=0, metavar="R", text="Which rank, from 0.")] = 0,
+    rank: Annotated[int, whole("--rank", least=0, metavar="R", text="The rank, from 0.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.
 
-    Tells its peak memory beside what was predicted, and every collective of a step.
-    It needs no GPU, and no other rank.
+    Shows its peak memory beside the prediction, and every collective of a step. It needs no GPU and
+    no other rank.
 
     Example: autopar dryrun out/plan.json --rank 3
     """

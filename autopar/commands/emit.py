@@ -1,4 +1,4 @@
-"""`autopar emit`: the training script of a plan."""
+"""`autopar emit`: writes the training script of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.planner.plan.files.document import read_plan
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 MODEL = Annotated[
     str | None,
-    typer.Option("--model", metavar="FILE", help="The plan's model file, where it has moved."),
+    typer.Option("--model", metavar="FILE", help="The plan's model file, if it has moved."),
 ]
 
 
@@ -36,23 +36,25 @@ def emit_script(
     model: MODEL = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Else train.py beside the plan."),
+        typer.Option("-o", "--output", metavar="FILE", help="Default: train.py beside the plan."),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; say whether the script is up to date.")
+        bool, typer.Option("--check", help="Write nothing; check whether the script is up to date.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite a script that was changed by hand.")
     ] = False,
     standalone: Annotated[
         bool,
-        typer.Option("--standalone", help="A folder that needs torch and the model file alone."),
+        typer.Option(
+            "--standalone", help="Write a folder that needs only torch and the model file."
+        ),
     ] = False,
 ) -> None:
     """Write the training script of a plan.
 
-    With --standalone -o names a folder, else it is standalone beside the plan.
-    The model file is not copied there: it may stay, or lie beside the script.
+    With --standalone, -o names a folder; by default it is `standalone` beside the plan. The model
+    file is not copied there: it may stay where it is, or lie beside the script.
 
     Example: autopar emit out/plan.json -o train.py
     """
@@ -85,13 +87,13 @@ def emit_script(
 
 
 def _needed(model: Path) -> list[str]:
-    """Return the model file and those that it imports, or the package that they are in."""
+    """Return the model file and the files that it imports, or their package."""
     folder = import_name(model).folder
     return sorted({file.relative_to(folder).parts[0] for file in sources(model)})
 
 
 def _check(path: Path, expected: str) -> None:
-    """Leave with 1 where the file is not what the plan says."""
+    """Exit with 1 if the file is not the plan's script."""
     if not path.is_file():
         raise InputError(f"there is no script {path}", fix="leave --check out to write it")
     wanted = expected.encode()

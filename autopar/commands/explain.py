@@ -44,7 +44,7 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="B", help="plan.json or its folder")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Say what moved from plan A to plan B, and what it does to time, communication, memory.
+    """Show what changed from plan A to plan B, and the effect on time, communication and memory.
 
     Example: autopar diff before/plan.json after/plan.json
     """
@@ -66,9 +66,7 @@ def explain_plan(
         int | None, whole("--stage", least=0, metavar="I", text="Only this stage, from 0.")
     ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the memory.")] = False,
-    comm: Annotated[
-        bool, typer.Option("--comm", help="Only communication and what is split.")
-    ] = False,
+    comm: Annotated[bool, typer.Option("--comm", help="Only communication and splits.")] = False,
     other: Annotated[
         str | None,
         typer.Option(
@@ -79,19 +77,23 @@ def explain_plan(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="For --why-not: what the plan was made by."),
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="For --why-not: the profile that the plan was made with.",
+        ),
     ] = None,
     analyzed: Annotated[
         Path | None,
         typer.Option(
             "--analyze",
             metavar="RUN",
-            help="A run of this plan (`autopar run`): what was predicted beside what it measured.",
+            help="Compare predicted and measured figures of a run (`autopar run`).",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Say why a plan is what it is: time, stages, memory, communication, what is split.
+    """Show why a plan was chosen: time, stages, memory, communication, splits.
 
     Example: autopar explain out/plan.json --why-not tp=8
     """
@@ -116,7 +118,7 @@ def explain_plan(
 
 
 def _analysis(plan: Plan, run: Path) -> Analysis:
-    """Compare a plan with a run of it, given by its folder or by the file of its metrics."""
+    """Compare a plan with a run, given by its folder or its metrics file."""
     record = read_record(run)
     copy = run / PLAN_NAME
     if copy.is_file() and read_plan(copy) != plan:
@@ -136,8 +138,9 @@ def _analysis(plan: Plan, run: Path) -> Analysis:
 
 
 def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> WhyNot:
-    """Answer from the plan where it knows, and solve what it does not know."""
-    from autopar.planner.plan.again import solve_point  # here alone: the rest needs no solver
+    """Answer --why-not from the plan's own figures if possible; else solve the other plan."""
+    # imported here, because the rest needs no solver
+    from autopar.planner.plan.again import solve_point
 
     with reported("solving the other plan"):
         return why_not(plan, pins, partial(solve_point, measured=measured))
@@ -146,7 +149,7 @@ def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> Wh
 def _chosen(
     plan: Plan, explanation: Explanation, *, stage: int | None, memory: bool, comm: bool
 ) -> Iterator[RenderableType]:
-    """Yield the sections that were asked for, all where none was."""
+    """Yield the requested sections, or all of them."""
     if stage is None and not memory and not comm:
         yield from explanation_page(plan, explanation)
         return

@@ -33,7 +33,7 @@ _BEGINNINGS = {
 
 
 def check_destination(path: Path) -> None:
-    """Refuse a file of another kind, and one that autopar did not write."""
+    """Reject a path that is no graph file, or a file that autopar did not write."""
     beginning = _BEGINNINGS.get(path.suffix)
     if beginning is None:
         raise InputError(
@@ -44,7 +44,7 @@ def check_destination(path: Path) -> None:
 
 
 def write_graph(graph: nx.DiGraph, path: Path) -> None:
-    """Write a graph in the form that the name of the file says."""
+    """Write a graph in the format of the path's ending."""
     lines = nx.generate_graphml(graph) if path.suffix == ".graphml" else _dot(graph)
     write_whole(path, "\n".join([_BEGINNINGS[path.suffix], *lines, ""]), what="the graph")
 
@@ -86,7 +86,7 @@ def inspect(
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.
 
-    With --ops, or --graph FILE, each op on a --device in a --precision, unsplit.
+    With --ops or --graph FILE: each op on a --device in a --precision, unsplit.
 
     Example: autopar inspect models_zoo/gpt2.py --arg size=124m --batch 8
     """

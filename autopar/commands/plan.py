@@ -1,4 +1,4 @@
-"""`autopar plan`: the best way to split a training, with its proof."""
+"""`autopar plan`: finds the best way to split a training, with a proof."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autopar.planning import (
 
 
 class NotVerifiedError(AutoparError):
-    """A script that was verified with its plan, and does not train as one process."""
+    """The verified script does not train like one process."""
 
     exit_code = ExitCode.NEGATIVE
 
@@ -59,11 +59,11 @@ def plan(
 ) -> None:
     """Plan how to split the training of a model, prove the choice, and write the script.
 
-    The script, train.py, runs under torchrun. Without --gpus, --cluster says the machines. Several
-    numbers of devices (--gpus 1,2,4,8) are compared, and one is chosen.
+    The script, train.py, runs under torchrun. --gpus or --cluster says what the machines are.
+    Several numbers of devices (--gpus 1,2,4,8) are compared, and one is chosen.
 
-    A script that takes seconds to verify is verified: the command exits with 1 if it differs from
-    one process.
+    A script that can be verified within seconds is verified; the command exits with 1 if it differs
+    from one process.
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
@@ -84,7 +84,7 @@ def plan(
         refuse_overwriting(output / SCRIPT_NAME)
     made, text = scripted(request, output / SCRIPT_NAME)
     write_plan(made.plan, output / FILE_NAME)
-    # Both files are there before the page, which may not be read to its end.
+    # Write both files before the page, because the reader of a pipe may stop early.
     script = write_text(text, output, force=force)
     tell(made, as_json=as_json)
     if not as_json:
@@ -102,7 +102,7 @@ def plan(
 
 
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
-    """Say that the script trains as one process does, what differs, or how to see it."""
+    """Print that the script trains like one process, what differs, or how to verify it."""
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:
         results().print(f"Verify it: {command}", soft_wrap=True)
@@ -114,7 +114,7 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
 
 
 def tell(planned: Planned, *, as_json: bool) -> None:
-    """Print the plan, behind the numbers of devices it was chosen among where these are several."""
+    """Print the plan, after the other numbers of devices if several were compared."""
     curve, point = planned.curve, planned.choice.point
     is_compared = len(curve.trials) > 1
     if as_json:

@@ -23,13 +23,13 @@ ARG = Annotated[
     typer.Option(
         "--arg",
         metavar="KEY=VALUE",
-        help="An argument for functions of the model file; several may be given.",
+        help="An argument for functions of the model file; may be repeated.",
     ),
 ]
 GPUS = Annotated[
     str | None,
     typer.Option(
-        "--gpus", metavar="N", help="Devices in all; several to compare: 1,2,4,8 or 1..64."
+        "--gpus", metavar="N", help="Number of devices; several are compared: 1,2,4,8 or 1..64."
     ),
 ]
 DEVICE = Annotated[
@@ -37,11 +37,12 @@ DEVICE = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
-        help="Such as a100-80gb-sxm; else the GPUs here, or h100-sxm where there are none.",
+        help="Such as a100-80gb-sxm. Default: the GPUs here, or h100-sxm without any.",
     ),
 ]
 NODES = Annotated[
-    str | None, typer.Option("--nodes", metavar="N", help="Machines that the devices are in.")
+    str | None,
+    typer.Option("--nodes", metavar="N", help="Number of machines that hold the devices."),
 ]
 CLUSTER = Annotated[
     Path | None,
@@ -66,7 +67,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Take the best plan found until then."),
+    seconds("--time-limit", text="Stop the search then, with the best plan found."),
 ]
 PROFILE = Annotated[
     Path | None,
@@ -78,7 +79,7 @@ OUTPUT = Annotated[
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
 VERIFY = Annotated[
     bool | None,
-    typer.Option("--verify/--no-verify", help="Verify it; by default what takes ten seconds."),
+    typer.Option("--verify/--no-verify", help="Verify the script; by default if it takes seconds."),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 

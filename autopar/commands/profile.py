@@ -1,4 +1,4 @@
-"""`autopar profile`: measured times in the place of formulas."""
+"""`autopar profile`: measures times that replace formulas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autopar.planner.trace import trace
 
 _BATCHES = [1, 2, 4, 8]
 _MOST_PROCESSES = 256  # on one machine
-_OP_SHARE = 0.1  # of the whole time, at most, for one op
+_OP_SHARE = 0.1  # largest share of the whole time that one op may take
 
 
 def profile(
@@ -49,7 +49,7 @@ def profile(
         str, typer.Option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.")
     ] = "bf16",
     net: Annotated[
-        bool, typer.Option("--net", help="Measure the collectives among processes too.")
+        bool, typer.Option("--net", help="Also measure collectives between processes.")
     ] = False,
     procs: Annotated[
         int | None,
@@ -60,9 +60,9 @@ def profile(
             text="Processes for --net: the GPUs here, or 2 on a CPU.",
         ),
     ] = None,
-    budget: Annotated[float, seconds("--budget", text="For all ops together.")] = 60.0,
+    budget: Annotated[float, seconds("--budget", text="Time for all ops together.")] = 60.0,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="Where the figures go.")
+        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write the times to.")
     ] = Path(FILE_NAME),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

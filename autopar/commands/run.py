@@ -70,7 +70,7 @@ def runs(
     ] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """List runs: when, which plan, what became of each, its last step, loss and seconds a step.
+    """List runs: start, plan, state, last step, loss and seconds per step.
 
     Example: autopar runs out
     """
@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the runs of a folder, or of that of a plan beside which they are."""
+    """Return the runs of a folder, or of the plan in that folder."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -108,7 +108,7 @@ def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
 
 
 def _last_step(metrics: Path) -> dict[str, Any]:
-    """Return what the last step told; nothing where the file cannot be read, which others can."""
+    """Return the last step's metrics, or nothing if the file cannot be read."""
     try:
         return last_step(last_lines(metrics)) or {}
     except InputError as error:
@@ -125,13 +125,13 @@ def _as_data(path: Path, record: RunRecord, step: dict[str, Any]) -> dict[str, A
 
 
 class DevicesError(AutoparError):
-    """This machine has fewer devices than the plan needs of it."""
+    """This machine has too few devices for the plan."""
 
     exit_code = ExitCode.MISMATCH
 
 
 class TrainingFailedError(AutoparError):
-    """A rank has failed, and no restart was left; or it has refused, with a code of its own."""
+    """A rank failed and no restart was left, or a rank refused the start with its own code."""
 
     def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
         super().__init__(found, where=where, fix=fix)
@@ -149,8 +149,8 @@ def run(
         typer.Option(
             "--resume",
             metavar="auto|PATH|never",
-            help="Go on from the newest run of this model; from a run, its checkpoints or one of "
-            "them. Else begin anew.",
+            help="Resume the newest run of this model, or the run or checkpoint at PATH. Default: "
+            "begin anew.",
         ),
     ] = None,
     gpus: Annotated[
@@ -159,18 +159,24 @@ def run(
             "--gpus",
             least=1,
             most=MOST_DEVICES,
-            text="Devices that are there; planned again if PLAN has others.",
+            text="Devices to train on; a new plan is made if PLAN has another number.",
         ),
     ] = None,
     max_restarts: Annotated[
-        int, whole("--max-restarts", least=0, text="How often to start again after a failure.")
+        int, whole("--max-restarts", least=0, text="How often to restart after a failure.")
     ] = 0,
     nnodes: Annotated[
-        int, whole("--nnodes", least=1, most=MOST_DEVICES, text="Machines, each with this command.")
+        int,
+        whole(
+            "--nnodes",
+            least=1,
+            most=MOST_DEVICES,
+            text="Number of machines; each runs this command.",
+        ),
     ] = 1,
     node_rank: Annotated[
         int | None,
-        whole("--node-rank", least=0, metavar="R", text="Which of them this is, from 0."),
+        whole("--node-rank", least=0, metavar="R", text="Index of this machine, from 0."),
     ] = None,
     master_addr: Annotated[
         str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine.")
@@ -180,22 +186,26 @@ def run(
     ] = 29500,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Of the folder; one that is there goes on."),
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the run's folder; an existing one is resumed."
+        ),
     ] = None,
     runs: Annotated[
         Path | None,
-        typer.Option("--runs", metavar="FOLDER", help="Where runs are; else beside the plan."),
+        typer.Option(
+            "--runs", metavar="FOLDER", help="Folder of runs. Default: runs beside the plan."
+        ),
     ] = None,
     script: Annotated[
         Path | None,
-        typer.Option("--script", metavar="FILE", help="Else train.py beside the plan."),
+        typer.Option("--script", metavar="FILE", help="Default: train.py beside the plan."),
     ] = None,
 ) -> None:
-    """Train by the script of a plan, under torchrun.
+    """Train with the script of a plan, under torchrun.
 
     Prints the torchrun command, and keeps plan, script, logs, metrics, environment, checkpoints and
-    weights in a folder. Exits with 0 when it is done, 75 when a signal stopped it and a checkpoint
-    was written, 7 when it failed. With --gpus N it goes on with fewer or more devices.
+    weights in a folder. Exits with 0 when the training is finished, 75 when a signal stopped it and
+    a checkpoint was written, 7 when it failed. --gpus N resumes on fewer or more devices.
 
     Example: autopar run out --max-restarts 3 -- --steps 1000
     """
@@ -256,7 +266,7 @@ def _nodes(count: int, rank: int | None, address: str | None, port: int, name: s
 
 
 def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> PlanToTrain:
-    """Return the plan that is given, or one that was made ahead for these devices."""
+    """Return the given plan, or one that was made in advance for these devices."""
     found = PlanToTrain.read(plan)
     if script is not None:
         found = replace(found, script=script)
@@ -280,9 +290,10 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
 
 
 def _planned_again(chosen: PlanToTrain, devices: int, folder: Path, nodes: Nodes) -> PlanToTrain:
-    """Return another plan of the training, which the first of several machines makes for all.
+    """Return a new plan for the training; the first of several machines makes it for all.
 
-    All of them take the one of an earlier start: the others might see it before it is replaced.
+    A plan left by an earlier start is reused by all machines: otherwise some might read it before
+    the first machine replaces it.
     """
     if nodes.count > 1 and (found := left_in(folder, chosen, devices, nodes.count)) is not None:
         return found
@@ -294,7 +305,7 @@ def _planned_again(chosen: PlanToTrain, devices: int, folder: Path, nodes: Nodes
 def _check_devices(ranks: int, nodes: Nodes) -> None:
     if ranks % nodes.count:
         raise InputError(f"{ranks} ranks are not shared out evenly over {nodes.count} machines")
-    import torch  # here alone: it takes seconds
+    import torch  # imported here, because it takes seconds
 
     here, needed = torch.cuda.device_count(), ranks // nodes.count
     if torch.cuda.is_available() and here < needed:
@@ -358,7 +369,7 @@ def _tell_start(
 
 
 def _tell_end(end: End, folder: Path) -> None:
-    """Say how a run has ended, in the last line that there is, and leave with its code."""
+    """Print how a run ended, as the last line, and exit with its code."""
     if end.leftovers:
         tell_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
     if end.state is RunState.FAILED:

@@ -1,4 +1,4 @@
-"""`autopar verify`: whether the script of a plan trains exactly as one process does."""
+"""`autopar verify`: compares a plan's script with one process of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def verify_plan(
     plan: PLAN,
     script: Annotated[
         Path | None,
-        typer.Option("--script", metavar="FILE", help="Else train.py beside the plan."),
+        typer.Option("--script", metavar="FILE", help="Default: train.py beside the plan."),
     ] = None,
     model: MODEL = None,
     arg: ARG = None,
@@ -64,14 +64,14 @@ def verify_plan(
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
 
-    The script is run as it lies there, changed by hand or not. One process trains the model that
-    build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64:
-    without random numbers, and in one step more with them, where the draws are compared. A plan in
-    bf16 or fp16 is trained in that, too, beside plain PyTorch with fp32 masters: both must begin
-    with the same numbers, and the script may be twice as far from fp32 after --half-steps. Exits
-    with 1 where anything differs, with 7 where the script fails. With --arg the model is a smaller
-    one of the same file, planned with few rows under the plan's own degrees, schedule and splits;
-    changes by hand are carried over.
+    The script is run as it is, changed by hand or not. The one process trains the model that
+    build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64,
+    without random numbers. One more step has random numbers, and the numbers drawn are compared. A
+    plan in bf16 or fp16 is also trained in that dtype, beside plain PyTorch with fp32 masters: both
+    must begin with the same numbers, and after --half-steps the script may be at most twice as far
+    from fp32. Exits with 1 if anything differs, with 7 if the script fails. With --arg a smaller
+    model of the same file is used, planned with few rows under the plan's own degrees, schedule and
+    splits; changes by hand are carried over.
 
     With --plain a loop of plain PyTorch is written beside the script: one process, the same weights
     and rows, for you to run and compare.
@@ -125,7 +125,7 @@ def _write_plain(plan: Plan, folder: Path, given: GivenScript, *, is_smaller: bo
 def _carried_over(
     given: GivenScript, large: Plan, small: Plan, folder: Path, place: Path
 ) -> GivenScript:
-    """Write the script of a smaller plan with the changes that were made by hand in the given."""
+    """Write the script of a smaller plan, with the changes made by hand in the given script."""
     emitted = script_text(large, subject_of(large, folder), given.path)
     path = (place / FILE_NAME).resolve()
     text = script_text(small, subject_of(small, folder), path)
@@ -134,7 +134,7 @@ def _carried_over(
 
 
 def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
-    """Return the plan of the model with these arguments, and say how it is like the given one."""
+    """Return the plan of the model with these arguments; print how it resembles the given one."""
     with progress("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
@@ -150,7 +150,7 @@ def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
 
 
 def _tell_edits(given: GivenScript) -> None:
-    """Say which lines of the script are not those that its plan would write."""
+    """Print the lines of the script that differ from its plan's script."""
     if not given.edits:
         return
     count = len(given.edits)
@@ -166,7 +166,7 @@ def _tell_edits(given: GivenScript) -> None:
 
 
 def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
-    """Print what of a script is equal to one process, and what is not."""
+    """Print what is equal between a script and one process, and what differs."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),

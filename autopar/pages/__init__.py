@@ -1,1 +1,1 @@
-"""What commands print, one table or page a file."""
+"""The output of commands, one page per file."""

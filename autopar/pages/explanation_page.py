@@ -1,4 +1,4 @@
-"""Why a plan is what it is, two plans beside each other, and runs analysed."""
+"""Pages: why a plan was chosen, two plans compared, a run analysed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _time(plan: Plan) -> Table:
 
 
 def stage_table(plan: Plan, explanation: Explanation, only: int | None = None) -> Table:
-    """Return the stages, or one of them: layers, seconds of a microbatch, idleness, memory."""
+    """Return all stages or one: layers, seconds of a microbatch, idle time, memory."""
     table = plain_table(
         "Stages, seconds of one microbatch",
         "stage", "rank", "layers", "recompute", "forward", "backward", "idle", "flight", "memory",
@@ -79,19 +79,19 @@ def stage_table(plan: Plan, explanation: Explanation, only: int | None = None) -
 
 
 def fullest_stage(explanation: Explanation) -> int:
-    """Return the stage whose rank holds most."""
+    """Return the stage with the fullest rank."""
     return max(explanation.memory, key=lambda one: one.device_bytes).stage
 
 
 def memory_table(explanation: Explanation, only: int | None = None) -> Table:
-    """Return what the rank of each stage holds, by category, as bars of the limit."""
+    """Return the memory of each stage's rank by category, as bars up to the limit."""
     table = plain_table("Memory of a device", "stage", "category", "", "bytes", "of limit", left=3)
     for one in explanation.memory:
         if only not in (None, one.stage):
             continue
         held = [(category, size) for category, size in one.categories if size]
         shares = [size * one.share_of_limit / one.device_bytes for _, size in held]
-        tenths = added_up(shares, units=1000)  # of a percent
+        tenths = added_up(shares, units=1000)  # in tenths of a percent
         for number, (category, size) in enumerate(held):
             stage, share = "" if number else str(one.stage), f"{tenths[number] / 10:.1f}%"
             table.add_row(stage, category, bar(shares[number]), bytes_text(size), share)
@@ -128,7 +128,7 @@ def communication_table(plan: Plan) -> RenderableType:
 
 
 def layout_parts(explanation: Explanation) -> Iterator[RenderableType]:
-    """Yield what each class of layers splits on the tensor axis, and what it converts."""
+    """Yield the splits and conversions of each class of layers on the tensor axis."""
     split = [one for one in explanation.layouts if one.splits or one.conversions]
     for one in split:
         yield _splits(one)
@@ -172,7 +172,7 @@ def why_not_page(answer: WhyNot) -> Text:
 
 
 def comparison_page(comparison: PlanComparison, names: tuple[str, str]) -> Iterator[RenderableType]:
-    """Yield the page from top to bottom; `names` are what the two plans are called."""
+    """Yield the page from top to bottom; `names` are the names of the two plans."""
     for warning in comparison.warnings:
         yield Text.assemble(("warning: ", "bold yellow"), warning)
     if comparison.changes:
@@ -207,7 +207,7 @@ def _change(one: ComparedFigure) -> str:
 
 
 def analysis_page(plan: Plan, found: Analysis) -> Iterator[RenderableType]:
-    """Yield predicted and measured figures, and what to do about those that are far off."""
+    """Yield predicted and measured figures, and advice about those that are far off."""
     yield _side_by_side("Predicted and measured", found.figures)
     if found.ranks:
         yield _side_by_side(f"Step {found.profiled_step:,}, which was profiled", found.ranks)

@@ -36,7 +36,7 @@ def page(inspection: Inspection) -> Iterator[RenderableType]:
 
 
 def count_text(number: float) -> str:
-    """Return a large count with the letter that people use: 124.4 M, 70.6 B."""
+    """Return a large count with its suffix: 124.4 M, 70.6 B."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f} {letter}"
@@ -44,7 +44,7 @@ def count_text(number: float) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Return FLOPs with their unit."""
+    """Return FLOPs with a unit."""
     for limit, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
         if flops >= limit:
             return f"{flops / limit:.2f} {unit}"
@@ -52,7 +52,7 @@ def flops_text(flops: float) -> str:
 
 
 def memory_text(size_bytes: float) -> str:
-    """Return bytes with their binary unit."""
+    """Return bytes with a binary unit."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
         if size_bytes >= 1024**power:
             return f"{size_bytes / 1024**power:.2f} {unit}"
@@ -62,7 +62,7 @@ def memory_text(size_bytes: float) -> str:
 def ops_table(
     ops: Sequence[AnnotatedOp], device: Device, precision: Precision, *, batch: int
 ) -> Table:
-    """Return the ops of a model; of layers that are alike those of the first."""
+    """Return the ops of a model; of identical layers only the first one's."""
     table = _inspection_table(
         f"Ops on {device.name} in {precision}, unsplit, at batch {batch}",
         "op", "module", "×", "FLOPs", "moved", "kept", "forward", "backward",
@@ -145,7 +145,7 @@ def _parameters(inspection: Inspection) -> Table:
     )
     for line in inspection.parameter_dims:
         shape = " × ".join(map(str, line.shape))
-        dims = Text(", ".join(line.dims))  # brackets are ours, not markup
+        dims = Text(", ".join(line.dims))  # brackets are literal, not markup
         table.add_row(line.name, str(line.count), shape, dims)
     return table
 
@@ -193,7 +193,7 @@ _MOST_OPS = 12
 def profile_summary(
     found: MeasuredFile, left_out: Sequence[LeftOut], *, seconds: float
 ) -> Mapping[str, object]:
-    """Return the same for programs."""
+    """Return the profile's summary as JSON data."""
     return {
         "measured_ops": len(found.ops),
         "seconds": seconds,
@@ -239,7 +239,7 @@ def _host_table(found: MeasuredFile) -> Table:
 
 
 def _op_table(ops: Sequence[MeasuredOp]) -> Table:
-    """The ops that take longest: one use of each."""
+    """Return the slowest ops; the time is of one use."""
     table = plain_table("longest ops", "op", "operands", "forward", "backward", "samples", left=2)
     longest = sorted(ops, key=lambda one: -_seconds(one))[:_MOST_OPS]
     for one in longest:
@@ -284,18 +284,18 @@ def _text(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "0"
 
 
-_MOST_TOLD = 8  # of the tensors of one kind that differ most
+_MOST_TOLD = 8  # tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
-    """Return a time since 1970 as people here read it."""
+    """Return a time since 1970 in local time."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def list_page(
     kept: Sequence[KeptCheckpoint], left: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
-    """Yield a line for each checkpoint, and what else lies there."""
+    """Yield a line per checkpoint, and the other folders."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")
@@ -321,7 +321,7 @@ def list_page(
 
 
 def verified_page(kept: Sequence[KeptCheckpoint]) -> Iterator[RenderableType]:
-    """Yield what was found of each checkpoint after reading all of it."""
+    """Yield the result of verifying each checkpoint."""
     for one in kept:
         if not one.faults and one.manifest is not None:
             count = len(one.manifest.files)
@@ -337,7 +337,7 @@ def _faults(kept: Sequence[KeptCheckpoint]) -> Iterator[Text]:
 
 
 def difference_page(found: CheckpointDifference, *, every: bool) -> Iterator[RenderableType]:
-    """Yield the tensors that differ, the kinds of them one by one, those that differ most first."""
+    """Yield the differing tensors, kind by kind, the largest differences first."""
     for kind in dict.fromkeys(one.kind for one in found.tensors):
         own = [one for one in found.tensors if one.kind == kind]
         yield from _kind(kind, own, every=every)

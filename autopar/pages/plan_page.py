@@ -1,4 +1,4 @@
-"""A plan and the curve of several as tables."""
+"""Pages: a plan, and the curve over numbers of devices."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from autopar.planner.plan.telling.words import (
 )
 
 BAR_WIDTH = 24
-_WIDE = 100  # characters; a narrower terminal needs them for the words
+_WIDE = 100  # characters; on a narrower terminal words need the room
 
 
 class _FittingTable(Table):
-    """A table that stands close together where the terminal is narrow."""
+    """A table that is set closer on a narrow terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width < _WIDE:
             self.padding, self.pad_edge, self.show_edge = (0, 1, 0, 0), False, False
         yield from super().__rich_console__(console, options)
         if not self.show_edge:
-            yield Text()  # as an edge below would be
+            yield Text()  # in place of an edge
 
 
 def plain_table(title: str, *columns: str, left: int = 1) -> Table:
     """Return a table with a title, its first `left` columns aligned to the left.
 
-    A bar, which has no heading, is cut off where there is no room for it.
+    A column without a heading (a bar) is cut if there is no room.
     """
     table = _FittingTable(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
@@ -61,13 +61,13 @@ def plain_table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """Return a share as a bar; what is over the full width ends in a mark."""
+    """Return a share as a bar; a share over 1 ends in a mark."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled) + ("!" if share > 1 else "")
 
 
 def rate_text(per_second: float) -> str:
-    """Return a rate as people read it: 12.4 k, 3.1 M."""
+    """Return a rate with its suffix: 12.4 k, 3.1 M."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if per_second >= limit:
             return f"{per_second / limit:.3g} {letter}"
@@ -75,7 +75,7 @@ def rate_text(per_second: float) -> str:
 
 
 def figure_text(value: float, unit: str) -> str:
-    """Return a figure in the unit that it is in: seconds, bytes, per second, money or a share."""
+    """Return a figure in its unit: seconds, bytes, per second, money or a share."""
     if unit == "s":
         return seconds_text(value) if value else "0"
     if unit == "B":
@@ -87,7 +87,7 @@ def figure_text(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanRow:
-    """One plan of the table, the chosen one or another."""
+    """A plan in the table: the chosen one, or another."""
 
     arrangement: Arrangement
     recompute: str
@@ -142,7 +142,7 @@ def _wanted(plan: Plan) -> str:
 
 
 def _limits(plan: Plan) -> str:
-    """Return what a rank may use of its device, of each kind where devices are unlike."""
+    """Return how much memory a rank may use, for each kind of device."""
     machines, devices = plan.machines, {one.name: one for one in plan.cluster.devices}
     if not machines.limits:
         limit, memory = bytes_text(machines.limit_bytes), bytes_text(machines.memory_bytes)
@@ -209,7 +209,7 @@ def _rows(plan: Plan) -> Iterator[_PlanRow]:
 
 
 def _plan_text(row: _PlanRow) -> Text:
-    """Return degrees, how a rank works, and what sets the plan apart, a line each."""
+    """Return degrees, settings of a rank, and other features, a line each."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     second = [batch_words(one), "" if row.recompute == "none" else f"recompute {row.recompute}"]
@@ -227,7 +227,7 @@ _KNEE = (
 
 
 def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
-    """Yield the table of all numbers of devices, and which was chosen and why."""
+    """Yield the table of all numbers of devices, and which one was chosen and why."""
     yield _curve_table(curve, choice)
     refused = [one for one in curve.trials if one.plan is None]
     if refused:
@@ -286,7 +286,7 @@ def _cells(point: CurvePoint, unit: str) -> Mapping[str, str]:
 
 
 def _plan_words(point: CurvePoint) -> str:
-    """Return a plan in few words: what it splits and shards, and whether it computes again."""
+    """Return a plan in few words: what it splits, shards and recomputes."""
     arranged, again = point.plan.arrangement, recompute_words(point.plan.stages)
     parts = (
         degrees_words(arranged),
@@ -306,7 +306,7 @@ def _marks(point: CurvePoint, curve: Curve) -> Iterator[str]:
 
 
 def work_text(point: CurvePoint) -> str:
-    """Return what the whole training takes and costs; nothing where its length is not known."""
+    """Return the time and cost of the whole training, or nothing if its length is unknown."""
     if point.training_seconds is None:
         return ""
     usd = "" if point.training_usd is None else f" and {usd_text(point.training_usd)}"
@@ -318,7 +318,7 @@ def _devices(point: CurvePoint) -> str:
 
 
 def curve_json(curve: Curve) -> list[dict[str, object]]:
-    """Return the curve for programs, one object for each number of devices."""
+    """Return the curve as JSON data, one object per number of devices."""
     by_size = {one.devices: one for one in curve.points}
     return [
         {"devices": trial.devices, "refusal": trial.refusal}

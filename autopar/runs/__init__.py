@@ -1,1 +1,1 @@
-"""A training in a folder of its own: started, told, measured, planned again."""
+"""A training in a folder of its own: started, watched, analysed, planned again."""

@@ -1,4 +1,4 @@
-"""Starts a training under torchrun, and tells how it ended and why."""
+"""Starts a training under torchrun, and reports how and why it ended."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from autopar.runtime.ranks.metrics import Event
 
 
 def check_meeting_place(nodes: Nodes) -> None:
-    """Raise InputError where the first machine is not found, or its port is taken.
+    """Raise InputError if the first machine is not found, or its port is in use.
 
-    torchrun looks for a host that is not there for minutes, and tells a taken port by a traceback.
+    torchrun would search a missing host for minutes, and report a port in use with a traceback.
     """
     if nodes.address is None:
         return
@@ -61,16 +61,17 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-_LOGS = ("stdout.log", "stderr.log")  # a rank prints all to the first, once it has begun
-_COARSE_SECONDS = 1.0  # by which the time of a file may be before that of the clock
-_END_BYTES = 2**17  # of a log
+# a rank prints everything to the first file, once it has begun
+_LOGS = ("stdout.log", "stderr.log")
+_COARSE_SECONDS = 1.0  # a file's time may be this much older than the clock
+_END_BYTES = 2**17  # read from the end of a log
 _ATTEMPT = re.compile(r"attempt_(\d{1,6})")
 _RAISED = re.compile(r"(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)")
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RankVerdict(BaseModel):
-    """What a rank left behind: why, with which code, and when."""
+    """Why a rank left: message, exit code and time."""
 
     model_config = ConfigDict(strict=True, frozen=True, str_max_length=10_000)
 
@@ -81,14 +82,14 @@ class RankVerdict(BaseModel):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The code, if it is one of those that scripts leave with."""
+        """The exit code, if it is one that scripts use."""
         known = (ExitCode.USAGE, ExitCode.MISMATCH)
         return ExitCode(self.code) if self.code in known else ExitCode.TRAINING_FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The folders of the ranks of the last attempt, as torchrun makes them."""
+    """The ranks' log folders of the last attempt, as torchrun names them."""
 
     folders: tuple[Path, ...]
 
@@ -98,12 +99,12 @@ class Ranks:
         return cls(folders=tuple(_last_ranks(logs, since)))
 
     def verdict(self) -> RankVerdict | None:
-        """Return what the first rank that left has said, if any has."""
+        """Return the verdict of the first rank that left, if any."""
         said = [one for folder in self.folders if (one := _read(folder / VERDICT)) is not None]
         return min(said, key=lambda one: one.time, default=None)
 
     def raised(self) -> str:
-        """Return what the first rank that failed has raised, in a line; "" where none is seen."""
+        """Return the error of the first rank that failed, in one line, or ""."""
         logs = [folder / name for folder in self.folders for name in _LOGS]
         ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
         return next((line for log in ended if (line := _raised_in(log))), "")
@@ -144,7 +145,7 @@ _UNFINISHED_FIX = "a model file or a dataset that ends the process (sys.exit) do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a run has ended; `last` says after which step."""
+    """How a run ended; `last` says after which step."""
 
     state: RunState
     code: ExitCode
@@ -155,10 +156,10 @@ class End:
 
 
 def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], End]) -> End:
-    """Train with the record of the run in its folder, which gets its end, whatever that is."""
+    """Train, with the run's record in its folder; the record gets the result in any case."""
     name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
     write_record(folder, record, name=name)
-    state, why = RunState.INTERRUPTED, None  # by a signal before torchrun is there
+    state, why = RunState.INTERRUPTED, None  # interrupted by a signal before torchrun started
     try:
         end = train()
         state, why = end.state, end.why
@@ -172,13 +173,13 @@ def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], 
 
 
 def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -> End:
-    """Run torchrun in the folder of a run, and tell how it has ended."""
+    """Run torchrun in a run's folder, and return how it ended."""
     seen, since = (metrics.stat().st_size if metrics.is_file() else 0), time.time()
     ended = launch(command)
     for log in (folder / LOGS).rglob("*.log"):
         log.chmod(0o600)
     lines = lines_of(metrics, start=seen)
-    is_told_here = nodes.rank == 0 or metrics.is_file()  # the first rank may be elsewhere
+    is_told_here = nodes.rank == 0 or metrics.is_file()  # the first rank may be on another machine
     state = ended_as(ended, lines) if is_told_here else _as_returned(ended)
     step = last_step(lines)
     end = End(
@@ -191,7 +192,10 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
 
 
 def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
-    """Tell how a run has ended by the lines since its start: torchrun tells only that it has."""
+    """Return the state of a run from its metrics since the start.
+
+    Torchrun only says that it ended.
+    """
     if ended.code == 0:
         return RunState.FINISHED if has_finished(lines) else RunState.FAILED
     if last_event(lines) == Event.PREEMPTED:
@@ -208,7 +212,7 @@ def _as_returned(ended: Ended) -> RunState:
 def _with_reason(
     end: End, ended: Ended, lines: Sequence[dict[str, Any]], folder: Path, since: float
 ) -> End:
-    """Return the end of a run that failed with what its ranks have said, or raised."""
+    """Return the end of a failed run, with the message of its ranks."""
     ranks = Ranks.of(folder / LOGS, since=since)
     verdict = ranks.verdict()
     if verdict is not None and verdict.exit_code is not ExitCode.TRAINING_FAILED:
@@ -221,12 +225,12 @@ def _with_reason(
     return replace(end, why=found, fix=verdict.fix if verdict is not None else "")
 
 
-_KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's own 30 are few
+_KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's default of 30 s is too short
 _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
-# torchrun knows neither SIGUSR1, of which it would die, nor that Ctrl-C shall keep what is trained.
+# torchrun would die of SIGUSR1, and does not save the training on Ctrl-C.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-# What is set around torchrun: a rank's lines begin with its number.
+# Environment variables of torchrun: prefixes for each rank's lines.
 ENVIRONMENT: Mapping[str, str] = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_KEEPING_SECONDS),
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] ",
@@ -235,27 +239,27 @@ ENVIRONMENT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How torchrun has ended."""
+    """How torchrun ended."""
 
     code: int
-    is_signalled: bool  # this process was told to stop
-    leftovers: int  # ranks that outlived torchrun, and were ended
+    is_signalled: bool  # this process got a signal
+    leftovers: int  # ranks that outlived torchrun and were killed
 
 
 def torchrun_text(arguments: Sequence[str]) -> str:
-    """Return the command as a person types it."""
+    """Return the command as a person would type it."""
     return shlex.join(["torchrun", *arguments])
 
 
 def launch(arguments: Sequence[str]) -> Ended:
-    """Run torchrun until it ends, as this Python's module."""
+    """Run torchrun, as a module of this Python, until it ends."""
     token = uuid4().hex
     environment = {**ENVIRONMENT, **os.environ, RUN_TOKEN: token}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     process = subprocess.Popen(
         command,
         env=environment,
-        start_new_session=True,  # a terminal sends Ctrl-C to its foreground group: not to ranks
+        start_new_session=True,  # so that a terminal's Ctrl-C does not reach the ranks
         preexec_fn=stop_with_parent,
     )
     with _passing_on(process, token) as signals:
@@ -265,13 +269,13 @@ def launch(arguments: Sequence[str]) -> Ended:
 
 
 def script_help(script: Path) -> int:
-    """Have a script print its options, which its first rank alone does; return its exit code."""
+    """Run a script's --help and return its exit code."""
     return subprocess.run([sys.executable, str(script), "--help"], check=False).returncode
 
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[Any], token: str) -> Iterator[list[int]]:
-    """Pass signals on to torchrun: the first one as SIGTERM; the second one ends all at once."""
+    """Pass the first signal to torchrun as SIGTERM; a second one kills all ranks."""
     got: list[int] = []
 
     def act(number: int, _: FrameType | None) -> None:
@@ -294,7 +298,7 @@ def _passing_on(process: subprocess.Popen[Any], token: str) -> Iterator[list[int
 
 
 def _end_leftovers(token: str) -> int:
-    """End the processes of a run that torchrun left, as where it was killed itself."""
+    """Kill processes of a run that outlived torchrun."""
     found = _processes(token)
     if not found:
         return 0
@@ -309,10 +313,10 @@ def _end_leftovers(token: str) -> int:
 
 
 def _processes(token: str) -> list[int]:
-    """Return the processes that have the token in their environment, where /proc tells."""
+    """Return the processes with the token in their environment (Linux only)."""
     mark, found = f"{RUN_TOKEN}={token}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # of others, or gone by now
+        with suppress(OSError):  # a process of another user, or one that has ended
             if mark in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found

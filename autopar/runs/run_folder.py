@@ -1,4 +1,4 @@
-"""Turns a plan and its options into the folder of a run, and into the command that trains there."""
+"""Turns a plan and options into the folder of a run, and into the torchrun command."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
 _EXPORT = "model.safetensors"
 _OF_A_NODE = re.compile(r"node-\d+\.json")
 _PRIVATE_FOLDER = 0o700
-_COPIED_BYTES = 2**24  # at once
+_COPIED_BYTES = 2**24  # per read
 _PACKAGES = ("autopar", "torch", "numpy", "safetensors", "transformers", "triton")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "SLURM_JOB", "MKL_")
 
 
 class RunningError(AutoparError):
-    """A run that still trains, into whose checkpoints another one would write."""
+    """Another process is still training in this run's folder."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """The machines of a run, and which of them this is."""
+    """The machines of a run, and the index of this one."""
 
     count: int = 1
     rank: int = 0
@@ -69,15 +69,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a run begins: in its own checkpoints, those of an earlier run, or a copy of one."""
+    """Where a run keeps its checkpoints, and what it resumes from."""
 
     checkpoints: Location
-    goes_on_from: Location | None = None  # a run, a folder of checkpoints, or one of them
-    copied: Location | None = None  # a checkpoint that the run's own folder gets first
+    goes_on_from: Location | None = None  # a run, a folder of checkpoints, or a checkpoint
+    copied: Location | None = None  # a checkpoint to copy into the run's own folder
 
 
 def run_name(plan: Plan, runs: Path, given: str | None) -> str:
-    """Return the name of a run's folder: that which is given, or time and model."""
+    """Return the name of a run's folder: the given one, or time and model."""
     if given is not None:
         if not re.fullmatch(r"[\w.-]+", given) or given in (".", ".."):
             raise InputError(f"{given!r} is no name of a folder", where="--name")
@@ -89,7 +89,7 @@ def run_name(plan: Plan, runs: Path, given: str | None) -> str:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds something and is that of no run: it is not written over."""
+    """Reject a folder that is not empty and not a run's."""
     refuse_in_checkpoint(folder)
     names = {one.name for one in folder.iterdir()} - {IN_USE} if folder.is_dir() else set()
     if not names and (folder.is_dir() or not os.path.lexists(folder)):
@@ -103,7 +103,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
-    """Return where a run's checkpoints are, and what it goes on from."""
+    """Return where a run keeps its checkpoints, and what it resumes from."""
     own = folder / CHECKPOINTS
     is_taken = bool(checkpoints_in(own))
     if nodes.rank == 0:
@@ -116,7 +116,7 @@ def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: No
     if is_taken and resume in (None, AUTO):
         return Start(checkpoints=own, goes_on_from=folder)
     if resume in (None, NEVER) or (resume == AUTO and nodes.count > 1):
-        return Start(checkpoints=own)  # nodes could not agree on a run that each of them looks for
+        return Start(checkpoints=own)  # several machines might find different runs
     if resume == AUTO:
         return _newest(plan, runs, own)
     return _named(location(resume).resolve(), own)
@@ -132,7 +132,7 @@ def _refuse_running(folder: Path) -> None:
 
 
 def _newest(plan: Plan, runs: Path, own: Path) -> Start:
-    """Go on from the newest run of the same model that has kept something."""
+    """Resume from the newest run of the same model that has checkpoints."""
     for path, record in reversed(runs_in(runs)):
         is_same = (record.model, record.arguments) == (plan.model.spec, plan.model.arguments)
         place = record.checkpoints_in(path) if is_same else None
@@ -160,9 +160,9 @@ def _named(path: Location, own: Path) -> Start:
 
 @contextmanager
 def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
-    """Make the folder of a run, which is this process's until the run has ended.
+    """Create the folder of a run, and hold it until the run has ended.
 
-    Of several machines the first one has it.
+    Of several machines the first one holds it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,9 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
 
 
 def copy_checkpoint(checkpoint: Location, to: Location) -> None:
-    """Put a checkpoint into the folder of a run, which may let go of it later: by links, if it can.
+    """Put a checkpoint into a run's folder, as hard links if possible; the run may delete it later.
 
-    So the earlier training keeps its own, and a restart finds what this one has written since.
+    The earlier training keeps its own, and a restart finds the checkpoints written since.
     """
     name = checkpoint.name
     place = to / name if is_step(name) else step_folder(to, read_moment(checkpoint).step)
@@ -207,7 +207,7 @@ def copy_checkpoint(checkpoint: Location, to: Location) -> None:
 def script_arguments(
     settings: Mapping[str, Any], folder: Path, start: Start, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what a script is told: places in the run's folder if it has no others, and ARGS."""
+    """Return the script's arguments: paths in the run's folder, unless given, and ARGS."""
     own: list[str] = []
     if keeps_in_run(settings, given):
         own += ["--checkpoint", str(start.checkpoints), "--resume", AUTO]
@@ -219,18 +219,18 @@ def script_arguments(
 
 
 def keeps_in_run(settings: Mapping[str, Any], given: Sequence[str]) -> bool:
-    """Whether neither script nor arguments say where checkpoints go."""
+    """Whether neither the script nor the arguments name a folder of checkpoints."""
     is_set = settings.get("CHECKPOINT", "none") != "none"
     return not is_set and not is_given("--checkpoint", given)
 
 
 def is_given(option: str, given: Sequence[str]) -> bool:
-    """Whether an option is among the arguments of a script."""
+    """Whether an option is among a script's arguments."""
     return any(one == option or one.startswith(f"{option}=") for one in given)
 
 
 def value_given(option: str, given: Sequence[str]) -> str | None:
-    """Return the last value of an option among the arguments of a script."""
+    """Return the last value of an option among a script's arguments."""
     found = None
     for number, one in enumerate(given):
         if one.startswith(f"{option}="):
@@ -241,11 +241,11 @@ def value_given(option: str, given: Sequence[str]) -> str | None:
 
 
 def settings_in(script: str) -> dict[str, Any]:
-    """Return the constants that a script sets to plain values."""
+    """Return the constants that a script sets to literals."""
     found: dict[str, Any] = {}
     try:
         statements = ast.parse(script).body
-    except SyntaxError:  # which torchrun's ranks will tell
+    except SyntaxError:  # the ranks will report it
         return found
     for one in statements:
         if isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant):
@@ -263,7 +263,7 @@ def torchrun_arguments(
     max_restarts: int,
     arguments: Sequence[str],
 ) -> list[str]:
-    """Return what torchrun is told; each rank's lines go to the console and to a file."""
+    """Return torchrun's arguments; each rank's output goes to the console and to a file."""
     where = ["--standalone"]
     if nodes.count > 1:
         where = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
@@ -279,7 +279,7 @@ def torchrun_arguments(
 
 
 def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: str) -> None:
-    """Leave plan, script and surroundings in the folder of a run."""
+    """Write plan, script and environment into a run's folder."""
     suffix = f"-node-{nodes.rank}" if nodes.rank else ""
     text = masked(json.dumps(surroundings(command), indent=2)) + "\n"
     place = folder / f"environment{suffix}.json"
@@ -287,15 +287,16 @@ def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: s
     (folder / LOGS).mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
     if nodes.rank == 0:
         for one, name in ((plan, PLAN_NAME), (script, script.name)):
-            if one.resolve() != (folder / name).resolve():  # a plan that was made for this run
+            # a plan made for this run is already there
+            if one.resolve() != (folder / name).resolve():
                 shutil.copy2(one, folder / name)
                 text = (folder / name).read_text(encoding="utf-8", errors="replace")
-                if masked(text) != text:  # a setting of the script has a password
+                if masked(text) != text:  # a setting of the script contains a password
                     (folder / name).chmod(PRIVATE)
 
 
 def surroundings(command: str) -> dict[str, Any]:
-    """Return what a run depends on and its folder has no copy of."""
+    """Return what a run depends on beyond the files in its folder."""
     packages = {name: _version(name) for name in _PACKAGES}
     return {
         "command": command,
@@ -322,7 +323,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    """Return the GPUs of this machine with memory and driver; torch would take memory on each."""
+    """Return this machine's GPUs with memory and driver. Asking torch would use memory on each."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)

@@ -18,15 +18,15 @@ from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # in which the last step of a run is
+_END_BYTES = 2**16  # bytes at the end of a file; they contain the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
-Reading = float | str | None  # nan and inf are texts
+Reading = float | str | None  # nan and inf are strings
 
 
 class _Record(BaseModel):
-    """What both kinds of line have. Lines of later versions may have more."""
+    """Fields that both kinds of line have. Later versions may add more."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, str_max_length=100_000
@@ -36,7 +36,7 @@ class _Record(BaseModel):
 
 
 class StepRecord(_Record):
-    """What is told of some steps."""
+    """The figures of a step line."""
 
     step: Step
     loss: Reading = None
@@ -52,7 +52,7 @@ class StepRecord(_Record):
 
 
 class _RankRecord(_Record):
-    """What a rank did in the step that was profiled."""
+    """What a rank did in the profiled step."""
 
     pipeline_rank: Rank
     compute_seconds: Seconds
@@ -61,7 +61,7 @@ class _RankRecord(_Record):
 
 
 class EventRecord(_Record):
-    """What happened."""
+    """An event, such as the start."""
 
     event: str
     step: Step | None = None
@@ -86,14 +86,14 @@ _KINDS: dict[str, type[EventRecord]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """The lines of a file that are as they should be, and what is wrong with the others."""
+    """The valid lines of a file, and the faults of the others."""
 
     found: tuple[dict[str, Any], ...]
     faults: tuple[str, ...]
 
 
 def read_lines(path: Path, *, start: int = 0) -> Lines:
-    """Read a file from a byte on; lines that a kill has cut off are left out."""
+    """Read a file from an offset; a line cut by a kill is ignored."""
     found, faults = [], []
     for number, line in enumerate(_content(path, start).splitlines(), start=1):
         try:
@@ -109,12 +109,12 @@ def read_lines(path: Path, *, start: int = 0) -> Lines:
 
 
 def lines_of(path: Path, *, start: int = 0) -> Sequence[dict[str, Any]]:
-    """Return the lines of a file from a byte on, but for those that are no metrics."""
+    """Return the valid lines of a file from an offset."""
     return read_lines(path, start=start).found
 
 
 def sound_lines_of(path: Path) -> Sequence[dict[str, Any]]:
-    """Return the lines of a file, all of which are metrics."""
+    """Return the lines of a file; raises if any is invalid."""
     lines = read_lines(path)
     if lines.faults:
         fix = "remove these lines, or bring back a copy"
@@ -139,12 +139,12 @@ def _content(path: Path, start: int) -> bytes:
 def _is_there(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is too long, which a damaged record may have
+    except OSError:  # a damaged record may have a name that is too long
         return False
 
 
 def _fault(line: object) -> str:
-    """Return what is wrong with a line, if anything."""
+    """Return the fault of a line, or ""."""
     if not isinstance(line, dict):
         return "no object"
     kind: type[_Record] = StepRecord
@@ -172,12 +172,12 @@ def last_step(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def last_event(lines: Sequence[dict[str, Any]]) -> str | None:
-    """Return the last thing that happened, if it was no step."""
+    """Return the last event, if no step came after it."""
     return lines[-1].get("event") if lines else None
 
 
 def has_finished(lines: Sequence[dict[str, Any]]) -> bool:
-    """Whether the last start has trained to its end."""
+    """Whether the training has finished since its last start."""
     return any(one == Event.FINISHED for one in _events_of_last_start(lines))
 
 
@@ -189,12 +189,12 @@ def _events_of_last_start(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield one["event"]
 
 
-FAR = 0.25  # of the prediction
+FAR = 0.25  # relative to the prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigure:
-    """What was predicted, and what was measured; `unit` as autopar.pages.plan_page has them."""
+    """A predicted and a measured figure; `unit` is one of autopar.pages.plan_page."""
 
     name: str
     unit: str
@@ -203,20 +203,20 @@ class RunFigure:
 
     @property
     def error(self) -> float:
-        """By how much the measured figure is above the predicted one, as a share of that."""
+        """The measured figure's excess over the predicted one, as a share of it."""
         if not self.predicted:
             return 0.0 if not self.measured else float("inf")
         return self.measured / self.predicted - 1
 
     @property
     def is_far_off(self) -> bool:
-        """Whether it is off by more than a quarter, to either side."""
+        """Whether it is off by more than a quarter, in either direction."""
         return abs(self.error) > FAR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """A run beside its plan: medians over its step lines, but for the first of each start."""
+    """A run beside its plan: medians over step lines, without the first one of each start."""
 
     lines: int
     fastest_seconds: float
@@ -224,12 +224,12 @@ class Analysis:
     is_on_planned_device: bool
     figures: tuple[RunFigure, ...]
     profiled_step: int | None  # of --profile-step
-    ranks: tuple[RunFigure, ...]  # of its pipeline ranks, by the medians of their ranks
-    keeping_seconds: float | None  # of a checkpoint, while the training waits
+    ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
+    keeping_seconds: float | None  # how long the training waits for a checkpoint
 
 
 def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
-    """Compare a plan with the lines of a run; None where it has told no step."""
+    """Compare a plan with the lines of a run, or return None if it has no step."""
     steps = _steady(lines)
     if not steps:
         return None
@@ -253,7 +253,7 @@ def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
 
 
 def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return step lines without the first of each start, which warms up; if it is alone, that."""
+    """Return step lines without warm-up, the first of each start; if there is only that, it."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []
     is_first = True
@@ -291,22 +291,22 @@ def _figures(plan: Plan, steps: Sequence[dict[str, Any]]) -> Iterator[RunFigure]
 
 
 def _reserved_bytes(plan: Plan, rank: int) -> float:
-    """Return what is predicted for a pipeline rank, as the allocator counts it."""
+    """Return the predicted memory of a pipeline rank, as the allocator counts it."""
     return _stages(plan, rank)[0].memory.reserved_bytes
 
 
 def _stages(plan: Plan, rank: int) -> list[StagePrediction]:
-    """Return what is predicted for the stages of a pipeline rank."""
+    """Return the predictions for the stages of a pipeline rank."""
     stages = zip(plan.stages, plan.prediction.stages, strict=True)
     return [one for stage, one in stages if stage.rank == rank]
 
 
 def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
-    """Yield what each pipeline rank did in the step that was profiled."""
+    """Yield what each pipeline rank did in the profiled step."""
     step = plan.prediction.step_seconds
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in ranks if one["pipeline_rank"] == rank]
-        if not own:  # the run had fewer
+        if not own:  # the run had fewer pipeline ranks
             continue
         seconds = _computing_seconds(plan, rank)
         measured, whole = (
@@ -329,7 +329,7 @@ def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFi
 
 
 def _computing_seconds(plan: Plan, rank: int) -> float:
-    """Return how long a pipeline rank computes in a step, by the prediction."""
+    """Return the predicted compute time of a pipeline rank in a step."""
     of_layers = sum(
         one.forward_seconds + one.backward_seconds - one.tensor_seconds
         for one in _stages(plan, rank)

@@ -1,4 +1,4 @@
-"""The record of a run, and a plan of it for other devices."""
+"""The record of a run, and a new plan of it for other devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autopar.runtime.ranks.metrics import parsed
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
-PRIVATE = 0o600  # of files that say how a run was started
+PRIVATE = 0o600  # mode of files that say how a run was started
 _MARK = "autopar"
 _MOST_CHARACTERS = 100_000
 _HIDDEN = "***"
@@ -41,14 +41,14 @@ Time = Annotated[float, Ge(0), Le(2e11)]  # seconds since 1970, before the year 
 
 
 class RunState(StrEnum):
-    """What has become of a run."""
+    """The state of a run."""
 
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
-    PREEMPTED = "preempted"  # stopped by a signal, with a checkpoint to go on from
-    INTERRUPTED = "interrupted"  # stopped by a signal, without
-    KILLED = "killed"  # `autopar run` ended without a word
+    PREEMPTED = "preempted"  # stopped by a signal, with a checkpoint to resume from
+    INTERRUPTED = "interrupted"  # stopped by a signal, without a checkpoint
+    KILLED = "killed"  # `autopar run` itself was killed
 
 
 EXIT_CODES = {
@@ -61,7 +61,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What run.json says. Places in the run's folder are told from there: it may be moved."""
+    """The contents of run.json. Paths in the run's folder are relative: it may be moved."""
 
     written_by: str = _MARK
     name: str
@@ -70,7 +70,7 @@ class RunRecord:
     plan: str  # in words
     predicted_step_seconds: SomeSeconds
     command: str
-    checkpoints: str | None  # the folder, None where the script itself was told one
+    checkpoints: str | None  # None if the script was given a folder of its own
     metrics: str
     goes_on_from: str | None = None
     host: str
@@ -78,14 +78,14 @@ class RunRecord:
     started_at: Time
     ended_at: Time | None = None
     state: RunState = RunState.RUNNING
-    why: str | None = None  # it failed
+    why: str | None = None  # why it failed
 
     def metrics_in(self, folder: Path) -> Path:
-        """Return the file of its metrics, where its record is in that folder."""
+        """Return the metrics file of the run in this folder."""
         return folder / self.metrics
 
     def checkpoints_in(self, folder: Path) -> Location | None:
-        """Return the folder of its checkpoints, where its record is in that folder."""
+        """Return the checkpoints folder of the run in this folder."""
         if self.checkpoints is None:
             return None
         if "://" not in self.checkpoints:
@@ -99,13 +99,13 @@ class RunRecord:
         return location(self.checkpoints)
 
     def as_seen_now(self, folder: Path) -> RunRecord:
-        """Return it with what has become of it, where its process could not say so."""
+        """Return the record with its current state, if its process was killed."""
         is_gone = self.state is RunState.RUNNING and not is_held(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
 
 class _RecordFile(BaseModel):
-    """The settings of pydantic reach the dataclass in it: nothing coerced, nothing unknown."""
+    """Applies pydantic's strictness to the dataclass: no coercion, no unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, str_max_length=_MOST_CHARACTERS
@@ -115,25 +115,25 @@ class _RecordFile(BaseModel):
 
 
 def own_process() -> tuple[str, int]:
-    """Return the host, and the number of this process."""
+    """Return the host and this process's number."""
     return socket.gethostname(), os.getpid()
 
 
 def told_from(folder: Path, place: Location) -> str:
-    """Return a place as a record in a folder has it: in the folder, from there."""
+    """Return a path relative to the record's folder if it is inside."""
     if isinstance(place, Path) and folder in place.parents:
         return str(place.relative_to(folder))
     return masked(str(place))
 
 
 def write_record(folder: Path, record: RunRecord, *, name: str = RECORD) -> None:
-    """Write what is known of a run into its folder."""
+    """Write a run's record into its folder."""
     text = json.dumps(asdict(record), indent=2)
     write_whole(folder / name, masked(text) + "\n", what="the record of the run", mode=PRIVATE)
 
 
 def read_record(folder: Path, *, name: str = RECORD) -> RunRecord | None:
-    """Return what is known of a run, if a folder is that of one; a damaged record is refused."""
+    """Return a run's record, or None if the folder is not a run's; raises for a damaged one."""
     path = folder / name
     if not os.path.lexists(path):
         return None
@@ -143,7 +143,7 @@ def read_record(folder: Path, *, name: str = RECORD) -> RunRecord | None:
     except ValueError as error:
         raise _damaged([str(error)], path) from None
     if not isinstance(content, dict) or content.get("written_by") != _MARK:
-        return None  # another program's
+        return None  # another program's file
     try:
         record = _RecordFile.model_validate_json(json.dumps({"record": content})).record
     except ValidationError as error:
@@ -157,7 +157,7 @@ def _damaged(faults: list[str], path: Path) -> InputError:
 
 
 def runs_in(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the runs in a folder, the oldest first; of those with a damaged record is told."""
+    """Return the runs in a folder, the oldest first; prints a note about damaged records."""
     return sorted(_runs_in(folder), key=lambda pair: pair[1].started_at)
 
 
@@ -173,28 +173,28 @@ def _runs_in(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def as_data(record: RunRecord) -> dict[str, object]:
-    """Return a record as JSON has it."""
+    """Return a record as JSON data."""
     return asdict(record)
 
 
-_LONGEST_SECONDS = 1800  # that another machine plans
+_LONGEST_SECONDS = 1800  # limit for another machine to plan
 _POLL_SECONDS = 1.0
 
 
 class OtherPlanError(AutoparError):
-    """A plan that lies beside the script of another one."""
+    """The script beside a plan was written by another plan."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanToTrain:
-    """A plan to train by, and where it lies with its script."""
+    """A plan to train with, and the paths of it and its script."""
 
     plan: Plan
     file: Path
     script: Path
-    text: str | None = None  # of a script that is not written yet, nor is its plan
+    text: str | None = None  # of a script that is not written yet; then the plan is not either
 
     @classmethod
     def read(cls, path: Path) -> PlanToTrain:
@@ -208,7 +208,7 @@ class PlanToTrain:
         return read_given(self.script, what="the script") if self.text is None else self.text
 
     def refuse_another_plan(self) -> None:
-        """Refuse a plan that its script was not written by: it would not be what is trained."""
+        """Raise if the script was not written by this plan."""
         if is_of_another_plan(self.source, self.plan):
             raise OtherPlanError(
                 "the script was written by another plan than this one, which was changed since",
@@ -217,16 +217,16 @@ class PlanToTrain:
             )
 
     def write(self) -> None:
-        """Write what was made just now; other machines wait for the plan, so that comes last."""
+        """Write script and plan; the plan comes last, because other machines wait for it."""
         if self.text is not None:
             write_whole(self.script, self.text, what="the script")
             write_plan(self.plan, self.file)
 
 
 def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
-    """Return the plan of the same training for so many devices that was made ahead, if any was.
+    """Return a plan of the same training for so many devices that was made in advance, or None.
 
-    Its folder is named as the plan's with their number behind: `out-4` beside `out`.
+    Its folder has the plan's name with the number of devices: `out-4` beside `out`.
     """
     folder = _ahead(trained, devices)
     found = _written_in(folder)
@@ -237,7 +237,7 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
 
 
 def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
-    """Return the plan for such machines that an earlier start of the run has left there."""
+    """Return the plan for such machines that an earlier start has left in the run's folder."""
     found = _written_in(folder)
     if found is None or _unlike(trained, devices, found):
         return None
@@ -245,7 +245,7 @@ def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> 
 
 
 def awaited(trained: PlanToTrain, devices: int, folder: Path, machines: int) -> PlanToTrain:
-    """Return what the first machine plans for so many devices, once it is in the run's folder."""
+    """Wait for the first machine's plan in the run's folder, and return it."""
     tell_note(f"waiting for the plan for {devices} devices that the first machine makes")
     until = time.monotonic() + _LONGEST_SECONDS
     while time.monotonic() < until:
@@ -266,7 +266,7 @@ def _written_in(folder: Path) -> PlanToTrain | None:
 
 
 def _unlike(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
-    """Return what sets a plan apart from one of the same training for so many devices."""
+    """Return the differences between a plan and one of the same training for so many devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
@@ -277,7 +277,7 @@ def _ahead(trained: PlanToTrain, devices: int) -> Path:
 
 
 def _facts(plan: Plan) -> dict[str, object]:
-    """Return what sets trainings apart, by the words for it."""
+    """Return facts that identify a training, by their names in messages."""
     return {
         "model": (plan.model.source_hash, plan.model.arguments),
         "global batch": plan.arrangement.global_batch,
@@ -291,9 +291,10 @@ def planned_again(
 ) -> PlanToTrain:
     """Return the best plan of the same training on machines with so many devices together.
 
-    It and its script are to be written into `folder`.
+    The plan and its script are to be written into `folder`.
     """
-    from autopar.planning import Request, make_plans, scripted  # here alone: it takes seconds
+    # imported here, because it takes seconds
+    from autopar.planning import Request, make_plans, scripted
 
     plan, beside = trained.plan, trained.file.parent
     if not is_unchanged(trained.source):

@@ -1,4 +1,4 @@
-"""Adds op after op to the body of a forward, on a rank's share."""
+"""Adds ops one by one to the body of a forward, as a rank runs them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def rewritten(op: Op, body: AtHand) -> SourceForm | None:
-    """Return an op as it is written under its split, None where the usual way is right."""
+    """Return the special form of an op under its split, or None if the usual form is correct."""
     split = body.split
     rule = rule_of(op.target)
     if rule.kind is OpKind.PARTS and rule.cuts and _are_alike(op, body):
@@ -58,7 +58,7 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AtHand) -> SourceForm:
-    """Name the dims of size one: on a rank another may have that size, too."""
+    """Name the squeezed dims, because another dim may have size one on a rank."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = changes.argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -72,14 +72,14 @@ def _is_whole_numbered(op: Op, body: AtHand) -> bool:
 
 
 def _histogram(op: Op, body: AtHand) -> SourceForm:
-    """Count whole numbers as floating ones, which every device can."""
+    """Count integers as floats, which every device supports."""
     borders = tuple((key, body.plain_size(op.argument(key))) for key in ("bins", "min", "max"))
     counted = call("torch.histc", method(body.inputs(op)[0], "float"), keywords=borders)
     return method(counted, "to", text(f"torch.{body.graph.tensors[op.outputs[0]].dtype}"))
 
 
 def _are_alike(op: Op, body: AtHand) -> bool:
-    """Whether all parts have one size, so that their number says enough on every rank."""
+    """Whether all parts have one size, so that their number suffices on every rank."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -124,7 +124,7 @@ def _bag(op: Op, body: AtHand) -> SourceForm:
 
 def _loss(op: Op, body: AtHand) -> SourceForm:
     logits, target, *_ = body.inputs(op)
-    if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # classes stand behind the rows
+    if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # dim 1 has the classes
         logits = method(logits, "movedim", literal(1), literal(-1))
     reduction = op.argument("reduction")
     assert isinstance(reduction, int)
@@ -149,10 +149,10 @@ def _parts(op: Op, position: int, body: AtHand) -> Expression:
 
 
 def late_bias(op: Op, body: AtHand) -> str | None:
-    """Return the bias of a row-parallel linear that may be added behind the sum of the partials.
+    """Return the bias of a row-parallel linear, if it may be added after the sum of partials.
 
-    There it counts once and without a mask. Its gradient is right only where the sum and the bias
-    have the same kind of gradient: whole and whole, or partial and partial.
+    Added there, it counts once and needs no mask. Its gradient is correct only if the sum and the
+    bias have the same kind of gradient: both whole, or both partial.
     """
     bias = op.argument("bias") if op.target == "aten.linear.default" else None
     if not isinstance(bias, Ref) or body.split.made(op.outputs[0]).kind is not LayoutKind.PARTIAL:
@@ -186,18 +186,18 @@ def _same_gradient(bias: LayoutKind, sum_: Layout, last: int) -> bool:
             return False
 
 
-LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
+LOSS_WEIGHTS = "loss_weights"  # their key in a microbatch
 
 
 def _counts_from_zero(op: Op) -> bool:
-    """Whether an op makes a range that is as long as its end says."""
+    """Whether an op makes a range from zero."""
     given = dict(op.arguments)
     is_whole = given.get("start", 0) == 0 and "step" not in given
     return kind_of(op) is OpKind.RANGE and is_whole
 
 
 class BodyBuilder(AtHand):
-    """Builds the body of one call from its ops; values that come in are bound first."""
+    """Builds the body of a call from its ops; incoming values are bound first."""
 
     def __init__(
         self,
@@ -211,10 +211,10 @@ class BodyBuilder(AtHand):
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.repeats = Repeats(self.graph)
         self.called: set[str] = set()
-        self.in_functions: set[str] = set()  # ops that run in the calls of plain functions
+        self.in_functions: set[str] = set()  # ops in calls of plain functions
 
     def add(self, op: Op) -> None:
-        """Add an op, or the call of the module that hides it."""
+        """Add an op, or the call of the module that contains it."""
         unit = self.unit(op)
         if unit is None:
             if op.name not in self.in_functions and not self._add_function(op):
@@ -224,7 +224,7 @@ class BodyBuilder(AtHand):
             self.add_line(call_line(unit, self))
 
     def _add_function(self, first: Op) -> bool:
-        """Add the call of a function that begins with an op, if one can be called here."""
+        """Add the call of a function that begins with an op, if it can be called here."""
         for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
@@ -243,7 +243,10 @@ class BodyBuilder(AtHand):
         return {op.name: place for place, op in enumerate(self.ops)}
 
     def unit(self, op: Op) -> str | None:
-        """Return the call directly below this body in which an op runs, None for its own ops."""
+        """Return the call directly inside this body that runs an op.
+
+        None for the body's own ops.
+        """
         return self.opening.unit(op, self.scope)
 
     def _add_op(self, op: Op) -> None:
@@ -279,7 +282,7 @@ class BodyBuilder(AtHand):
         )
 
     def alias(self, op: Op) -> None:
-        """Let the result of an op be another name for its input."""
+        """Make an op's result an alias of its input."""
         source = self.value(op.inputs[0], self.split.need(op, 0), op)
         if isinstance(source, LocalTensor):
             self.rename(self._made(op.outputs[0]), source)
@@ -287,7 +290,7 @@ class BodyBuilder(AtHand):
         raise InputError(f"{op.name} only renames what the module holds", where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op takes all of a dim; what the module itself holds is taken as it says."""
+        """Whether an op takes all of a dim; ops on the module's own tensors are always printed."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
@@ -300,7 +303,7 @@ class BodyBuilder(AtHand):
         return LocalTensor(tensor, self.split.made(tensor))
 
     def _place(self, op: Op) -> PrintedPlace:
-        """Return what the printing of an op needs to know of its surroundings."""
+        """Return the context for printing an op."""
         return PrintedPlace(
             inputs=self.inputs(op),
             training=self.owner.training(op),
@@ -312,7 +315,7 @@ class BodyBuilder(AtHand):
         )
 
     def _sizes(self, op: Op) -> dict[str, Expression]:
-        """Return the arguments of an op that are sizes, read from shapes where that is possible."""
+        """Return the size arguments of an op, read from shapes if possible."""
         name = rule_of(op.target).sizes
         if name:
             given = op.argument(name)
@@ -335,12 +338,12 @@ class BodyBuilder(AtHand):
         return found | local_arguments(op, self)
 
     def only_in_evaluations(self, since: int) -> None:
-        """Have the lines from this number on run in evaluations alone; nothing else reads them."""
+        """Make the lines from this number on run only in evaluations; nothing else reads them."""
         own = [replace(line, only_evaluates=True) for line in self.lines[since:]]
         self.lines[since:] = own
 
     def body(self, result: Expression | None) -> Body:
-        """Return what was built."""
+        """Return the finished body."""
         return Body(
             arguments=dict(self.arguments),
             containers=frozenset(self.unpacked),

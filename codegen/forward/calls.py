@@ -58,9 +58,10 @@ def printed_argument(
     tensor: Callable[[str], Expression],
     rest: Callable[[Value], Expression] = _no_other,
 ) -> Expression:
-    """Print an argument, which is `other` where the inputs have other lengths.
+    """Print an argument; `other` is its value for inputs of other lengths.
 
-    `tensor` prints one by its name, `rest` what is no tensor, number, type, tuple, list or dict.
+    `tensor` prints a tensor by its name, `rest` anything that is no tensor, number, dtype, tuple,
+    list or dict.
     """
 
     def inner(one: Value, two: Value) -> Expression:
@@ -84,13 +85,14 @@ def printed_argument(
     return rest(value)
 
 
-LOSS = "new_loss"  # as scripts call the model file's
-_Needs = dict[str, tuple[str, Layout, Op | None]]  # of an argument: what to give, how, and to whom
+LOSS = "new_loss"  # the scripts' name for the model file's loss
+# by argument: the tensor, its layout, and an op that reads it
+_Needs = dict[str, tuple[str, Layout, Op | None]]
 _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
 
 
 def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Line | None:
-    """Return the call of a function that runs some ops, None where they must be printed."""
+    """Return the call of a function that runs some ops, or None if they must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
     if not name or not all(map(_is_plain, values)) or not _is_kept(function, ops, body):
@@ -135,14 +137,14 @@ def _reads_sizes(function: FunctionCall, body: AtHand) -> bool:
 
 
 def _has_size(value: Value) -> bool:
-    """Whether an argument has a number that may be the size of a tensor."""
+    """Whether an argument contains a number that may be a tensor's size."""
     if isinstance(value, tuple):
         return any(map(_has_size, _items(value)))
     return isinstance(value, Extent) or type(value) is int
 
 
 def _name(function: FunctionCall, body: AtHand) -> str:
-    """Return the name of a function in the script, nothing where the script cannot have it."""
+    """Return a function's name in the script, or "" if it cannot be imported."""
     if _place(function) == LOSS_FUNCTION:
         return LOSS
     known, place = functions_at_hand(body.split.modules), _imported(function)
@@ -152,7 +154,7 @@ def _name(function: FunctionCall, body: AtHand) -> str:
 
 
 def _is_plain(value: Value) -> bool:
-    """Whether printed code can give an argument: tensors and numbers, alone or in containers."""
+    """Whether printed code can pass an argument: tensors and numbers, alone or in containers."""
     if isinstance(value, tuple):
         return all(map(_is_plain, _items(value)))
     return value is None or isinstance(value, (Ref, DType, Extent, bool, int, float))
@@ -163,7 +165,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
 
 
 def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
-    """Whether the function does on this rank what its ops are planned to do."""
+    """Whether the unchanged function does on this rank what its ops are planned to do."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
     layouts = [split.made(tensor) for tensor in made]
@@ -186,7 +188,7 @@ def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
 
 
 def _is_special(op: Op, body: AtHand) -> bool:
-    """Whether an op needs care that the function itself does not take."""
+    """Whether an op needs a special form that the function does not have."""
     return (
         is_changed(op, body.split)
         or is_random(op)
@@ -198,9 +200,10 @@ def _is_special(op: Op, body: AtHand) -> bool:
 
 
 def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | None:
-    """Return for each argument the tensor to give, its layout, and an op that reads it.
+    """Return for each argument the tensor to pass, its layout, and an op that reads it.
 
-    An argument that no op reads tells a type, a device, or a size: any tensor like it does.
+    An argument that no op reads only gives a dtype, a device, or a size, so any similar tensor
+    works.
     """
     split, tensors = body.split, body.graph.tensors
     made = {tensor for op in ops for tensor in op.outputs}
@@ -232,7 +235,7 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | 
 
 
 def _like(name: str, body: AtHand, *, is_measured: bool) -> str | None:
-    """Return what is at hand and has the type of a tensor, and its sizes where these count."""
+    """Return an available value with a tensor's dtype, and with its sizes if these matter."""
     tensors = body.graph.tensors
     if name not in tensors:
         return None
@@ -289,7 +292,7 @@ def call_line(unit: str, body: AtHand) -> Line:
 
 
 def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
-    """Yield the arguments of a call, "" for a name where it has none, as far as they tell."""
+    """Yield the arguments of a call that matter; positional ones have the name ""."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:
@@ -306,7 +309,7 @@ def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
 
 
 def _target(unit: str, body: AtHand) -> SourceForm:
-    """Return what is called: a module that the owner holds, or an autograd Function by its name."""
+    """Return the callee: a module of the owner, or an autograd Function by its name."""
     record = body.graph.calls[unit]
     if not record.is_function:
         if body.owner.within(record.path) is None:
@@ -329,9 +332,10 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
 
 
 def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
-    """Whether a keyword says what the signature says anyway, or nothing that training needs.
+    """Whether a keyword argument is its default, or is not needed in training.
 
-    That is an empty cache for later calls, and what printed code of the module does not read.
+    The latter are empty caches for later calls, and arguments that the module's printed code does
+    not read.
     """
     is_opened = unit in body.opening.opened
     for argument in body.split.modules[body.graph.calls[unit].path].arguments:
@@ -341,7 +345,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
             return argument.is_said(value) or (
                 argument.default is not None and is_object and is_unread
             )
-    return is_opened and is_number(value)  # its printed code has that number itself
+    return is_opened and is_number(value)  # its printed code contains the number
 
 
 def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression:
@@ -355,7 +359,7 @@ def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression
 
 
 def _object(value: Value, unit: str, body: AtHand) -> Expression:
-    """Print text, nothing, or an object: a module of the owner, None for one that is not read."""
+    """Print text, None, or an object: a module of the owner, or None if it is not read."""
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     for name in objects(value):
@@ -372,7 +376,7 @@ def _object(value: Value, unit: str, body: AtHand) -> Expression:
 
 def _handed(tensor: str, unit: str, body: AtHand) -> Expression:
     origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
-    if origin is None:  # nothing that the loss depends on, so it is not computed at all
+    if origin is None:  # the loss does not depend on it, so it is not computed
         if unit not in body.opening.opened:
             raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{tensor}>")
         return literal(None)

@@ -1,4 +1,4 @@
-"""Prints the classes that a plan changes, and what stages give to each other."""
+"""Prints the classes that a plan changes, and the tensors that stages send."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")
 
 
 def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
-    """Return the source of `crossing(batch)`, "" where what is given is always as long."""
+    """Return the source of `crossing(batch)`, or "" if the sent tensors have fixed lengths."""
     split = opening.split
     others = [split.lengths.shape(one.name) for one in gives]
     if all(one.shape == other for one, other in zip(gives, others, strict=True)):
@@ -59,7 +59,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
 
 
 def _of_any_rank(line: str) -> str:
-    """Unpack as many sizes as there are names: before there is a batch, a stand-in has more."""
+    """Unpack as many sizes as there are names. The stand-in for a batch has more."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
@@ -149,7 +149,7 @@ def _does(module: Module) -> str:
 
 
 def _signature(module: Module) -> list[str]:
-    """Return the arguments of a forward as they are declared, with `/` and `*` between them."""
+    """Return the parameters of a forward as they are declared, including `/` and `*`."""
     declared: list[str] = []
     kinds = [argument.kind for argument in module.arguments]
     for position, argument in enumerate(module.arguments):
@@ -169,7 +169,7 @@ def _signature(module: Module) -> list[str]:
 def bound(
     module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
 ) -> list[tuple[str, Value]]:
-    """Return how a forward's code reaches each argument of a call: a name, or `kwargs["name"]`."""
+    """Return how a forward's code accesses each argument: a name, or `kwargs["name"]`."""
     positional = [
         a
         for a in module.arguments
@@ -200,7 +200,7 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
     if isinstance(value, Ref):
         tensor = value.tensor
         if tensor not in builder.graph.tensors:
-            return  # nothing that the loss depends on
+            return  # the loss does not depend on it
         builder.bind(LocalTensor(tensor, builder.opening.entry(builder.scope, tensor)), name)
     elif isinstance(value, Mapped):
         for key, item in pairs(value):
@@ -227,7 +227,7 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
 def class_source(
     name: str, base: str, docstring: str, printed: Printed, *, fields: Sequence[str] = ()
 ) -> str:
-    """Return a class with one method, and declarations of what the script sets on instances."""
+    """Return a class with one method, and annotations of attributes that the script sets."""
     lines = [f"class {name}({base}):", f'    """{docstring}"""', ""]
     declared = [*(["tensor: Axis"] if printed.uses_axis else []), *fields]
     if declared:
@@ -236,7 +236,7 @@ def class_source(
 
 
 def base_name(module: Module) -> str:
-    """Return the name of a class as the script imports it; refuse one that cannot be imported."""
+    """Return a class's name in the script; raises if it cannot be imported."""
     if "<locals>" in module.home.qualname:
         raise InputError(
             f"the class of {module.path or 'the model'} is defined inside a function, "
@@ -248,7 +248,7 @@ def base_name(module: Module) -> str:
 
 
 def described(opening: Opening, path: str) -> str:
-    """Return a docstring's line: the class and the axes that are split in it."""
+    """Return a docstring line: the class, and the axes that are split in it."""
     split, names, summed = opening.split, dict[str, None](), dict[str, None]()
     for key, record in split.graph.calls.items():
         if record.path == path:

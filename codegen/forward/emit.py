@@ -1,4 +1,4 @@
-"""Opens what a plan changes and prints it, opening more where a call cannot be printed as one."""
+"""Prints everything that a plan changes, and opens more if a call cannot be printed as one."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ from autopar.planner.plan.plan import Plan
 def opened_classes(
     plan: Plan, split: SplitGraph, *, is_evaluated: bool = False, has_metrics: bool = False
 ) -> OpenedSource:
-    """Return the classes, stages and functions that the script of a plan defines.
+    """Return the classes, stages and functions that a plan's script defines.
 
-    A model that is evaluated has a loss of several batches there, if not in the training.
+    With evaluations the loss is over several batches, even if training has one.
     """
     split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    if valid_targets(split, call_tree(split.graph)) is None:  # else whole batches are counted first
+    # otherwise whole batches are counted first
+    if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
 def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
-    """Yield the calls of layers that are computed again: those have to stay calls."""
+    """Yield the calls of recomputed layers, which must remain calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
         if mode.table:
@@ -69,7 +70,7 @@ def open_split(
     opened: Iterable[str] = (),
     called: Iterable[str] = (),
 ) -> OpenedSource:
-    """Return the same for a split graph, whose stages hold so many layers each."""
+    """Return the same for a split graph, from the number of layers in each stage."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
     weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]
@@ -88,14 +89,14 @@ def open_split(
 
 @dataclass(slots=True, kw_only=True)
 class _State:
-    """What must be opened or inlined, as found so far."""
+    """The calls to open or inline, found so far."""
 
     opened: set[str]
     inlined: set[str]
     called: frozenset[str]
 
     def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
-        """Open a module whose call takes an object, or put its code into its caller's."""
+        """Open a module whose call takes an object, or inline its code into its caller."""
         key = needed.key
         if key in (ROOT, LOSS):
             raise InputError(f"the code of the model cannot be printed: {needed.reason}")
@@ -156,7 +157,7 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
 
 
 def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
-    """Yield the functions of the model's files that some sources call."""
+    """Yield the functions of the model's files that sources call."""
     for one in sorted(functions_at_hand(split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
         if is_free(one.name) and any(map(called.search, sources)):
@@ -164,7 +165,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Refuse to print code that changes or takes gradients: no op of the graph shows how."""
+    """Raise if printed code would change or take gradients, which no op of the graph shows."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
@@ -177,7 +178,7 @@ def _check_own_gradients(opening: Opening) -> None:
 
 
 def _check_modes(opening: Opening) -> None:
-    """Refuse to print code that sets modes of modules: no op of the graph shows that."""
+    """Raise if printed code would set modes of modules, which no op of the graph shows."""
     chains, calls = opening.tree.chains, opening.split.graph.calls
     outermost = (
         one
@@ -198,9 +199,10 @@ def _check_modes(opening: Opening) -> None:
 
 
 def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
-    """Return what is opened.
+    """Return the opening.
 
-    A loss that takes an object, or what the model does not return, stands in the root's code.
+    If the loss takes an object, or something that the model does not return, its code is in the
+    root's.
     """
     opening = open_calls(
         split,
@@ -217,7 +219,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
 
 
 def _agree(printed: dict[str, Printed], opening: Opening) -> None:
-    """See to it that a module that is called several times has one forward that serves all."""
+    """Make the calls of a module that is called several times share one forward."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)
     for call in opening.tree.chains:
@@ -231,7 +233,7 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
 
 
 def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
-    """Return one class for all instances whose class and code are the same."""
+    """Return one class for all instances with the same class and code."""
     calls, modules = opening.split.graph.calls, opening.split.modules
     alike: dict[tuple[Imported, Printed], list[str]] = defaultdict(list)
     for call, forward in printed.items():

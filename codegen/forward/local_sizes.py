@@ -1,4 +1,4 @@
-"""Prints the sizes and counts that an op is given, of which a rank may have only a part."""
+"""Prints sizes and counts in an op's arguments, of which a rank may have only a part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
-    """Return the sizes that a view is given: -1 as in the model, the others read from shapes."""
+    """Return a view's sizes: -1 as in the model, the others read from shapes."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND
@@ -41,7 +41,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
     viewed = body.value(op.inputs[0], body.split.need(op, 0))
     found = body.sizes.of_all(asked, near=viewed if isinstance(viewed, LocalTensor) else None)
     before = body.graph.tensors[op.inputs[0]].shape
-    new = len(given) - len(before)  # dims that an expand adds
+    new = len(given) - len(before)  # dims that expand adds
     for position, (value, own, fact) in enumerate(zip(given, sizes, found, strict=False)):
         if value == -1 or own.extent == ONE:
             shown.append(literal(-1 if value == -1 else 1))
@@ -79,7 +79,7 @@ def _owner(op: Op, body: AtHand) -> str:
 
 
 def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
-    """Return the arguments of an op that count something of which a rank has only a part."""
+    """Return an op's arguments that count something of which a rank has only a part."""
     split = body.split
     if changes.has_local_groups(op, split):
         key = "groups" if kind_of(op) is OpKind.CONVOLUTION else "num_groups"
@@ -97,14 +97,14 @@ def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
 
 
 def _local_groups(op: Op, groups: int, body: AtHand) -> Expression:
-    """Return how many groups of channels a rank has, of which it may have more than another."""
+    """Return a rank's number of groups of channels; ranks may differ."""
     split = body.split
     channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
     parts = parts_of_dim(channels.dim, channels.axis)
     if parts.are_even(split.degree, split.batch):
         ways = SourceForm((*body.axis.parts, ".size"))
         return binary(literal(groups), "//", ways, Binding.PRODUCT)
-    each = channels.extent.at(0) // groups  # channels of a group
+    each = channels.extent.at(0) // groups  # channels per group
     printed = body.sizes.listed(channels.dim, channels.axis, unit=each)
     return call("local_size", printed, body.axis)
 
@@ -130,7 +130,7 @@ def _local_cut(op: Op, layout: Layout, body: AtHand) -> dict[str, Expression]:
 
 
 def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
-    """Return how often a dim is repeated on a rank: what is split may be the repetitions."""
+    """Return how often a dim is repeated on a rank: the repetitions may be split."""
     split = body.split
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
     if made.kind is not LayoutKind.SPLIT or need.kind is LayoutKind.SPLIT:
@@ -154,7 +154,7 @@ def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield what a dim may have been repeated by: its outer factors, or its inner ones."""
+    """Yield possible repetitions in a dim: its outer factors, or its inner ones."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])
@@ -166,7 +166,7 @@ def _is_split(dim: Dim, axis: str, count: Extent) -> bool:
 
 
 def _unflattened(op: Op, body: AtHand) -> SourceForm:
-    """Leave the size open of which a rank has a part, whichever the model has left open."""
+    """Print -1 for the split size, even if the model has -1 for another."""
     given = op.argument("sizes")
     assert isinstance(given, tuple)
     made = body.split.made(op.outputs[0])
@@ -183,7 +183,7 @@ def _unflattened(op: Op, body: AtHand) -> SourceForm:
 
 
 def _local_bound(op: Op, key: str, layout: Layout, body: AtHand) -> Expression:
-    """Return where a slice of a fused dim begins or ends on a rank: the parts are cut evenly."""
+    """Return a rank's bound of a slice in a fused dim, whose parts are cut evenly."""
     bound = whole_number(op.argument(key))
     if bound >= 2**62:
         return literal(bound)

@@ -1,4 +1,4 @@
-"""What a script has of printed code: what it returns, its split loss, and the source itself."""
+"""Printed code in a script: results, the split loss, and the source."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, 
 
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
-    """Return the result of a call; a tuple stands in a return without brackets."""
+    """Return the result of a call; a tuple in a return statement has no brackets."""
     if is_mapping(value):
         record = builder.graph.calls[builder.scope]
         raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
@@ -60,7 +60,7 @@ def _result(builder: BodyBuilder, value: Value) -> Expression:
 
 def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
     if tensor not in builder.graph.tensors:
-        return literal(None)  # nothing that the loss depends on
+        return literal(None)  # the loss does not depend on it
     left = builder.opening.leaves.get(tensor)
     layout = builder.have.get(tensor, builder.split.made(tensor))
     need = left[1] if left is not None and left[0] == builder.scope else layout
@@ -68,9 +68,9 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
 
 
 def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Have an evaluation find the outputs in `for_metrics`; return which parts are not at hand.
+    """Store outputs in `for_metrics` for evaluations; return the parts that are unavailable.
 
-    A forward that goes on to the loss returns that alone.
+    A forward that includes the loss returns only the loss.
     """
     before = len(builder.lines)
     shown = whole_outputs(builder, value)
@@ -82,17 +82,17 @@ def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
 
 
 def absent_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Return the parts of the outputs that code does not make: `outputs.preds`, say."""
+    """Return the parts of the outputs that the code does not compute, such as `outputs.preds`."""
     found = leaves(value, "outputs")
     return tuple(_named(place) for place, part in found if _is_absent(builder, part))
 
 
 def _named(place: str) -> str:
-    return place.replace('"', "'")  # messages stand in strings
+    return place.replace('"', "'")  # messages are in strings
 
 
 def _is_absent(builder: BodyBuilder, part: Value) -> bool:
-    """Whether code lacks a part of the outputs: the loss does not need it, or it is an object."""
+    """Whether a part of the outputs is unavailable: the loss ignores it, or it is an object."""
     if isinstance(part, Ref):
         return part.tensor not in builder.have
     is_object = isinstance(part, str) and part.startswith("<")
@@ -100,7 +100,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
 
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
-    """Return outputs as the model gives them, whole on each rank; `place` is the code for them."""
+    """Return the model's outputs, whole on each rank; `place` is their expression."""
     inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
@@ -141,7 +141,7 @@ class PrintedMetrics:
 
 
 def printed_metrics(opening: Opening) -> PrintedMetrics | None:
-    """Return what measures the outputs of a forward; None if each rank has all of them whole."""
+    """Return the function for metrics, or None if each rank has all outputs whole."""
     builder = _given_outputs(opening)
     result = opening.split.graph.calls[ROOT].result
     absent = absent_outputs(builder, result) if ROOT in opening.opened else ()
@@ -158,7 +158,7 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
 
 
 def _given_outputs(opening: Opening) -> BodyBuilder:
-    """Return what builds a function that is given what the model returns."""
+    """Return a builder for a function that takes the model's outputs."""
     builder = BodyBuilder(opening, LOSS, axis="tensor")
     result = opening.split.graph.calls[ROOT].result
     _bind_outputs(builder, result, "outputs")
@@ -166,7 +166,7 @@ def _given_outputs(opening: Opening) -> BodyBuilder:
 
 
 def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
-    """Have at hand the tensors of the outputs, which code reaches at a place."""
+    """Make the tensors of the outputs available under their expressions."""
     if isinstance(value, Ref):
         if value.tensor in builder.graph.tensors:
             builder.bind(
@@ -187,7 +187,7 @@ def _loss_function(name: str, builder: BodyBuilder, body: Body, *, returns: str,
 
 
 def bind_batch(builder: BodyBuilder) -> None:
-    """Have the batch's tensors at hand as `batch["key"]`."""
+    """Make the batch's tensors available as `batch["key"]`."""
     for name in builder.graph.inputs:
         builder.bind(
             LocalTensor(name, builder.split.made(name)), f"batch[{string(batch_key(name))}]"
@@ -206,7 +206,7 @@ def _pattern(opening: Opening, value: Value) -> Pattern:
 class OpenedClass:
     """A subclass of one of the model's classes, and the modules that take it.
 
-    `source` calls the class as `base` has it. A class with `uses_axis` has an attribute `tensor`,
+    `source` refers to the class by the name `base`. With `uses_axis` it has an attribute `tensor`,
     the tensor axis of the mesh, which the script sets.
     """
 
@@ -219,7 +219,7 @@ class OpenedClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossingTensor:
-    """A tensor that one stage gives to the next; its shape is the whole one, before any split."""
+    """A tensor sent between stages, with its whole shape before any split."""
 
     name: str
     shape: tuple[Extent, ...]
@@ -230,14 +230,13 @@ class CrossingTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageClass:
-    """The root's subclass for one pipeline stage (or for the whole model, where there is one).
+    """The root's subclass for one pipeline stage, or for the whole model without a pipeline.
 
-    Its forward takes `takes` by position and the batch by keyword, and returns `gives`; the last
-    one returns what the model returns, or the loss itself where `returns_loss`: then it shows the
-    outputs to evaluations that have metrics, all but what is `absent`. `modules` are the modules
-    that it calls or reads; the script drops the others. `bounds` are attributes that the script
-    sets: stages of one form share one class and differ in these numbers. `crossing` is the source
-    of a function that tells the shapes of what it gives, where these vary.
+    Its forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
+    one returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs for
+    metrics, except those in `absent`. `modules` are the modules that it uses; the script drops the
+    others. `bounds` are attributes that the script sets: similar stages share one class and differ
+    in these numbers. `crossing` is the source of a function for the shapes it sends, if they vary.
     """
 
     cls: OpenedClass
@@ -255,19 +254,16 @@ class StageClass:
 class OpenedSource:
     """The source that a plan needs beside the user's own.
 
-    `stages` is empty where the root is called as it is. `loss` is the source of a function
-    `split_loss(outputs, batch, tensor)` where the loss must be split, None where the user's own
-    (or the model's) is right; `metrics` is that of `whole_metrics(outputs, batch, tensor)`, where
-    ranks have shares of the outputs, and `absent` are parts of the outputs that no metric can be
-    made of, for the code here does not make them. `valid_targets` is the source of a function of
-    the batch that counts the targets in the mean of the loss, None where every row counts alike;
-    `weighs_terms` where these are several means, and the code here multiplies each by its own
-    weight. `divisor` is the source of a function of such counts where the loss divides by what it
-    makes of them (at least one, say). `imports` are lines.
-    `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
-    `functions` are those of the model's files that the code here calls. `own_rows` are the keys of
-    the batch of which a tensor rank is given its rows alone; `splits_rows` where tensor ranks have
-    shares of any rows.
+    `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
+    batch, tensor)`, or None if the user's own loss is correct. `metrics` is that of
+    `whole_metrics(outputs, batch, tensor)`, if ranks have shards of outputs; `absent` are outputs
+    that the code does not compute, so no metric can use them. `valid_targets` is the source of a
+    function that counts the targets of a batch in the loss's mean, or None if every row counts the
+    same. With `weighs_terms` there are several means, each multiplied by its own weight. `divisor`
+    is the source of a function that maps counts to what the loss divides by (at least one, say).
+    `imports` are lines. `inlined` are calls whose code is in their caller's. `functions` of the
+    model's files are called by the printed code. `own_rows` are the batch's keys of which a tensor
+    rank gets only its rows; `splits_rows` if tensor ranks split rows anywhere.
     """
 
     classes: tuple[OpenedClass, ...]

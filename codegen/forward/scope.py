@@ -1,4 +1,4 @@
-"""The values that code has at hand when it goes on, and which of them it owns."""
+"""The values that printed code has available, and which of them it owns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autopar.planner.rules.table import kind_of
 
 
 class NeedsInlineError(Exception):
-    """A call cannot be printed as a call: its code must stand in its caller's."""
+    """A call cannot be printed as a call: its code must be inlined into its caller."""
 
     def __init__(self, key: str, record: ModuleCall, *, reason: str = "") -> None:
         super().__init__(key)
@@ -44,12 +44,12 @@ class NeedsInlineError(Exception):
 
     @staticmethod
     def for_module(path: str, scope: str, graph: Graph) -> NeedsInlineError:
-        """Return which call hides a module from code: its own, whose module does not hold it."""
+        """Return the error for a module that its own call hides from code."""
         return NeedsInlineError._for(scope, f"module {path}", graph)
 
     @staticmethod
     def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
-        """Return which call hides a tensor from the code of a call."""
+        """Return the error for a tensor that a call hides from code."""
         tree = opening.tree
         maker = tree.graph.index.made_by.get(tensor)
         chain = tree.chain(maker) if maker is not None else ()
@@ -67,7 +67,7 @@ class NeedsInlineError(Exception):
 
 
 class Owner:
-    """The module whose code is printed, under the name `self`."""
+    """The module whose code is printed, named `self`."""
 
     def __init__(self, split: SplitGraph, path: str) -> None:
         self.split, self.root = split, path
@@ -77,7 +77,7 @@ class Owner:
         return text(f"self{self.steps(path)}")
 
     def steps(self, path: str) -> str:
-        """Return how a module inside this one is reached from it."""
+        """Return the attribute path from this module to one inside it."""
         path = self.within(path) or path
         inside = path.removeprefix(self.root).removeprefix(".")
         at, steps = self.root, ""
@@ -96,7 +96,7 @@ class Owner:
         return steps
 
     def within(self, path: str) -> str | None:
-        """Return by which of its paths a module is reached from this one; None if it is not."""
+        """Return the path by which this module contains another one, or None."""
         modules = self.split.modules
         if path == self.root or self.holds(path) or path not in modules:
             return path
@@ -104,11 +104,11 @@ class Owner:
         return next((p for p in modules if modules[p].first == first and self.holds(p)), None)
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer lies in this module."""
+        """Whether a parameter or buffer is in this module."""
         return not self.root or name.startswith(f"{self.root}.")
 
     def tensor(self, name: str, op: Op | None) -> SourceForm | None:
-        """Return a parameter or buffer as this module reaches it, None where another holds it."""
+        """Return the expression of a parameter or buffer, or None if another module has it."""
         is_lifted = name.rpartition(".")[2].startswith("lifted_tensor")
         if is_lifted and self.split.graph.tensors[name].origin is TensorOrigin.CONSTANT:
             raise InputError(
@@ -126,7 +126,7 @@ class Owner:
         return text(f"self{self.steps(owner)}.{leaf}")
 
     def name_near(self, name: str, op: Op | None) -> str:
-        """Return the name of a parameter, tied ones having several, in or near an op's module."""
+        """Return the name of a tied parameter that is in or nearest to an op's module."""
         graph = self.split.graph
         tied = next((p for p in graph.parameters if p.name == name), None)
         names = (name, *tied.aliases) if tied is not None else (name,)
@@ -135,7 +135,7 @@ class Owner:
         return next((n for n in usable if near and n.startswith(f"{near}.")), (*usable, name)[0])
 
     def training(self, op: Op) -> SourceForm:
-        """Return whether the module trains, as its code asks it; no loss and no weights do."""
+        """Return the expression for training mode in the module's code."""
         is_always = kind_of(op) is OpKind.BATCH_NORM and op.argument("running_mean") is None
         if op.call == LOSS or is_always:
             return text("True")
@@ -144,7 +144,7 @@ class Owner:
         return text("self.training") if is_alike else text(f"self{self.steps(path)}.training")
 
     def rate(self, op: Op) -> SourceForm | None:
-        """Return the module's own name for the dropout rate of an op, where it has one."""
+        """Return the module's attribute for an op's dropout rate, if it has one."""
         rate = next(
             (v for v in (argument(op, "p"), argument(op, "dropout_p")) if v is not None), None
         )
@@ -152,7 +152,7 @@ class Owner:
         return text(name) if name is not None else None
 
     def scale(self, op: Op) -> SourceForm | None:
-        """Return the module's own name for the factor of an attention's scores, if it has one."""
+        """Return the module's attribute for the scale of attention, if it has one."""
         name = self._number(op, "scal", argument(op, "scale"))
         return text(name) if name is not None else None
 
@@ -167,9 +167,9 @@ class Owner:
         return None
 
     def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
-        """Return the type or device of a parameter of this module, by preference one that ops read.
+        """Return the dtype or device of a parameter of this module, preferably one that ops read.
 
-        A stage holds no others.
+        A stage has no others.
         """
         read = {name for op in ops for name in op.inputs}
         parameters = self.split.graph.parameters
@@ -182,7 +182,7 @@ class Owner:
 
 
 class AtHand:
-    """The values that the code of one call has so far, and how it reaches what its module holds."""
+    """The values that a call's code has so far, and the access to its module's tensors."""
 
     def __init__(
         self,
@@ -201,33 +201,34 @@ class AtHand:
         self.have: dict[str, Layout] = {}
         self.same: dict[
             LocalTensor, LocalTensor
-        ] = {}  # results of ops that do nothing, or nothing new
+        ] = {}  # results of ops that do nothing, or repeat others
         self.defined: set[LocalTensor] = set()
         self.arguments: dict[LocalTensor, str] = {}
         self.lines: list[Line] = []
         self.unpacked: set[str] = set()  # arguments that are containers
-        self.containers: dict[Expression, str] = {}  # these, by what they hold
+        # containers, by the expressions of their contents
+        self.containers: dict[Expression, str] = {}
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
         own = self.tree.ops.get(scope, ())
         self.written = set[str]().union(*map(self.graph.index.written_by, own))
 
-    # --- what comes in ---------------------------------------------------------------------------
+    # --- incoming values -------------------------------------------------------------------------
 
     def bind(self, held: LocalTensor, name: str) -> None:
-        """Have a value from outside under a name."""
+        """Bind an incoming value to a name."""
         if held.tensor not in self.have:
             self.arguments[held] = name
             self.define(held)
             self.sizes.add_argument(held)
 
     def copy(self, held: LocalTensor) -> None:
-        """Have an argument in memory of this body's own, to which it may write."""
+        """Copy an argument before it is written to."""
         why = "to write into: what is received is a leaf"
         copied = method(held, "clone")
         self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
 
     def bind_pattern(self, pattern: Pattern, source: str, names: tuple[str, ...] = ()) -> None:
-        """Have the values inside a container from outside, under names if they are all plain."""
+        """Bind the values inside an incoming container, to names if they are all plain."""
         new = [held for held in held_in(pattern) if held.tensor not in self.have]
         if new:
             self.unpacked.add(source.partition("[")[0])
@@ -239,29 +240,29 @@ class AtHand:
             ):
                 self.containers[joined(tuple(held_in(pattern)))] = source
 
-    # --- what lines make -------------------------------------------------------------------------
+    # --- results of lines ------------------------------------------------------------------------
 
     def add_line(self, line: Line) -> None:
-        """Add a line, and have at hand what it makes."""
+        """Add a line, and make its results available."""
         self.lines.append(line)
         for held in held_in(line.results):
             self.define(held)
 
     def define(self, held: LocalTensor) -> None:
-        """Have a value at hand from here on."""
+        """Make a value available from here on."""
         self.have.setdefault(held.tensor, held.layout)
         self.defined.add(held)
         self.sizes.add(held)
 
     def rename(self, made: LocalTensor, source: LocalTensor) -> None:
-        """Have a value that is another one, under whose name it is read."""
+        """Make a value an alias of another one."""
         self.same[made] = source
         self.have.setdefault(made.tensor, made.layout)
 
-    # --- what lines read -------------------------------------------------------------------------
+    # --- reads of lines --------------------------------------------------------------------------
 
     def value(self, tensor: str, need: Layout, op: Op | None = None) -> Expression:
-        """Return a tensor in the layout in which it is needed, converted first if it must be."""
+        """Return a tensor in the needed layout, converted first if necessary."""
         known = self.graph.tensors[tensor]
         if known.origin not in (TensorOrigin.OP, TensorOrigin.INPUT) and tensor not in self.have:
             return conversions.convert_own(self.owned(tensor, op), tensor, need, self.sizes)
@@ -294,7 +295,8 @@ class AtHand:
             maker = self.graph.index.made_by[held.tensor]
             bias = self.owned(self.late_biases[held.tensor], maker)
             converted = binary(converted, "+", bias, Binding.SUM)
-        if self.graph.index.is_written_later(wanted.tensor):  # never into what others still read
+        # never write to something that others still read
+        if self.graph.index.is_written_later(wanted.tensor):
             converted = method(converted, "clone")
         return Line(
             results=wanted,
@@ -309,7 +311,7 @@ class AtHand:
         )
 
     def owned(self, tensor: str, op: Op | None) -> Expression:
-        """Return a parameter, buffer or constant as this code reaches it."""
+        """Return the expression of a parameter, buffer or constant."""
         constant = self.graph.constants.get(tensor)
         is_constant = self.graph.tensors[tensor].origin is TensorOrigin.CONSTANT
         if is_constant and constant is not None and constant.values is not None:
@@ -333,26 +335,26 @@ class AtHand:
         )
 
     def dtype(self) -> Expression | None:
-        """Return the model's own floating type, as some value at hand has it."""
+        """Return the model's own floating dtype, read from an available value."""
         for held in self.values():
             if self.graph.tensors[held.tensor].dtype == "model":
                 return Fact(held, "dtype")
         return self.owner.parameter_fact("dtype", self.ops)
 
     def device(self) -> Expression | None:
-        """Return the device, as some value at hand has it."""
+        """Return the device, read from an available value."""
         held = next(self.values(), None)
         if held is not None:
             return Fact(held, "device")
         return self.owner.parameter_fact("device", self.ops)
 
     def values(self) -> Iterator[LocalTensor]:
-        """Yield the values at hand, arguments first."""
+        """Yield the available values, arguments first."""
         arguments = [held for held in self.sizes.seen if held in self.arguments]
         yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
 
     def plain_size(self, value: Value, other: Value = None) -> Expression:
-        """Return a whole size, or another plain argument, that at other lengths is another."""
+        """Return a whole size, or another plain argument; `other` is its value at other lengths."""
         if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
             more = value if other is None else other
             assert isinstance(more, (int, Extent))
@@ -361,5 +363,5 @@ class AtHand:
         return literal(value)
 
     def reads_written(self, op: Op) -> bool:
-        """Whether an op touches memory that this body writes to."""
+        """Whether an op uses memory that this body writes to."""
         return not self.written.isdisjoint(self.graph.index.storages((*op.inputs, *op.outputs)))

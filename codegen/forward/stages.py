@@ -1,7 +1,7 @@
-"""Prints the root's forward, whole or one part of it for each pipeline stage.
+"""Prints the root's forward, whole or split into pipeline stages.
 
-Stages that differ only in which layers they hold share one class, whose `first` and `end` the
-script sets: a deep pipeline prints no more than one of three stages.
+Stages that differ only in their layers share one class, whose `first` and `end` the script sets. So
+a deep pipeline needs no more printed code than one of three stages.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _BOUNDS = "self.first : self.end"
 
 
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageClass, ...]:
-    """Return the root's classes: one where nothing is cut, else one for each stage.
+    """Return the root's classes: one without a pipeline, else one for each stage.
 
-    A result that cannot be printed, such as a dataclass, is not needed: the one stage returns the
+    A result that cannot be printed, such as a dataclass, is not needed: a single stage returns the
     loss.
     """
     last = max(places.values())
@@ -62,7 +62,7 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageCl
 
 
 def _keeps_signature(opening: Opening) -> bool:
-    """Whether the root takes what it took and returns what it returned."""
+    """Whether the root's arguments and result are unchanged."""
     graph, weighed = opening.split.graph, opening.split.weighed
     weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
     goes_on = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
@@ -96,7 +96,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """One stage, printed with its layers' numbers, and in the form that stages may share."""
+    """A stage, printed with its layers' numbers, and in the form that stages may share."""
 
     number: int
     part: StagePiece
@@ -143,7 +143,7 @@ class _Printer:
         )
 
     def stage(self, draft: _Draft, *, is_shared: bool) -> StageClass:
-        """Return one stage, in a class of its own or in one that several share."""
+        """Return a stage with a class of its own, or with a shared one."""
         base = base_name(self.module)
         bounds: tuple[tuple[str, int], ...] = ()
         printed, name = draft.printed, self._name(draft.number)
@@ -201,9 +201,9 @@ class _Printer:
         return builder
 
     def _opening_of(self, part: StagePiece) -> Opening:
-        """Return the opening, with the code in the root's of calls that run elsewhere as a whole.
+        """Return the opening in which calls of other stages are inlined into the root.
 
-        That is where a stage computes for itself a mask or a table that one of their ops makes.
+        A stage does this to compute a mask or a table of such a call itself.
         """
         mine = {op.name for op in part.ops}
         calls = {call for op in part.ops for call in self.tree.chain(op)}
@@ -218,7 +218,7 @@ class _Printer:
         return replace(self.opening, inlined=self.opening.inlined | partly)
 
     def _is_plain(self, op: Op) -> bool:
-        """Whether nothing learns from an op, and it computes the same on every tensor rank."""
+        """Whether an op has no gradient, and is the same on every tensor rank."""
         layouts = [self.split.made(name) for name in op.outputs]
         layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
         return not self.graph.learns(op) and all(layout == WHOLE for layout in layouts)
@@ -254,7 +254,7 @@ class _Printer:
         return returned(builder, self.graph.calls[ROOT].result)
 
     def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Have evaluations find the outputs where the stage returns the loss alone."""
+        """Store outputs for evaluations if the stage returns only the loss."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()
@@ -280,7 +280,7 @@ class _Printer:
             for name in op.inputs
             if self.graph.tensors[name].origin in (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
         ]
-        for key, call in self.graph.calls.items():  # that have no ops of their own, as nn.Identity
+        for key, call in self.graph.calls.items():  # calls without ops, such as nn.Identity
             if key not in self.tree.ops and call.parent in calls:
                 calls[key] = None
                 paths.append(call.path)
@@ -293,7 +293,7 @@ class _Printer:
         return tuple(dict.fromkeys((*used, *self._buffers_given(part))))
 
     def _buffers_given(self, part: StagePiece) -> Iterator[str]:
-        """Yield the buffers that calls are given: a mask may be asked for, and then not be read."""
+        """Yield the buffers that are passed to calls, even if they are not read."""
         buffers = {buffer.name for buffer in self.graph.buffers}
         calls = {key for op in part.ops for key in self.graph.index.around(op.call)}
         for call in (self.graph.calls[key] for key in sorted(calls)):

@@ -1,4 +1,4 @@
-"""Prints by how much a batch counts in the mean of the loss: sliced from the graph."""
+"""Prints the count of a batch in the loss's mean, sliced from the graph."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 
-DIVISOR = "divisor"  # the function of the script that follows how the loss divides
-_COUNTS, _PARTS = "counts", "parts"  # its arguments
+DIVISOR = "divisor"  # the script's function for what the loss divides by
+_COUNTS, _PARTS = "counts", "parts"  # its parameters
 
 
 def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
-    """Return the source of `valid_targets(batch)`, or None where the loss has no such mean.
+    """Return the source of `valid_targets(batch)`, or None if the loss has no such mean.
 
-    It gives the number of targets of a loss that is one mean, and the numbers of all the weighed
-    means where the loss adds several terms up; where a mean divides by a number of its own, what
-    that is made of.
+    It returns the number of targets of a single mean, or the numbers of all weighted means if the
+    loss adds several. If a mean divides by a number of its own, it returns what that is computed
+    from.
     """
     graph, terms = split.graph, _terms(split)
     counted = _counted(graph, terms)
@@ -78,9 +78,9 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
 
 
 def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
-    """Return the source of `divisor(counts, parts)`, None where the loss divides by the counts.
+    """Return the source of `divisor(counts, parts)`, or None if the loss divides by the counts.
 
-    It gives by what the loss divides where so much counts, in several parts of a batch together.
+    It returns what the loss divides by, for counts over several parts of a batch.
     """
     graph, terms = split.graph, _terms(split)
     follows = all_of_parts(graph)
@@ -102,14 +102,14 @@ def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
 
 
 def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -> bool:
-    """Whether a loss divides by something else than the one number that it counts."""
+    """Whether a loss divides by something other than its single count."""
     if len(division.counts) > 1 or not all(_only_casts(op, graph) for op in division.steps):
         return True
     return follows[division.counted] is not follows[division.counts[0]]
 
 
 def _only_casts(op: Op, graph: Graph) -> bool:
-    """Whether an op gives the numbers that it gets; counts are in float64 here."""
+    """Whether an op only casts; counts are float64 here."""
     return kind_of(op).keeps_entries and not graph.tensors[op.outputs[0]].is_whole_numbered
 
 
@@ -119,7 +119,7 @@ def _divisor(
     follows: Mapping[str, Follows],
     builder: _CountBuilder,
 ) -> Expression:
-    """Return by what one mean divides, given the names of the counts that are left."""
+    """Return what a mean divides by, taking its counts from `names`."""
     if division is None:
         return text(next(names))
     parts = text(_PARTS)
@@ -143,7 +143,7 @@ def _divisor(
 
 
 def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Opening:
-    """Return an opening whose loss has some ops in its own code, on a whole batch."""
+    """Return an opening whose loss contains some ops, on a whole batch."""
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
     return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
@@ -152,7 +152,7 @@ def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Openi
 def _function(
     head: str, does: str, builder: BodyBuilder, result: Expression, *, unused: str = ""
 ) -> str:
-    """Return the source of a function; what is `unused` may be so."""
+    """Return the source of a function; `unused` may be an unused parameter."""
     style = Style(axis="", indent=4)
     lines = written(builder.body(result), builder.owner, style)
     is_unused = unused and not re.search(rf"\b{unused}\b", "\n".join(lines))
@@ -161,7 +161,7 @@ def _function(
 
 
 def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
-    """Return the tensors of which nothing that reads them asks which entry lies where."""
+    """Return the tensors whose readers do not depend on the order of entries."""
     steps = tuple(steps)
     unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
     for op in reversed(steps):
@@ -181,7 +181,7 @@ def _terms(split: SplitGraph) -> list[Op]:
 
 
 class _CountBuilder(BodyBuilder):
-    """Prints code that has a batch at hand and no module, whose type or device it could take."""
+    """Prints code with a batch and without a module, whose dtype or device it could read."""
 
     def __init__(self, opening: Opening, read: frozenset[str]) -> None:
         super().__init__(opening, LOSS)
@@ -193,16 +193,16 @@ class _CountBuilder(BodyBuilder):
                 self.add_line(Line(results=held, expression=numbers, hint="weight"))
 
     def dtype(self) -> None:
-        """Leave numbers in float32, as the model's training has them."""
+        """Return None: numbers are float32, as in the model's training."""
 
     def device(self) -> Expression | None:
-        """Return the device of what is read of the batch."""
+        """Return the device of the batch's tensors."""
         held = next((held for held in self.values() if held.tensor in self.read), None)
         return None if held is None else Fact(held, "device")
 
 
 def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[Expression, ...]:
-    """Return how much counts in a mean: by its targets or a mask, or by what it divides."""
+    """Return the counts of a mean: its targets or mask, or what it divides by."""
     values = tuple(builder.value(name, WHOLE) for name in counted)
     if not kind_of(term).is_class_loss:
         counter = builder.graph.tensors[counted[0]]
@@ -215,18 +215,18 @@ def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[E
     is_valid = binary(number, "!=", literal(ignored), Binding.COMPARISON)
     if not weights:
         return (method(is_valid, "sum"),)
-    of_classes = method(weights[0], "double")  # their sums are exact, as those of other fractions
+    of_classes = method(weights[0], "double")  # float64, so that sums are exact
     return (method(indexed(of_classes, indexed(number, is_valid)), "sum"),)
 
 
 def counted_loss(graph: Graph) -> Op | None:
-    """Return the op that is the loss, where it is a mean over what counts of the batch."""
+    """Return the op that is the loss, if it is a mean over counted entries of the batch."""
     maker = graph.index.made_by.get(graph.loss)
     return maker if maker is not None and _counted(graph, [maker]) else None
 
 
 def weighed_terms(graph: Graph) -> tuple[Op, ...]:
-    """Return the means over what counts of the batch, where the loss is more than one of them."""
+    """Return the means over counted entries, if the loss is more than one of them."""
     if counted_loss(graph) is not None:
         return ()
     counted = _counted(graph, graph.ops)
@@ -234,7 +234,7 @@ def weighed_terms(graph: Graph) -> tuple[Op, ...]:
 
 
 def _counted(graph: Graph, ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
-    """Return what each mean counts by: targets, and class weights; or a mask; or a number."""
+    """Return what each mean counts: targets, and class weights; or a mask; or a number."""
     follows = all_of_parts(graph)
     pairs = ((op.name, _counted_by(op, graph, follows)) for op in ops)
     return {name: counted for name, counted in pairs if counted}

@@ -1,13 +1,9 @@
-"""Compares trainings: what they hold, their losses, in float64 and in 16 bits.
+"""Compares a script with plain PyTorch in one process: tensors, losses, random numbers.
 
-Compares what the ranks of a script hold, saw and drew with one process.
+Ranks with the same elements may disagree, so each is compared separately.
 
-Ranks that hold the same elements may disagree, so each is compared by itself.
-
-Compares a script in 16 bits with plain PyTorch in 16 bits: where it begins, and how far it gets.
-
-Two trainings in 16 bits round otherwise, so they are not equal. What is compared is how far each is
-from fp32 after some steps. A script may be twice as far as plain PyTorch: one bit.
+In 16 bits two trainings round differently, so they are not equal. Instead, each one's distance from
+fp32 after some steps is compared. A script may be twice as far as plain PyTorch: one bit.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from autopar.runtime.tensor.shards import Chunks
 
 @dataclass(frozen=True, slots=True)
 class HeldBlock:
-    """What a rank holds of a tensor, or a part of that."""
+    """A rank's shard of a tensor, or a part of it."""
 
     name: str
     chunks: Chunks
@@ -45,19 +41,19 @@ _MOST_TOLD = 4  # kinds of tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The largest difference among the tensors of one kind, and which one has it."""
+    """The largest difference among tensors of one kind, and the tensor that has it."""
 
     largest: float
     name: str
 
 
 def gap(one: Tensor, other: Tensor) -> Tensor:
-    """Return what is between two tensors: nothing where both are as infinite (a mask)."""
+    """Return the difference of two tensors: 0 where both are the same infinity (a mask)."""
     return (one - other).masked_fill(one == other, 0)
 
 
 def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
-    """Put what the ranks hold together to whole tensors; what nobody holds is not a number."""
+    """Assemble the ranks' shards to whole tensors; missing elements are nan."""
     whole: dict[str, Tensor] = {}
     for block in (block for held in ranks for block in held):
         shape = block.chunks.global_shape
@@ -68,7 +64,7 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
 
 
 def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each kind of tensor that a script begins with otherwise."""
+    """Yield a sentence for each kind of tensor with other initial values."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
@@ -80,7 +76,7 @@ def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
 
 
 def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each tensor; one that no rank holds whole is infinite."""
+    """Return each tensor's largest difference; infinite if no rank has all of it."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
     for block in (block for held in ranks for block in held if block.name in found):
@@ -98,12 +94,12 @@ def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, fl
 
 
 def worse(one: float, other: float) -> float:
-    """Return the larger of two differences; not a number is worse than any number."""
+    """Return the larger of two differences; nan counts as larger."""
     return max(one, other, key=lambda value: (value != value, value))
 
 
 def largest_of(differences: Mapping[str, float]) -> Difference:
-    """Return the largest of several differences; not a number is larger than any number."""
+    """Return the largest of several differences; nan counts as larger."""
     if not differences:
         return Difference(largest=0.0, name="")
     name = max(differences, key=lambda n: (differences[n] != differences[n], differences[n]))
@@ -111,7 +107,7 @@ def largest_of(differences: Mapping[str, float]) -> Difference:
 
 
 def places_of(chunks: Chunks) -> Iterator[tuple[Place, Place]]:
-    """Yield where each piece of a shard belongs in the whole tensor, and where it lies here."""
+    """Yield each piece of a shard: its place in the whole tensor, and in the shard."""
     for block in product(*(_with_offsets(ranges) for ranges in chunks.ranges)):
         target = tuple(slice(low, high) for low, high, _ in block)
         source = tuple(slice(offset, offset + high - low) for low, high, offset in block)
@@ -128,14 +124,14 @@ def _with_offsets(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrained:
-    """What one rank saw, drew and holds; the losses are the same on every rank."""
+    """What one rank computed, drew and holds; the losses are the same on every rank."""
 
     losses: tuple[float, ...]
-    norms: tuple[float, ...]  # of all gradients, before each step clips them
+    norms: tuple[float, ...]  # of all gradients, before clipping
     initial: Held  # parameters, buffers and plain tensors of modules, before the first step
     gradients: Held  # of the first step, clipped
-    parameters: Held  # after the last, and buffers
-    draws: tuple[NotedDraw, ...]  # of one step more
+    parameters: Held  # and buffers, after the last step
+    draws: tuple[NotedDraw, ...]  # of one additional step
     faults: tuple[str, ...]
 
 
@@ -143,15 +139,14 @@ class RankTrained:
 class TrainingComparison:
     """How far a script is from one process; `losses` are those of one process.
 
-    `initial` is of what the script has before its first step: nothing may differ there.
-    `faults` are sentences: what begins otherwise, what the script draws otherwise, or does not
-    clip. `half` compares the same script in the plan's own 16 bits. `notes` tell what could not be
-    compared, and why.
+    `initial` is the difference before the first step, and must be zero. `faults` are sentences
+    about other initial values, other random numbers, or missing clipping. `half` compares the same
+    script in the plan's own 16 bits. `notes` say what could not be compared, and why.
     """
 
     initial: Difference
     loss: Difference
-    norm: Difference  # of all gradients, before they are clipped
+    norm: Difference  # of all gradients, before clipping
     gradient: Difference
     parameter: Difference
     losses: tuple[float, ...]
@@ -160,7 +155,7 @@ class TrainingComparison:
     notes: tuple[str, ...] = ()
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether nothing differs by more; what is not a number differs."""
+        """Whether no difference is larger; nan counts as a difference."""
         differences = (self.loss, self.norm, self.gradient, self.parameter)
         is_equal = not self.faults and all(one.largest <= tolerance for one in differences)
         return is_equal and (self.half is None or self.half.is_as_near)
@@ -188,7 +183,7 @@ def compared(
 
 
 def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:
-    """Return the largest difference among the steps; one that is missing differs by infinity."""
+    """Return the largest difference over the steps; a missing step is infinite."""
     return largest_of(
         {
             f"step {step}": float("inf") if None in (own, one) else abs(own - one)
@@ -197,16 +192,16 @@ def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:
     )
 
 
-TIMES = 2.0  # as far from fp32 as plain PyTorch in 16 bits
-FEW = 64  # numbers; of more the norms of two trainings' errors are nearly equal
+TIMES = 2.0  # times as far from fp32 as plain PyTorch in 16 bits
+FEW = 64  # elements; in larger tensors the error norms of two trainings are nearly equal
 LOSSES, ALL = "losses", "all together"
 
 
 @dataclass(slots=True, kw_only=True)
 class RankInHalf:
-    """What one rank held and saw of a training in 16 bits."""
+    """What one rank held and computed in a training in 16 bits."""
 
-    initial: Held = ()  # parameters, in fp32 where the optimizer has that, and buffers
+    initial: Held = ()  # parameters, in fp32 if the optimizer has them so, and buffers
     types: Mapping[str, str] = field(default_factory=dict)  # of the buffers
     losses: tuple[float, ...] = ()
     final: Held = ()
@@ -216,8 +211,8 @@ class RankInHalf:
 class InHalf:
     """A script in 16 bits beside plain PyTorch with fp32 masters.
 
-    `initial` differs by nothing where both begin alike. `loss` and `weights` are how many times as
-    far from fp32 the script is after its steps.
+    `initial` is zero if both begin equally. `loss` and `weights` are the script's distance from
+    fp32 after its steps, relative to plain PyTorch's.
     """
 
     dtype: str
@@ -225,16 +220,16 @@ class InHalf:
     initial: Difference
     loss: float
     weights: Difference
-    faults: tuple[str, ...]  # what begins otherwise, a sentence each
+    faults: tuple[str, ...]  # a sentence for each kind of tensor with other initial values
 
     @property
     def is_as_near(self) -> bool:
-        """Whether it begins alike, and stays as near to fp32 as plain PyTorch does."""
+        """Whether it begins equally, and stays as close to fp32 as plain PyTorch."""
         return not self.faults and self.loss <= TIMES and self.weights.largest <= TIMES
 
 
 def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: PlainHalf) -> InHalf:
-    """Return how the ranks of a script compare with one process in 16 bits, and one in fp32."""
+    """Return how a script's ranks compare with one process in 16 bits, and one in fp32."""
     initial = apart([list(_begun(rank.initial, half)) for rank in ranks], half.initial)
     types = dict.fromkeys(text for rank in ranks for text in _other_types(rank, half))
     found = assembled(rank.final for rank in ranks)
@@ -252,10 +247,10 @@ def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: Plain
 def times_as_far(
     found: Mapping[str, Tensor], half: PlainHalf, single: PlainHalf
 ) -> dict[str, float]:
-    """Return how many times as far from fp32 each tensor is, all together, and the losses.
+    """Return the relative distances from fp32: of each tensor, of all together, and of the losses.
 
-    What plain PyTorch happens to hit counts as missed by the share of all movement that it misses.
-    Of tensors with few numbers chance decides who is nearer: they count among all alone.
+    Where plain PyTorch happens to be exact, its distance counts as its average share of the
+    movement. Tensors with few elements are dominated by chance, so they only count among all.
     """
     ends = with_losses(single.final, single.losses)
     far, missed = _distances(found, ends), _distances(with_losses(half.final, half.losses), ends)
@@ -272,12 +267,12 @@ def times_as_far(
 
 
 def with_losses(tensors: Mapping[str, Tensor], losses: Sequence[float]) -> dict[str, Tensor]:
-    """Return tensors by their names, and the losses of all steps as one of them."""
+    """Return tensors by name, with the losses of all steps as one of them."""
     return {**tensors, LOSSES: torch.tensor(losses, dtype=torch.float64)}
 
 
 def _distances(found: Mapping[str, Tensor], ends: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return how far tensors are from others; one that is not there is infinitely far."""
+    """Return the distances of tensors from others; a missing one is infinite."""
     return {
         name: float(gap(found[name], end).norm())
         if name in found and found[name].shape == end.shape
@@ -291,7 +286,7 @@ def _times(far: float, allowed: float) -> float:
 
 
 def _begun(held: Held, half: PlainHalf) -> Iterator[HeldBlock]:
-    """Yield what a rank began with; frozen weights may be there in more than 16 bits."""
+    """Yield a rank's initial tensors; frozen weights may have more than 16 bits there."""
     dtype: torch.dtype = getattr(torch, half.dtype)
     for block in held:
         is_frozen = block.name in half.frozen

@@ -1,8 +1,8 @@
-"""Notes what a training draws at random, and compares trainings by it.
+"""Records the random numbers of a training, and compares trainings by them.
 
-Ranks that draw from the same state draw the same numbers, so no mask is read. As many numbers are
-independent as in one process, no two modules or data ranks share any, a layer that runs again draws
-what it drew before, and all follow from the seed of the script.
+Ranks that draw from the same state draw the same numbers, so masks need not be read. Checked are:
+as many numbers are independent as in one process; no two modules or data ranks share any; a
+recomputed layer draws the same again; and all follow from the script's seed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.runtime.ranks import randomness
 
 _OUR_FILES = str(Path(__file__).parent)
-_PASSED = (str(Path(torch.__file__).parent), _OUR_FILES, "<")  # frames that are no place in a model
+_PASSED = (str(Path(torch.__file__).parent), _OUR_FILES, "<")  # frames outside of the model
 _SEEDING = "seeding"
 
 
 @dataclass(frozen=True, slots=True)
 class NotedDraw:
-    """One op that drew numbers: where, what, how many, from which state, in which pass."""
+    """An op that drew numbers: where, what, how many, from which state, in which pass."""
 
     module: str  # the path of the module whose code draws
     place: str  # the line of the script or the model, "train.py:121"
@@ -38,12 +38,12 @@ class NotedDraw:
     settings: tuple[float, ...]  # the op's own numbers: a probability, a mean, a deviation
     numbers: int
     state: str
-    is_again: bool  # in a backward, where a layer runs again
+    is_again: bool  # in a backward that recomputes a layer
     is_seeded: bool
 
     @property
     def seeds_a_split(self) -> bool:
-        """Whether `split_randomness` drew the seed of what is drawn inside it."""
+        """Whether this is the seed that `split_randomness` drew."""
         return self.op == _SEEDING
 
 
@@ -56,9 +56,9 @@ class _Seen:
 
 
 class Drawing(TorchDispatchMode):
-    """Records every op that moves a generator, in its forward and where a layer runs again.
+    """Records every op that advances a generator, in the forward and in recomputation.
 
-    `unseeded` is the seed that the process had before it seeded itself.
+    `unseeded` is the process's seed before the script's.
     """
 
     def __init__(self, unseeded: int) -> None:
@@ -73,7 +73,7 @@ class Drawing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call an op, unseen by modes that change calls of Python, and note what it drew."""
+        """Run an op, hidden from Python function modes, and record what it drew."""
         del types
         with torch._C.DisableTorchFunction():
             return self._called(func, args, kwargs or {})
@@ -106,7 +106,7 @@ class Drawing(TorchDispatchMode):
         self.seen.append(_Seen(module, draw))
 
     def draws(self, parts: Iterable[nn.Module]) -> tuple[NotedDraw, ...]:
-        """Return what was drawn, each by the name of its module in parts of a model."""
+        """Return the recorded draws, with names of modules in parts of a model."""
         names: dict[int, str] = {}
         for part in parts:
             for name, module in part.named_modules():
@@ -123,14 +123,14 @@ def _named(seen: _Seen, names: Mapping[int, str]) -> NotedDraw:
 
 
 def settings_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the numbers that an op is called with, those that it has by default included."""
+    """Return the numeric arguments of an op, including defaults."""
     rest = func._schema.arguments[len(args) :]
     given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))
     return tuple(one for one in given if isinstance(one, float))
 
 
 def _generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """Return the generator of the device that an op works on: of its tensors, or as it is told."""
+    """Return the generator of an op's device."""
     tensors = [one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
     device = torch.device((*tensors, kwargs.get("device") or "cpu")[0])
     if device.type != "cuda":
@@ -150,7 +150,7 @@ def _tensors(made: Any) -> Iterator[Tensor]:
 
 
 def _origin() -> tuple[nn.Module | None, str]:
-    """Return the innermost module that runs, and the innermost line that is not torch's."""
+    """Return the innermost running module, and the innermost line outside of torch."""
     place, module = "", None
     for frame in _frames():
         file = frame.f_code.co_filename
@@ -172,7 +172,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_KEEPING = "bernoulli_"  # how torch makes the mask of a dropout: by the chance to keep
+_KEEPING = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class AxisSizes:
     microbatches: int = 1
 
     def named(self, ranks: Collection[int]) -> str:
-        """Say which ranks some are, by the axes along which they differ."""
+        """Describe ranks by the axes along which they differ."""
         places = [
             (r // self.tensor // self.data, r // self.tensor % self.data, r % self.tensor)
             for r in ranks
@@ -198,7 +198,7 @@ class AxisSizes:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What is compared: the draws of one kind that one module makes."""
+    """The unit of comparison: the draws of one kind by one module."""
 
     module: str
     op: str
@@ -209,7 +209,7 @@ class Site:
 
     @property
     def kind(self) -> str:
-        """The op as people call it, with its probability."""
+        """The op's usual name, with its probability."""
         if self.op == _KEEPING and self.settings:
             return f"dropout, p {1 - self.settings[0]:.6g}"
         return " ".join((self.op.strip("_"), *(f"{one:.6g}" for one in self.settings)))
@@ -217,7 +217,7 @@ class Site:
 
 @dataclass(slots=True)
 class _Drawn:
-    """The numbers of a site by the state that they are drawn from, and who draws them."""
+    """The numbers of a site by generator state, and the ranks that draw them."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, set[int]] = field(default_factory=dict)
@@ -231,7 +231,7 @@ class _Drawn:
 def draw_faults(
     ranks: Sequence[Sequence[NotedDraw]], alone: Sequence[NotedDraw], axes: AxisSizes
 ) -> tuple[str, ...]:
-    """Return what the ranks of a script draw otherwise than one process, a sentence each."""
+    """Return a sentence for each difference between a script's draws and one process's."""
     found = _sites(ranks)
     expected = _sites([alone])
     pairs = {site: site for site in expected.keys() & found.keys()}
@@ -247,7 +247,7 @@ def draw_faults(
 
 
 def drawn_otherwise_again(ranks: Sequence[Sequence[NotedDraw]]) -> tuple[str, ...]:
-    """Return which layers draw other numbers where they run again, a sentence each."""
+    """Return a sentence for each layer that draws other numbers when it is recomputed."""
     return tuple(_joined(_not_again(ranks)))
 
 
@@ -265,9 +265,9 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
 
 
 def _moved(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair sites of one process with those of a script whose module's code stands in a caller's.
+    """Pair sites of one process with those of a script whose module's code was inlined.
 
-    The caller draws all that the modules inside it do, and where not, nothing is paired.
+    They are paired only if the caller draws all that its inner modules do.
     """
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
@@ -304,7 +304,7 @@ def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]
 def _lost(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], pairs: Mapping[Site, Site]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what only one of the two sides draws, or draws by another probability."""
+    """Yield draws of only one side, or with another probability."""
     rest = [site for site in found if site not in pairs.values()]
     for site, drawn in expected.items():
         if site in pairs:
@@ -327,7 +327,7 @@ def _otherwise(
     pairs: Mapping[Site, Site],
     axes: AxisSizes,
 ) -> Iterator[tuple[str, str]]:
-    """Yield where more or fewer numbers are independent of each other than in one process."""
+    """Yield sites with more or fewer independent numbers than in one process."""
     for site, drawn in found.items():
         alone = [expected[one] for one, own in pairs.items() if own == site]
         whole = sum(one.independent for one in alone)
@@ -355,7 +355,7 @@ def _why(drawn: _Drawn, whole: int, axes: AxisSizes) -> str:
 
 
 def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: AxisSizes) -> bool:
-    """Whether each part of a batch draws for itself what one process draws once for all rows."""
+    """Whether parts of a batch draw separately what one process draws once for all rows."""
     parts = axes.data * axes.microbatches
     each = drawn.independent == parts * sum(one.independent for one in alone)
     numbers = {count for one in alone for count in one.numbers.values()}
@@ -365,7 +365,7 @@ def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: AxisSizes) -> bo
 def _shared(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], axes: AxisSizes
 ) -> Iterator[tuple[str, str]]:
-    """Yield modules that draw the same numbers, as no two of one process do."""
+    """Yield modules that draw the same numbers, which never happens in one process."""
     before = {state for states in _repeated(expected).values() for state in states}
     for (first, second), states in _repeated(found).items():
         if states - before:
@@ -389,7 +389,7 @@ def _at(drawn: _Drawn) -> str:
 
 
 def _joined(faults: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Say once what is wrong with modules that differ by their number alone."""
+    """Combine the faults of modules that differ only by their number."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for site, text in faults:
         path, mark, kind = site.partition(" (")

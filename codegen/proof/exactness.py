@@ -1,4 +1,4 @@
-"""Makes trainings comparable to the last digits, and tells how a script failed."""
+"""Makes trainings comparable to the last digit, and reports how a script failed."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from torch.utils.hooks import RemovableHandle
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.runtime.ranks.randomness import undrawn
 
-LAST_LINES = 15  # of what a failed script printed
-_KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
-_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
-_HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # as faulthandler begins
+LAST_LINES = 15  # of a failed script's output
+_KILLED = re.compile(r"exitcode\s*: -9\b")  # in torchrun's message about the first failure
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of runtime.refusal
+_HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # the beginning of faulthandler's output
 _TRACEBACK = "Traceback (most recent call last)"
 
 
 class ScriptFailedError(AutoparError):
-    """A script that ended with an error."""
+    """A script ended with an error."""
 
     exit_code = ExitCode.TRAINING_FAILED
 
 
 def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFailedError:
-    """Return what failed, by what torchrun and the ranks have printed."""
+    """Return the failure, from the output of torchrun and the ranks."""
     if _KILLED.search(printed.partition("Root Cause")[2]):
         return ScriptFailedError(
             f"one of {ranks} processes was killed, as happens when memory runs out",
@@ -59,15 +59,15 @@ def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFa
 
 
 def first_traceback(lines: Sequence[str]) -> Sequence[str]:
-    """Return the first traceback of the rank that printed one first, or all lines.
+    """Return the first traceback of the first rank that printed one, or all lines.
 
-    Lines of other ranks may stand between its own; what it raised later is set off by an empty one.
+    Lines of other ranks may be between; an empty line separates its later errors.
     """
     at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
     if at is None:
         return lines
     rank = lines[at].partition(_TRACEBACK)[0]
-    if not rank:  # before the ranks have met nothing tells their lines apart
+    if not rank:  # before the ranks have met, lines have no rank
         frames = list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
         return lines[at : at + len(frames) + 2]
     own = (line for line in lines[at:] if line.startswith(rank.strip()))
@@ -79,25 +79,25 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class Widely(TorchFunctionMode):
-    """Leaves out casts of float64 to float32.
+    """Ignores casts of float64 to float32.
 
-    A model that pins its logits to float32 would round away what is compared: sums over other rows
-    differ there by 1e-7, right or wrong. In a training in float64, what is made from nothing is
-    float64 too, and numbers that a model writes down are those of its training in float32.
+    A model that pins its logits to float32 would round away the differences to be compared: sums in
+    another order differ by 1e-7 there. In a float64 training new tensors are float64, too, and
+    literals have the values of a float32 training.
 
-    The step of an optimizer runs as it does without this mode. AdamW's fused kernel on a GPU reads
-    its count of steps as float32, whatever the type of that tensor is.
+    Optimizer steps run without this mode. AdamW's fused kernel on a GPU reads its step count as
+    float32, whatever the tensor's dtype is.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # that step now: one may step another
+        self.optimizers = 0  # stepping now; one may step another
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        """Begin, with the type of the training as that of new tensors."""
+        """Begin, with the training's dtype as default."""
         self.hooks += (
             register_optimizer_step_pre_hook(self._pause),
             register_optimizer_step_post_hook(self._go_on),
@@ -107,7 +107,7 @@ class Widely(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End, with the type of new tensors as it was before."""
+        """End, and restore the default dtype."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         while self.hooks:
             self.hooks.pop().remove()
@@ -133,14 +133,14 @@ class Widely(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch; an optimizer's step calls it as it is."""
+        """Call a torch function; inside an optimizer's step, unchanged."""
         del types
         if self.optimizers:
             return func(*args, **(kwargs or {}))
         return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch with what was float64 staying so."""
+        """Call a torch function, keeping float64."""
         if func in _BACKWARD:
             with _engine_within(type(self)(self.dtype)):
                 return func(*args, **kwargs)
@@ -162,18 +162,18 @@ class Widely(TorchFunctionMode):
 
 
 class Exactly(Widely):
-    """Leaves out dropout and other random numbers too."""
+    """Also disables dropout and other random numbers."""
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch with a dropout of zero."""
+        """Call a torch function without dropout."""
         return undrawn(func, args, kwargs, super()._call)
 
 
 @contextmanager
 def _engine_within(mode: Widely) -> Iterator[None]:
-    """Have backwards run in a mode, too: layers that compute again do so as the first time.
+    """Run backwards in a mode, too, so that layers are recomputed as in the forward.
 
-    torch takes a mode away while the mode handles a call, here for as long as a backward takes.
+    torch disables a mode while it handles a call, here for the whole backward.
     """
     torch_autograd: Any = torch.autograd
     run = torch_autograd._engine_run_backward
@@ -190,7 +190,7 @@ def _engine_within(mode: Widely) -> Iterator[None]:
 
 
 def _product_by_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: None) -> Tensor:
-    """Multiply each group of rows by its matrix; torch's own kernel has 32 bits at most."""
+    """Multiply each group of rows by its matrix; torch's kernel has at most 32 bits."""
     ends = [int(end) for end in offs]
     sizes = [end - start for start, end in pairwise([0, *ends, len(rows)])]
     *groups, rest = torch.split(rows, sizes)
@@ -199,7 +199,7 @@ def _product_by_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: None) 
 
 
 def _unscaled(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
-    """Undo the scale of a loss: torch's kernel takes it in float32 alone."""
+    """Undo a loss scale; torch's kernel only takes it in float32."""
     found = overflow.float()
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.float())
     overflow.copy_(found)
@@ -208,7 +208,7 @@ def _unscaled(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> Non
 def _with_wide_weights(
     scores: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a loss the weights of its classes, which a model file may hold, as wide as the model."""
+    """Cast a loss's class weights, which the model file may hold, to the model's dtype."""
     wide = None if weight is None else weight.to(scores.dtype)
     return (scores, target, wide, *args), kwargs
 

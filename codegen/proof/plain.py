@@ -1,14 +1,8 @@
-"""A training as a person writes it for one device, in plain PyTorch.
+"""A training as a person would write it for one device, in plain PyTorch.
 
-Reads the rows of a training as plain PyTorch does, in the order that scripts have them in.
-
-What the order and the draws of a dataset follow from is the seed: the rows of an epoch are a
-permutation, and what a dataset draws for a row follows from its place.
-
-A training as a person writes it for one device: plain PyTorch around a model file's functions.
-
-Nothing that scripts run is used here but the numbering of random draws (`plain_model`), so a fault
-of the runtime shows as a difference.
+It uses nothing of the runtime except the numbering of random draws (`plain_model`), so that faults
+of the runtime show as differences. Rows come in the scripts' order: those of an epoch are a
+permutation given by the seed, and numbers drawn for a row depend on its position.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ Batch: TypeAlias = dict[str, Tensor]
 
 
 def plain_batches(file: ModelFile, *, rows: int, seed: int, uses_dataset: bool) -> Iterator[Batch]:
-    """Yield global batches without end; two keys of a batch are two tensors."""
+    """Yield global batches without end; each key has a tensor of its own."""
     with seeded(seed):
         found = file.example_batch(rows)
     example = {key: one for key, one in found.items() if isinstance(one, Tensor)}
@@ -62,7 +56,7 @@ def plain_batches(file: ModelFile, *, rows: int, seed: int, uses_dataset: bool) 
 
 
 def _places(length: int, seed: int) -> Iterator[tuple[int, int]]:
-    """Yield the epoch and the number of one row after another."""
+    """Yield the epoch and the index of each row."""
     for epoch in count():
         numbers = torch.Generator().manual_seed(mixed_seed(seed, epoch))
         for row in torch.randperm(length, generator=numbers).tolist():
@@ -72,7 +66,7 @@ def _places(length: int, seed: int) -> Iterator[tuple[int, int]]:
 def _row(
     dataset: Any, example: Mapping[str, Tensor], place: tuple[int, int], seed: int
 ) -> Mapping[str, Tensor]:
-    """Return what the model is given of a row, in the types of the example."""
+    """Return the model's inputs from a row, with the example's dtypes."""
     with kept_numbers():
         seed_numbers(mixed_seed(seed, *place))
         row = dataset[place[1]]
@@ -80,7 +74,7 @@ def _row(
 
 
 def _as_scripts_do(file: ModelFile, dataset: Any, rows: int, seed: int) -> Iterator[Batch]:
-    """Read rows that come in a stream, or go through a collate, by the code of scripts."""
+    """Read streamed or collated rows with the code of scripts."""
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         yield from dataset_batches(
@@ -101,27 +95,27 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a training in one process needs to know of a plan."""
+    """The settings of a training in one process."""
 
     spec: str
     arguments: tuple[str, ...]
-    keys: tuple[str, ...]  # of the batch, that the model takes
+    keys: tuple[str, ...]  # keys of the batch that the model takes
     plain: tuple[tuple[str, Any], ...]  # arguments that are no tensors, the same for every batch
-    rows: int  # the whole global batch: one process has no microbatches
+    rows: int  # the whole global batch: there are no microbatches
     steps: int
     uses_dataset: bool
     dtype: str
     seed: int = 0
-    clip_norm: float | None = 1.0  # at which a script clips gradients
-    adamw: AdamWDefaults = ADAMW  # where the model file has no optimizer
-    half_buffers: tuple[str, ...] = ()  # that a plan in 16 bits holds so
+    clip_norm: float | None = 1.0  # the script's
+    adamw: AdamWDefaults = ADAMW  # if the model file has no optimizer
+    half_buffers: tuple[str, ...] = ()  # buffers that a 16-bit plan casts
     device: str = "cpu"
 
 
 def task_of(
     plan: Plan, spec: str, *, steps: int, uses_dataset: bool = True, dtype: str = "float64"
 ) -> Task:
-    """Return the training of a plan as one process can do it; `spec` is where the model lies."""
+    """Return a plan's training for one process; `spec` is the model file."""
     keywords = plan.graph.calls[""].keywords
     return Task(
         spec=spec,
@@ -137,12 +131,12 @@ def task_of(
 
 
 def build_alone(file: ModelFile, task: Task) -> nn.Module:
-    """Return the user's model on a device, in the types that it was built in."""
+    """Return the user's model on a device, in its original dtypes."""
     return plain_model(file.build_model, seed=task.seed).to(task.device)
 
 
 def batches_of(file: ModelFile, task: Task) -> Iterator[Batch]:
-    """Yield the global batches of a training, on its device, with what is no tensor in them."""
+    """Yield a training's global batches on its device, including entries that are no tensors."""
     rows = plain_batches(file, rows=task.rows, seed=task.seed, uses_dataset=task.uses_dataset)
     with seeded(task.seed):
         plain = file.plain_entries()
@@ -150,10 +144,10 @@ def batches_of(file: ModelFile, task: Task) -> Iterator[Batch]:
 
 
 def cast_model(model: nn.Module, task: Task) -> nn.Module:
-    """Give a model the type of a task, as far as a training in that has it; return the model.
+    """Cast a model to a task's dtype, as far as scripts do, and return it.
 
-    In 16 bits norms with running statistics are left as they are, and buffers but for those that
-    the plan holds so. In float64 complex numbers are pairs of that.
+    In 16 bits, norms with running statistics and most buffers keep their dtypes. In float64,
+    complex tensors become complex128.
     """
     dtype: torch.dtype = getattr(torch, task.dtype)
     tensors = [*model.parameters(), *model.buffers()]
@@ -172,7 +166,7 @@ def cast_model(model: nn.Module, task: Task) -> nn.Module:
 
 
 def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tensor:
-    """Return the loss of a batch; a model in 16 bits takes it so, its loss function in 32."""
+    """Return the loss of a batch; a 16-bit model gets 16-bit inputs, its loss 32-bit ones."""
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:
@@ -182,7 +176,7 @@ def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tens
 
 
 def optimizer_of(file: ModelFile, model: nn.Module, task: Task) -> Optimizer:
-    """Return the optimizer of the model file, or AdamW as scripts have it."""
+    """Return the model file's optimizer, or the scripts' AdamW."""
     named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if file.build_optimizer is None:
         return _default_optimizer([one for _, one in named], task.adamw)
@@ -195,7 +189,7 @@ def optimizer_of(file: ModelFile, model: nn.Module, task: Task) -> Optimizer:
 def scheduler_of(
     file: ModelFile, optimizer: Optimizer, task: Task, *, steps: int
 ) -> LRScheduler | None:
-    """Return what sets the learning rates of a training of so many steps."""
+    """Return the learning-rate scheduler of a training with so many steps."""
     if file.build_scheduler is not None:
         made: LRScheduler = file.build_scheduler(optimizer)
         return made
@@ -205,7 +199,7 @@ def scheduler_of(
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a model holds when it is built: what it trains, and plain tensors of modules."""
+    """Return a model's initial tensors: trained ones, and plain tensors of modules."""
     plain = {
         f"{path}.{name}".removeprefix("."): value
         for path, module in model.named_modules()
@@ -218,7 +212,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers under all their names.
 
-    How many batches a batch norm has seen is left out: that counts microbatches.
+    A batch norm's num_batches_tracked is left out, because it counts microbatches.
     """
     counts = {
         id(module.num_batches_tracked)
@@ -275,32 +269,32 @@ def _single(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedAlone:
-    """What one process saw and made; what it drew is of one step more."""
+    """What one process computed; its draws are of one additional step."""
 
     losses: tuple[float, ...]
-    norms: tuple[float, ...]  # of all gradients, before each step clips them
+    norms: tuple[float, ...]  # of all gradients, before clipping
     gradients: Mapping[str, Tensor]  # of the first step, clipped
-    parameters: Mapping[str, Tensor]  # after the last, and buffers
-    initial: Mapping[str, Tensor]  # parameters, buffers and plain tensors before the first
+    parameters: Mapping[str, Tensor]  # and buffers, after the last step
+    initial: Mapping[str, Tensor]  # parameters, buffers and plain tensors before the first step
     draws: tuple[NotedDraw, ...] = ()
 
 
 def all_steps(exact: int) -> int:
-    """Return of how many steps a proved training is: so many, and one whose draws are recorded."""
+    """Return the number of steps: those compared, and one whose draws are recorded."""
     return exact + 1
 
 
 def clipped_share(step: int) -> float:
-    """Return to which share of its norm a step clips its gradients, where it is proved.
+    """Return the fraction of its norm to which a step clips gradients.
 
-    A norm that is always larger lets every clip bite, and shares that change from step to step show
-    one that is missing, wrong or too late: Adam does not notice a factor that stays.
+    Every clip is effective, because the norm is always larger. The fraction changes from step to
+    step, so that a missing, wrong or late clip shows; Adam would not notice a constant factor.
     """
     return 1 / (step + 1)
 
 
 def train_alone(task: Task) -> TrainedAlone:
-    """Train the user's model, as the user builds it, in a loop around the user's functions."""
+    """Train the user's model in a plain loop around the user's functions."""
     file = load_model_file(task.spec, task.arguments)
     dtype: torch.dtype = getattr(torch, task.dtype)
     model = cast_model(build_alone(file, task), task)
@@ -335,28 +329,28 @@ def train_alone(task: Task) -> TrainedAlone:
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Give the fractions of a batch a type that holds more than theirs."""
+    """Cast a batch's floating tensors to a wider dtype."""
 
     def wide(one: Tensor) -> Tensor:
         return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
 
-    wide_batch: Batch = tree_map_only(Tensor, wide, batch)  # which has plain numbers, too
+    wide_batch: Batch = tree_map_only(Tensor, wide, batch)  # it contains plain numbers, too
     return wide_batch
 
 
 def wide_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors, in a type that holds the numbers of all others."""
+    """Copy tensors in a dtype that holds all values."""
     return {name: wide_copy(one) for name, one in tensors.items()}
 
 
 def wide_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, in a type that holds the numbers of all others."""
+    """Copy a tensor to the CPU, in a dtype that holds all values."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", wide, copy=True)
 
 
 def _clipped(model: nn.Module, task: Task, step: int) -> float:
-    """Clip the gradients to a share of their norm, and return that."""
+    """Clip the gradients to a fraction of their norm, and return the norm."""
     parameters = list(model.parameters())
     for one in parameters:
         if one.grad is not None and one.grad.is_sparse:

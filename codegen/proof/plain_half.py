@@ -1,6 +1,6 @@
-"""Trains a model file in 16 bits by plain PyTorch, with fp32 masters, as a script in 16 bits does.
+"""Trains a model file in 16 bits with plain PyTorch and fp32 masters, like a 16-bit script.
 
-Beside it stands the same training in fp32: it tells how far one misses what it computes with.
+The same training in fp32 is the reference for both.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.planner.model.model_file import ModelFile, load_model_file
 
-FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would be too small
+FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would underflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainHalf:
-    """What one process held and saw, all by the first name of each parameter and buffer."""
+    """What one process held and computed, by first names of parameters and buffers."""
 
     initial: Mapping[str, Tensor]
     types: Mapping[str, str]  # of the buffers
@@ -43,13 +43,13 @@ class PlainHalf:
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The model that the optimizer steps, in fp32, and the one that computes."""
+    """The fp32 model that the optimizer steps, and the 16-bit one that computes."""
 
     masters: nn.Module
     computing: nn.Module
 
     def held(self) -> dict[str, Tensor]:
-        """Copy the parameters in fp32, of frozen ones what is computed with, and the buffers."""
+        """Copy the fp32 parameters, the frozen ones in 16 bits, and the buffers."""
         computing = dict(self.computing.named_parameters())
         parameters = {
             name: one if one.requires_grad else computing[name]
@@ -60,12 +60,12 @@ class _Both:
 
     @property
     def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """The parameters of both."""
+        """Pairs of both models' parameters."""
         return zip(self.masters.parameters(), self.computing.parameters(), strict=True)
 
 
 def train_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
-    """Train in the type of a task, which has 16 bits, and in fp32."""
+    """Train in a task's 16-bit dtype, and in fp32."""
     return _trained(task), _trained(replace(task, dtype="float32"))
 
 
@@ -118,7 +118,7 @@ def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
 
 
 def _stepped(both: _Both, optimizer: Optimizer, task: Task, scale: float) -> bool:
-    """Step the masters and round them into the model that computes, unless gradients overflow."""
+    """Step the masters and copy them, rounded, to the 16-bit model, unless gradients overflow."""
     for master, parameter in both.pairs:
         gradient, parameter.grad = parameter.grad, None
         master.grad = None if gradient is None else gradient.float() / scale

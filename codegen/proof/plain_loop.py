@@ -1,6 +1,6 @@
-"""Turns a plan into a training loop of plain PyTorch: one process, the same rows and weights.
+"""Turns a plan into a plain PyTorch loop: one process, the same rows and weights.
 
-People run it beside the script of the plan. It needs torch and the model file alone.
+Users run it beside the plan's script. It only needs torch and the model file.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class PlainView:
     model_imports: Source
     functions: Source
     settings: Source
-    widened: Source  # what makes a model float32
+    widened: Source  # converts a model to float32
     has_dataset: bool
     is_streamed: bool
     has_collate: bool
     has_default_optimizer: bool
     has_default_schedule: bool
-    optimizer: Source  # the call that makes it
-    scheduler: Source  # empty where there is none
+    optimizer: Source  # the call that creates it
+    scheduler: Source  # empty if there is none
     model_arguments: Source
     loss: Source
 
@@ -65,7 +65,7 @@ class PlainView:
 def plain_loop(
     plan: Plan, subject: PlannedSubject, script: GivenScript, destination: Path
 ) -> Source:
-    """Return the loop, as it will stand at `destination`, with the settings of a script."""
+    """Return the loop for the path `destination`, with a script's settings."""
     template, view = (
         environment().get_template(_TEMPLATE),
         _view(plan, subject, script, destination),
@@ -102,7 +102,7 @@ def _view(plan: Plan, subject: PlannedSubject, script: GivenScript, destination:
 
 
 def _docstring(plan: Plan, script: GivenScript, destination: Path) -> Source:
-    """Return what the loop says of itself, and how it is run beside the script."""
+    """Return the loop's docstring, including how to run it beside the script."""
     ranks, steps = plan.arrangement.ranks, 10
     notes = (f"Note of the script: {note}" for note in meaning_notes(plan))
     text = [
@@ -143,7 +143,7 @@ def _settings(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor of the batch in a training in float32."""
+    """Return the dtype of a batch's tensor in a float32 training."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
@@ -168,14 +168,14 @@ def _scheduler(plan: Plan) -> Source:
 
 
 def _own_loss(file: ModelFile) -> Source:
-    """Return the call of the model file's loss, with what the batch has that is no tensor."""
+    """Return the call of the model file's loss, with the batch's entries that are no tensors."""
     plain = [f"{literal(key)}: {literal(value)}" for key, value in file.plain_entries().items()]
     batch = f"{{{', '.join(['**batch', *plain])}}}" if plain else "batch"
     return Source(f"new_loss(outputs, {batch})")
 
 
 def _place_of_loss(graph: Graph) -> Source:
-    """Return the code that finds the loss among what the model returns."""
+    """Return the expression of the loss in the model's output."""
     found = leaves(graph.calls[ROOT].result, "outputs")
     places = (place for place, part in found if isinstance(part, Ref) and part.tensor == graph.loss)
     return Source(next(places, "outputs.loss"))

@@ -1,15 +1,12 @@
-"""A device that is not there, and what is drawn on it.
+"""A pretended device, and the random numbers drawn on it.
 
-Makes a device that is not there: tensors say that they lie on it, and hold no values.
+Tensors claim to be on it and hold no values. As on a GPU, an op that mixes its tensors with the
+CPU's raises, and random numbers come from the device's own generator. Its ops run only under
+FakeTensorMode.
 
-As on a GPU, an op over tensors there and on the CPU raises, and random numbers come from a
-generator of the device's own. Ops on it run under FakeTensorMode alone.
-
-Runs ranks of a script on a pretended device, and tells whether layers that run again draw alike.
-
-A training on CPUs does not show this: torch keeps the CPU's generator for a layer that runs again
-in other cases than a GPU's. `python -m autopar.codegen.proof.device_draws SCRIPT RANK/WORLD …`
-prints a list of sentences, as JSON.
+It shows whether recomputed layers draw the same numbers. Training on CPUs does not show this,
+because torch saves the CPU's generator in other cases than a GPU's. `python -m
+autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ DEVICE = f"{NAME}:0"
 
 
 class _Event:
-    """A mark in a stream, which is passed at once."""
+    """An event of a stream, already reached."""
 
     def record(self, *_: Any) -> _Event:
         return self
@@ -63,7 +60,7 @@ class _Event:
 
 
 class _Stream(_Event):
-    """A queue of work that is always empty."""
+    """A stream that is always empty."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -78,13 +75,13 @@ class _Stream(_Event):
 
 
 class PretendedDevice(_DummyBackendModule):
-    """What torch asks a kind of device for, by the name of its module (as torch.cuda).
+    """torch's interface of a device type (like torch.cuda).
 
-    Nothing is drawn from its generator: it goes from seed to seed with each op that would draw.
+    Nothing is drawn from its generator; each op that would draw changes its seed.
     """
 
     Stream, Event = _Stream, _Event
-    _initialized = True  # which torch.utils.checkpoint looks at
+    _initialized = True  # read by torch.utils.checkpoint
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,15 +103,15 @@ class PretendedDevice(_DummyBackendModule):
         """Make a device the current one from here on."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the types that autocast may cast to."""
+        """Return the dtypes that autocast may cast to."""
         return [torch.bfloat16, torch.float16]
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the generator; torch.manual_seed does so."""
+        """Seed the generator; called by torch.manual_seed."""
         self.generator.manual_seed(seed)
 
     def draw(self) -> int:
-        """Move the generator on, and return a number that tells where it was."""
+        """Advance the generator, and return a number for its previous state."""
         before = self.generator.initial_seed()
         self.generator.manual_seed((before + 1) % 2**63)
         return before
@@ -129,7 +126,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """Makes tensors on the device that no mode for ops would see, or none is there to see."""
+    """Creates tensors on the device where no dispatch mode would see or exist."""
 
     def __torch_function__(
         self,
@@ -138,10 +135,10 @@ class MadeOnDevice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch."""
+        """Call a torch function."""
         named = dict(kwargs or {})
         is_there = torch.device(named.get("device") or "cpu").type == NAME
-        if func is torch.tensor and is_there:  # no op
+        if func is torch.tensor and is_there:  # not an op
             return func(*args, **{**named, "device": "cpu"}).to(named["device"])
         if is_there and detect_fake_mode() is None:  # placeholders of fully_shard
             return func(*args, **{**named, "device": "meta"})
@@ -150,7 +147,7 @@ class MadeOnDevice(TorchFunctionMode):
 
 @register_op_impl(torch.ops.aten.convolution_overrideable.default)
 def _convolved(_: FakeTensorMode, __: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """Return what a convolution gives, of which a device unknown to torch has no kernel."""
+    """Return a convolution's result; torch has no kernel for an unknown device."""
     _bias, stride, padding, dilation, transposed, output_padding, groups = rest
     options = (stride, padding, dilation, transposed, groups, output_padding)
     return x.new_empty(calc_conv_nd_return_shape(x, weight, *options))
@@ -165,15 +162,15 @@ def _convolved_backward(
 
 
 def pretend() -> PretendedDevice:
-    """Have this process and those forked from it believe that it has such a device."""
+    """Make this process and its forks believe that it has such a device."""
     device = PretendedDevice()
     _setup_privateuseone_for_python_backend(NAME, backend_module=device)
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
-    vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None  # in C, of torch 2.15
+    vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None  # in C, in torch 2.15
     dist.Backend.backend_capability["fake"].append(NAME)
     mesh._device = lambda: torch.device(DEVICE)
     with FakeTensorMode():
-        torch.ones(2).exp()  # loads what each process would load again; no backward before a fork
+        torch.ones(2).exp()  # loads libraries once, before forks; no backward before a fork
     return device
 
 
@@ -200,7 +197,7 @@ class DeviceDrawing(Drawing):  # type: ignore[no-untyped-call]
 
 
 def device_draw_faults(script: Path, ranks: Sequence[int], world: int) -> tuple[str, ...]:
-    """Return what layers of a script draw otherwise where they run again, a sentence each."""
+    """Return a sentence for each layer of a script that draws other numbers when recomputed."""
     words = [f"{rank}/{world}" for rank in ranks]
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(script), *words],
@@ -216,7 +213,7 @@ def device_draw_faults(script: Path, ranks: Sequence[int], world: int) -> tuple[
 
 
 def draws_of(path: Path, device: PretendedDevice) -> tuple[NotedDraw, ...]:
-    """Run a script's `main` up to the end of its first step; return what that drew."""
+    """Run a script's `main` to the end of its first step, and return its draws."""
     found: list[NotedDraw] = []
 
     def watched(step: FirstStep, _: None) -> None:
@@ -236,7 +233,7 @@ def _without_values() -> Iterator[None]:
 
 @contextmanager
 def _attention_of_gpus() -> Iterator[None]:
-    """Have attention with dropout be one op that draws, as GPUs have it."""
+    """Make attention with dropout one op that draws, as on GPUs."""
     with patch.object(functional, "scaled_dot_product_attention", _fused):
         yield
 
@@ -264,7 +261,7 @@ def _fused(
 
 
 def main(script: str, *ranks: str) -> None:
-    """Print what layers of these ranks draw otherwise where they run again."""
+    """Print what these ranks' layers draw differently when recomputed."""
     device = pretend()
     found: dict[str, None] = {}
     for rank in ranks:

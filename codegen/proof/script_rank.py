@@ -1,7 +1,7 @@
-"""Runs a script as one rank, and keeps what can be compared.
+"""Runs a script as one rank, and saves what can be compared.
 
-`torchrun … -m autopar.codegen.proof.script_rank SCRIPT JOB` leaves files of each rank in the folder
-that the job names. A rank whose script stands still for so many seconds says where, and ends.
+`torchrun … -m autopar.codegen.proof.script_rank SCRIPT JOB` writes files of each rank into the
+job's folder. A rank whose script hangs for the job's patience prints where, and exits.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.shards import boxes, chunks_by_name, whole
 
 NAME = "emitted_script"
-_UNSEEDED = 2**52  # and the rank: no two processes begin alike, but for what a script seeds
+_UNSEEDED = 2**52  # plus the rank: processes differ unless the script seeds them
 
 
 class Watched:
-    """What a rank's script does, step by step: so many that are exact, and one that draws."""
+    """Records a rank's script: exact steps, and one that draws."""
 
     def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
         self.steps, self.clip, self.step = steps, clip, 0
@@ -62,7 +62,10 @@ class Watched:
         self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients to a share of their norm, whatever the limit is, and keep the first."""
+        """Clip gradients to a fraction of their norm, regardless of the limit.
+
+        Keep the first ones.
+        """
         norm = self.clip(parts, math.inf, *args, **kwargs)
         if limit:
             share = clipped_share(self.step)
@@ -75,7 +78,7 @@ class Watched:
         return norm
 
     def stepped(self, step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-        """Return a step that is exact, but for the last one, whose draws are recorded."""
+        """Return a step that is exact, except for the last one, whose draws are recorded."""
 
         def watched(model: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.step += 1
@@ -92,7 +95,7 @@ class Watched:
         return watched
 
     def faults(self, limit: float | None) -> tuple[str, ...]:
-        """Return what the steps did otherwise than every script does."""
+        """Return faults in the steps, such as missing clipping."""
         if not self.limits:
             return ("gradients are never clipped",)
         missing = [step for step in range(1, self.steps + 1) if step not in self.limits]
@@ -103,11 +106,11 @@ class Watched:
 
 
 def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0) -> RankTrained:
-    """Run a script's main here; `limit` is the norm at which its settings clip gradients."""
+    """Run a script's main; `limit` is its setting of the clipping norm."""
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
-    with (  # the room, from which scripts take it, and its file
+    with (  # the script imports it from both the room and its file
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
@@ -130,7 +133,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
 
 
 def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
-    """Run a script's main here as people run it, but without random numbers in its steps."""
+    """Run a script's main unchanged, except that its steps draw no random numbers."""
     script: Any = imported(Path(path))
     step, found = script.train_step, RankInHalf()
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
@@ -152,12 +155,12 @@ def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
 
 
 def parts_of(model: Any) -> Sequence[nn.Module]:
-    """Return what a rank holds of the model: all of it, or the stages of a pipeline."""
+    """Return a rank's modules: the model, or its pipeline stages."""
     return [model] if isinstance(model, nn.Module) else model.parts
 
 
 def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[HeldBlock]:
-    """Return what is held of parameters, in fp32 where the optimizer has that, and of buffers."""
+    """Return parameters, in fp32 if the optimizer has them so, and buffers."""
     held = weights_held(parts, optimizer)
     return [HeldBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
 
@@ -177,7 +180,7 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by its path; what a proof trains is neither evaluated nor kept by itself."""
+    """Import a script by path, with evaluation and export turned off."""
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -204,7 +207,7 @@ def _parameters(part: nn.Module) -> Iterator[HeldBlock]:
 
 
 def _gradients(part: nn.Module) -> Iterator[HeldBlock]:
-    """Yield gradients by all names of their parameters, under ZeRO-1 in this rank's parts."""
+    """Yield gradients by all names of their parameters; under ZeRO-1 this rank's parts."""
     chunks, names = chunks_by_name(part), defaultdict[int, list[str]](list)
     for name, parameter in part.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -224,21 +227,21 @@ def _gradients(part: nn.Module) -> Iterator[HeldBlock]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What each rank of a script is to run, one training after the other."""
+    """The trainings that each rank of a script runs, one after another."""
 
-    folder: Path  # for what a rank leaves
-    patience_seconds: float  # that a script may stand still
+    folder: Path  # for a rank's results
+    patience_seconds: float  # how long a script may hang
     clip_norm: float | None
-    exact: Sequence[str]  # arguments of the training in float64
-    in_half: Sequence[str] = ()  # of the one in the script's own 16 bits, if there is one
+    exact: Sequence[str]  # arguments of the float64 training
+    in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:
-        """Return where a rank leaves what it has of a training."""
+        """Return the file of a rank's results of a training."""
         return self.folder / f"{kind}-{rank}.pickle"
 
 
 def main(script: str, job_file: str) -> None:
-    """Run a script as the rank that torchrun made this process, each training in a fresh fork."""
+    """Run a script as this torchrun rank, each training in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
     exact = partial(run_script, script, job.exact, limit=job.clip_norm)
     _run_apart(exact, job, "exact")
@@ -247,7 +250,7 @@ def main(script: str, job_file: str) -> None:
 
 
 def _run_apart(run: Callable[[], Any], job: Job, kind: str) -> None:
-    """Run in a process of its own: no training finds what another has left of the model file."""
+    """Run in a new process, so that trainings do not share state of the model file."""
 
     def leave() -> None:
         faulthandler.dump_traceback_later(job.patience_seconds, exit=True)

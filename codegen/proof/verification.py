@@ -1,4 +1,4 @@
-"""Runs a script on CPU processes and plain PyTorch in one process, and compares."""
+"""Runs a script on CPU processes and plain PyTorch in one process, and compares them."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from autopar.planner.plan.telling.words import AdamWDefaults
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
-_NEEDED = ("main", "train_step")  # what is run, and what is watched
+_NEEDED = ("main", "train_step")  # the first is run, the second is recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """Lines of a script that its plan would write otherwise."""
+    """Lines of a script that differ from its plan's script."""
 
-    line: int  # the number of the first one
+    line: int  # the first one's number
     found: tuple[str, ...]
     emitted: tuple[str, ...]
-    start: int  # where those that were emitted stand in the script of the plan
+    start: int  # the line in the plan's script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenScript:
-    """A script as it lies there, and what of its settings one process follows too."""
+    """A script, and those of its settings that one process uses, too."""
 
     path: Path
     edits: tuple[Edit, ...]
@@ -57,7 +57,7 @@ class GivenScript:
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
-    """Read the script at a place; a relative path of the model file is seen from a folder."""
+    """Read the script at a path; a relative path of the model file starts at `folder`."""
     place, subject = path.resolve(), subject_of(plan, folder)
     texts = [script_text(plan, subject, one) for one in (place, place.with_name(FILE_NAME))]
     if not path.is_file():
@@ -67,12 +67,12 @@ def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
             expected=f"{FILE_NAME} beside the plan, or the one that --script names",
             fix=f"write it with `autopar emit {folder}`, or say where it is: --script PATH",
         )
-    # A copy under another name says in its docstring how to run what it is a copy of.
+    # A copy's docstring says how to run the original.
     return min((read_script(place, text) for text in texts), key=lambda one: len(one.edits))
 
 
 def read_script(path: Path, emitted: str) -> GivenScript:
-    """Read a script; `emitted` is what its plan would write in its place."""
+    """Read a script; `emitted` is the plan's script for the same path."""
     text = read_given(path, what="the script")
     try:
         tree = ast.parse(text)
@@ -101,7 +101,7 @@ def read_script(path: Path, emitted: str) -> GivenScript:
 
 
 def edits_of(text: str, emitted: str) -> tuple[Edit, ...]:
-    """Return where a script is not what its plan would write, but for the line that says so."""
+    """Return the differences between a script and its plan's, except the checksum line."""
     numbers, found = zip(*_lines(text), strict=True) if text.strip() else ((), ())
     planned = [line for _, line in _lines(emitted)]
     matcher = SequenceMatcher(None, planned, found, autojunk=False)
@@ -118,7 +118,7 @@ def edits_of(text: str, emitted: str) -> tuple[Edit, ...]:
 
 
 def carried_over(script: GivenScript, emitted: str, other: str) -> str:
-    """Return the script of another plan with the lines that people changed in this one's."""
+    """Return another plan's script with the lines that people changed in this one's."""
     lines = [line for _, line in _lines(emitted)]
     others = [line for _, line in _lines(other)]
     places = {
@@ -142,7 +142,7 @@ def carried_over(script: GivenScript, emitted: str, other: str) -> str:
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines with their numbers, but for the one that has the digest of the others."""
+    """Return the lines with their numbers, except the checksum line."""
     return [
         (number, line)
         for number, line in enumerate(text.splitlines(), start=1)
@@ -151,7 +151,7 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 
 def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values that a script sets at its top."""
+    """Yield the constants of a script with plain values."""
     for one in tree.body:
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
             try:
@@ -160,12 +160,12 @@ def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-_RUNNING_AGAIN = ("recompute(", "checkpoint(")  # what a script calls for that
-MANY_FLOPS = 10**12  # of all steps in 16 bits: minutes
-LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and times what one process takes, for each rank
+_RUNNING_AGAIN = ("recompute(", "checkpoint(")  # a script's calls of it
+MANY_FLOPS = 10**12  # of all 16-bit steps; more take minutes
+LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and a multiple of one process's time, per rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
-# Of a parameter in float64: itself, its gradient, AdamW's two moments, and what is kept to compare:
-# itself at the start and at the end, its gradient, and in fp32 the same of two trainings more.
+# Copies of a parameter in float64: itself, its gradient, AdamW's two moments, and for the
+# comparison itself at the start and end, its gradient, and in fp32 the same of two more trainings.
 STATE_BYTES = 72
 
 
@@ -174,9 +174,10 @@ def verify(
 ) -> TrainingComparison:
     """Return how far a script is from one process of plain PyTorch.
 
-    Both compute in float64: exactly, and in what they draw. A plan in 16 bits is compared in these,
-    too, for `half_steps`. Where layers run again, their draws are looked at on a pretended device.
-    A relative path of the model file is seen from here, or else from `folder`.
+    Both compute in float64, exactly, and their random numbers are compared. A plan in 16 bits is
+    also compared in that dtype, for `half_steps`. Draws of recomputed layers are checked on a
+    pretended device. A relative path of the model file starts at the working directory, or at
+    `folder`.
     """
     task = replace(
         task_of(plan, model_spec(plan, folder), steps=steps),
@@ -202,7 +203,7 @@ def verify(
 
 
 def steps_in_half(plan: Plan, asked: int, steps: int) -> int:
-    """Return how many steps are compared in 16 bits: fewer than asked for where they are long."""
+    """Return the number of steps to compare in 16 bits: fewer than requested if they are slow."""
     if not plan.arrangement.precision.is_half:
         return 0
     return min(asked, max(steps, MANY_FLOPS // step_flops(plan)))
@@ -223,7 +224,7 @@ def _words(steps: int, dtype: str) -> list[str]:
 def _trained_in_half(
     plan: Plan, task: Task, steps: int
 ) -> tuple[tuple[PlainHalf, PlainHalf] | None, tuple[str, ...]]:
-    """Train in the plan's own 16 bits by plain PyTorch, if this CPU can; else tell why not."""
+    """Train in the plan's 16-bit dtype with plain PyTorch, or say why this CPU cannot."""
     if not steps:
         return None, ()
     precision = plan.arrangement.precision
@@ -235,7 +236,7 @@ def _trained_in_half(
 
 
 def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what layers that run again draw otherwise on a device, or why that is not known."""
+    """Return differences in recomputed layers' draws on a device, or why they are unknown."""
     text = script.path.read_text(encoding="utf-8")
     if not any(word in text for word in _RUNNING_AGAIN):
         return (), ()
@@ -250,7 +251,7 @@ def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tupl
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
-    """Refuse what this machine has no memory for: one process' training, or so many processes."""
+    """Raise if this machine lacks memory for one process's training, or for so many processes."""
     needed_bytes = STATE_BYTES * plan.model.parameters
     if needed_bytes > memory_bytes:
         raise InputError(
@@ -269,14 +270,14 @@ def check_fits(plan: Plan, memory_bytes: int) -> None:
 
 
 def step_flops(plan: Plan) -> int:
-    """Return about what a step computes: twice for every weight and token, and twice that back."""
+    """Return a step's approximate FLOPs: twice per weight and token, and twice that backward."""
     return 6 * plan.model.parameters * plan.model.tokens_per_row * plan.arrangement.global_batch
 
 
 def _trained_by_script(
     script: GivenScript, ranks: int, kinds: Mapping[str, Sequence[str]], *, patience: float
 ) -> dict[str, list[Any]]:
-    """Return what each rank has of each kind of training."""
+    """Return each rank's results of each kind of training."""
     with TemporaryDirectory(prefix="autopar-verify-") as name:
         job = Job(
             folder=Path(name),
@@ -293,7 +294,7 @@ def _trained_by_script(
 
 
 def _run(ranks: int, script: Path, job: Job) -> None:
-    """Run script_rank by torchrun, on CPUs."""
+    """Run script_rank with torchrun, on CPUs."""
     job_file = job.folder / "job.pickle"
     job_file.write_bytes(pickle.dumps(job))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

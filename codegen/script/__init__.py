@@ -1,1 +1,1 @@
-"""Turns a plan into the view of its script, and that into checked text."""
+"""Turns a plan into its script's view, and that into checked text."""

@@ -1,4 +1,4 @@
-"""Tells with how few rows a microbatch of a script can be trained on, at the end of an epoch."""
+"""Finds the fewest rows of a microbatch that a script can train on, at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.planner.plan.plan import Plan
 
 
 def fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
-    """Yield what `read_batches` is told of it, where not any number of rows will do."""
+    """Yield arguments of `read_batches`, if not every number of rows works."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     least = least_rows(plan.graph, data=plan.arrangement.data)
     if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
@@ -25,7 +25,7 @@ def fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
 
 
 def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
-    """Whether code of the script is for the planned number of rows alone."""
+    """Whether code of the script only works for the planned number of rows."""
     opened = subject.opened
     is_printed = bool(opened.classes or opened.stages or opened.loss)
     is_fixed = plan.graph.fixed_batch is not None and is_printed

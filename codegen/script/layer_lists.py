@@ -42,14 +42,14 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTables:
-    """The tables of a pipelined script; `ties` is empty where stages share no weights."""
+    """The tables of a pipelined script; `ties` is empty if stages share no weights."""
 
     stages: Source
     ties: Source
 
 
 def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str) -> StageTables:
-    """Return what the stages hold and give; `last` is the class of the last one."""
+    """Return what stages hold and send; `last` is the class of the last one."""
     holds = stage_holds(plan.graph, opened.stages)
     functions = crossing_names(opened)
     follows = crossings_follow_rows(opened, axes)
@@ -77,7 +77,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
-    """Return the names of the functions that tell what stages give, by their sources."""
+    """Return the names of the functions for sent shapes, by their sources."""
     sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
     if len(sources) == 1:
         return {sources[0]: Source(CROSSING)}
@@ -91,7 +91,8 @@ def _gives(stage: StageClass, plan: Plan, axes: GraphAxes, *, follows_rows: bool
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
     """Return the names that each stage holds.
 
-    What no stage uses stays with the one whose modules are nearest: their code may still call it.
+    Tensors that no stage uses go to the stage with the nearest modules, whose code may still call
+    them.
     """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
@@ -112,7 +113,7 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 
 def _common_steps(name: str, stage: StageClass) -> int:
-    """Return how far a parameter's path runs along with that of one of a stage's modules."""
+    """Return how many steps a parameter's path shares with those of a stage's modules."""
     steps = name.split(".")
 
     def together(path: str) -> int:
@@ -123,7 +124,7 @@ def _common_steps(name: str, stage: StageClass) -> int:
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
-    """Whether stages give each other tensors whose sizes are multiples of the rows, or constant."""
+    """Whether all sent tensors have sizes that are constant, or multiples of the rows."""
     gives = [one for stage in opened.stages for one in stage.gives]
     sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
     are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)
@@ -132,7 +133,7 @@ def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
 
 
 def _parts(crossing: CrossingTensor, axes: GraphAxes, rows: int) -> Parts:
-    """Return how a tensor of so many rows is cut, () where it is whole."""
+    """Return how a tensor with so many rows is cut, or () if it is whole."""
     layout = crossing.layout
     if layout.kind is not LayoutKind.SPLIT:
         return ()
@@ -157,7 +158,7 @@ def _crossing(
 
 
 def _size(extent: Extent) -> str:
-    """Return a size of a tensor, which may be a multiple of the rows of a microbatch."""
+    """Return a size, which may be a multiple of the microbatch's rows."""
     if extent.is_constant:
         return literal(extent.at(0))
     return "ROWS" if extent == BATCH else f"ROWS * {literal(extent.at(1))}"
@@ -168,7 +169,7 @@ def _planned_size(extent: Extent, *, microbatch: int) -> str:
 
 
 def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
-    """Return the learning parameters that several stages hold, and on which pipeline ranks."""
+    """Return the trainable parameters that several stages hold, with their pipeline ranks."""
     learning = learning_parameters(plan.graph)
     rows = []
     for name, names in aliases_of(plan.graph).items():
@@ -184,7 +185,7 @@ def _in_order(plan: Plan) -> Sequence[PlannedStage]:
 
 
 def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
-    """Return the lists of layers that a script needs, those that are kept apart among them."""
+    """Return the script's lists of layers, including those that are kept apart."""
     paths = _paths(subject)
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
@@ -204,7 +205,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 
 
 class LostLayersError(InputError):
-    """Layers are to be computed again that no call of a module stands for in the script."""
+    """Layers are to be recomputed that the script does not call as modules."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(
@@ -219,7 +220,7 @@ class LostLayersError(InputError):
 def _check_recomputed(
     subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
 ) -> None:
-    """Refuse to leave out the recomputation of a layer that no module call stands for."""
+    """Raise for a layer whose recomputation would be lost, because no module call remains."""
     calls = subject.graph.calls
     lost = [
         calls[layer.call].path
@@ -231,7 +232,7 @@ def _check_recomputed(
 
 
 def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
-    """Return the ways in which layers of a plan are recomputed."""
+    """Return the recompute modes of a plan's layers."""
     modes = set(plan.layer_modes)
     return tuple(
         Recomputation(mode.table, str(mode)) for mode in Recompute if mode.table and mode in modes
@@ -253,15 +254,15 @@ def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
 
 
 def _paths(subject: PlannedSubject) -> list[str]:
-    """Return the module of each layer; "" where it is not called as one."""
+    """Return the module of each layer, or "" if it is not called as one."""
     return [_path(subject, layer.call) for layer in subject.layers.layers]
 
 
 def _gathered_alone(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
-    """Return the layers whose parameters nothing outside of them reads.
+    """Return the layers whose parameters are only read inside them.
 
-    A layer has its whole parameters while it runs: what is read elsewhere too (a tied embedding)
-    has to be gathered with the model itself.
+    fully_shard gathers a layer's parameters while it runs. Parameters that are also read elsewhere
+    (a tied embedding) must be gathered with the model itself.
     """
     graph = subject.graph
     readers = [

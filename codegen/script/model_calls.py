@@ -1,4 +1,4 @@
-"""Turns a model file into the calls by which its script builds, loads and evaluates."""
+"""Turns a model file into the script's calls for building, loading and evaluating."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.user_code import source_digest
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-MODULE = "model_file"  # the name that the script has for the model file
+MODULE = "model_file"  # the script's name for the model file
 
-# What a script calls each function of a model file.
+# The script's names of a model file's functions.
 _OPTIONAL: Mapping[str, str] = {
     "build_dataset": "new_dataset",
     "build_eval_dataset": "new_eval_dataset",
@@ -55,7 +55,7 @@ _EVALUATING = ("build_eval_dataset",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCalls:
-    """The parts of a script that deal with the model file."""
+    """The parts of a script that use the model file."""
 
     imports: Source
     functions: Source
@@ -79,7 +79,7 @@ def model_calls(
 
 
 def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Source:
-    """Return the arguments that a script passes to the model: all of the batch, or parts of it."""
+    """Return the arguments for the model: all of the batch, or some entries."""
     keywords = graph.calls[""].keywords
     names = [name for name, value in keywords if isinstance(value, Ref)]
     plain = [f"{identifier(n)}={literal(v)}" for n, v in keywords if not isinstance(v, Ref)]
@@ -91,7 +91,7 @@ def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Sour
 
 
 def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) -> Source:
-    """Return the statements that import the model file, wherever the script is started."""
+    """Return the statements that import the model file, from any working directory."""
     known = import_name(file.path)
     folder = os.path.relpath(known.folder, destination.parent)
     here = "Path(__file__).resolve().parent"
@@ -121,7 +121,7 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
 
 
 def _check_name(one: Imported) -> None:
-    """Refuse a class that would hide what a script has under its name: an autograd Function."""
+    """Raise for a class (an autograd Function) that would hide a name of the script."""
     if one.name in KNOWN:
         raise InputError(
             f"the plan needs {one.module}.{one.qualname}, and {one.name} is what the script calls "
@@ -135,10 +135,10 @@ def _dotted(module: str) -> str:
 
 
 def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[str]:
-    """Yield `new_model = …` and the others that the model file has."""
+    """Yield `new_model = …` and the model file's other functions."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
-    plain = file.plain_entries() if evaluates else NOTHING  # a plain loop says them itself
+    plain = file.plain_entries() if evaluates else NOTHING  # a plain loop passes them itself
     around = "in_float32" if is_half else ""
     if file.loss is not None:
         yield _bound(file, "loss", "new_loss", around=around, plain=plain)
@@ -152,9 +152,9 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
 def _bound(
     file: ModelFile, name: str, own: str, *, around: str = "", plain: Mapping[str, Any] = NOTHING
 ) -> str:
-    """Return one function with its share of the arguments, as planning called it.
+    """Return a function with its bound arguments, as in planning.
 
-    `plain` is what its batch has that is no tensor.
+    `plain` are the batch's entries that are no tensors.
     """
     function = getattr(sys.modules[import_name(file.path).name], name)
     parameters = inspect.signature(function).parameters
@@ -171,7 +171,7 @@ def _bound(
 
 
 def model_source(path: Path) -> Source:
-    """Return the names of a model file and of those that it imports, and what stands for them."""
+    """Return the names of a model file and its imports, and their digest."""
     files = sources(path)
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
@@ -182,7 +182,7 @@ def model_source(path: Path) -> Source:
 
 
 def evaluation(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call: what computes a loss, on which rows, and how each microbatch weighs."""
+    """Return the call that sets up evaluation: loss, rows, and weights of microbatches."""
     made = call(
         "Evaluation", *_model(plan, subject), _rows(plan, subject), *_weighing(plan, subject)
     )
@@ -200,7 +200,7 @@ def first_step(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def plainly(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call that holds what one device computes a loss with."""
+    """Return the call with everything that computes a loss on one device."""
     given = ["new_model", "new_batch"]
     if subject.file.loss:
         given.append("new_loss")
@@ -212,7 +212,7 @@ def plainly(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield what an evaluation does otherwise than one process that has the model."""
+    """Yield differences between an evaluation and one process with the model."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
     paths |= {subject.graph.calls[call].path for call in opened.inlined}
@@ -228,7 +228,7 @@ def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
 
 
 def absent_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield what metrics() cannot use of what the model returns, if there is anything."""
+    """Yield the model's outputs that metrics() cannot use, if any."""
     if subject.opened.absent:
         yield (
             f"metrics() cannot use {', '.join(subject.opened.absent)}. Scripts with code of the "
@@ -238,7 +238,7 @@ def absent_notes(subject: PlannedSubject) -> Iterator[str]:
 
 
 def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
-    """Return what gives the losses of microbatches, and what a rank holds of the model."""
+    """Return the function for microbatches' losses, and the rank's modules."""
     is_pipelined = plan.arrangement.pipeline > 1
     split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
     losses = "model.losses_of" if is_pipelined else f"one_by_one(partial(loss_of, model{split}))"
@@ -249,7 +249,7 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads the rows; those that meet are never repeated to fill a batch."""
+    """Return the call that reads the rows; mixed rows are never repeated to fill a batch."""
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

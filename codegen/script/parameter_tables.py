@@ -30,15 +30,14 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.model.parts import starred
 
 Value = TypeVar("Value")
-_FEWEST_IN_STEPS = 3  # names of every second layer, or every third, that are told as a range
+_FEWEST_IN_STEPS = 3  # names at regular steps that become a range
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
-    """Return a table with a starred name in the place of all names that it stands for.
+    """Return a table with patterns in place of names with equal values.
 
-    `known` are all names of the kind: a star may not take in one that the table does not have. Of
-    names that differ, those that most have in common take the star where the others stand beside
-    it: a name itself counts before one with a star.
+    `known` are all names: a pattern must not match one that the table lacks. If names differ in
+    several numbers, the star replaces those that most names share; names count before patterns.
     """
     families: dict[str, list[str]] = {}
     for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
@@ -66,12 +65,12 @@ def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Valu
 
 
 def _agrees(found: Mapping[str, Value], name: str, value: Value) -> bool:
-    """Whether no starred name that is there already stands for another value of this one."""
+    """Whether no existing pattern gives this name another value."""
     return all(found.get(form, value) == value for form in starred(name))
 
 
 def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:
-    """Return the table with one starred name in the place of the first of some equal names."""
+    """Return the table with a pattern in place of some equal names."""
     first, *others = names
     return {
         (form if name == first else name): value
@@ -81,7 +80,7 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
 
 
 def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the outermost modules of which all names are chosen, and what is chosen besides."""
+    """Yield the outermost modules with all names chosen, and the remaining chosen names."""
     every = list(names)
     others = set(every).difference(chosen)
     yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
@@ -97,7 +96,7 @@ def _outermost(name: str, others: Collection[str]) -> str:
 
 
 def numbered_tuple(names: Iterable[str]) -> Bracketed:
-    """Return a tuple of names as Python, those that count up as `expand("h.*", range(4))`."""
+    """Return a tuple of names as Python; consecutive ones as `expand("h.*", range(4))`."""
     runs = tuple(numbered_runs(names))
     if len(runs) == 1 and isinstance(runs[0], Bracketed):
         return Bracketed(runs[0].opening.removeprefix("*"), runs[0].items, runs[0].closing)
@@ -105,7 +104,7 @@ def numbered_tuple(names: Iterable[str]) -> Bracketed:
 
 
 def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
-    """Yield names as Python, those that count up as `*expand(…)`."""
+    """Yield names as Python; consecutive ones as `*expand(…)`."""
     run: list[str] = []
     for name in names:
         if run and not _follows(run[-1], name):
@@ -116,9 +115,9 @@ def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
 
 
 def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
-    """Yield the names of a table as Python, with their values; those that count up as one call.
+    """Yield a table's names as Python with their values; consecutive ones as one call.
 
-    That is `expand("h.*.attn", range(1, 4))` for three names of one value.
+    For example `expand("h.*.attn", range(1, 4))` for three names with one value.
     """
     numbers: dict[tuple[str, Value], list[int]] = {}
     for name, value in table.items():
@@ -138,7 +137,7 @@ def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed,
 
 
 def _range(numbers: Sequence[int]) -> str | None:
-    """Return the bounds of a range that has just these numbers, None where there is none."""
+    """Return the bounds of a range with exactly these numbers, or None."""
     steps = {after - before for before, after in pairwise(numbers)}
     if len(steps) != 1 or (steps != {1} and len(numbers) < _FEWEST_IN_STEPS):
         return None
@@ -170,7 +169,7 @@ def _told(run: list[str]) -> Iterator[str | Bracketed]:
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
-    """Return a name with a star for its only number, and the number; the name where it has none."""
+    """Return a name with a star for its only number, and the number; else the name and None."""
     found = re.findall(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])", name)
     if len(found) != 1 or "*" in name or len(starred(name)) != 1:
         return name, None
@@ -179,7 +178,7 @@ def _numbered(name: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """How a parameter or buffer is cut: the dim, its parts as Python, and the axis' name."""
+    """How a parameter or buffer is cut: the dim, its parts as Python, and the axis's name."""
 
     dim: int
     parts: str
@@ -188,7 +187,7 @@ class ParameterSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterTables:
-    """The tables of a script; empty text where a plan needs none."""
+    """The tables of a script; empty text if a plan needs none."""
 
     splits: Source
     summed: Source
@@ -214,17 +213,13 @@ def names_with_aliases(graph: Graph) -> Iterator[str]:
 
 
 def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
-    """Return all names of each parameter and buffer, by the name that the graph has for it."""
+    """Return all names of each parameter and buffer, by its name in the graph."""
     found = {p.name: tuple(dict.fromkeys((p.name, *p.aliases))) for p in graph.parameters}
     return found | {buffer.name: (buffer.name,) for buffer in graph.buffers}
 
 
 def unread(plan: Plan) -> Source:
-    """Return the list of what would learn, but no gradient reaches, where fully_shard makes zeros.
-
-    A unit whose inputs the loss does not depend on hands back zeros for them, where one process
-    has no gradient: weights behind them would decay.
-    """
+    """Return the list of trainable parameters without a gradient, where fully_shard makes zeros."""
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
     if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.divides_gradients:
@@ -237,14 +232,14 @@ def unread(plan: Plan) -> Source:
 
 
 def once(plan: Plan) -> Source:
-    """Return the list of buffers that a step writes once, where it has several microbatches."""
+    """Return the list of buffers that a step with several microbatches writes once."""
     found = steady_buffers(plan.graph) if plan.arrangement.microbatches > 1 else ()
     known = [one.name for one in plan.graph.buffers]
     return assigned("ONCE", numbered_tuple(outermost(found, known))) if found else Source()
 
 
 def half_buffers(plan: Plan) -> Source:
-    """Return the list of buffers that a plan in 16 bits has in 16 bits, though not so built."""
+    """Return the list of fp32 buffers that a 16-bit plan casts."""
     found = dict.fromkeys((one.name for one in narrowed_buffers(plan)), True)
     names = patterns(found, [one.name for one in plan.graph.buffers])
     meaning = "buffers in 16 bits too, for the model computes with them as they are"
@@ -263,7 +258,7 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
 
 
 def parts_text(parts: Parts) -> str:
-    """Return the parts of a dim as Python; those of fused weights are often alike."""
+    """Return the parts of a dim as Python; those of fused weights are often equal."""
     if len(parts) > 1 and len(set(parts)) == 1:
         return f"({literal(parts[0])},) * {len(parts)}"
     return literal(parts)

@@ -1,4 +1,4 @@
-"""Renders a script from its view, checks its text, and marks it."""
+"""Renders a script from its view, checks its text, and adds its checksum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.planner.plan.plan import Plan
 
 
 def source(value: object) -> Source:
-    """Let text through that this package made of literals and identifiers; refuse any other."""
+    """Pass text made by this package; raises for any other."""
     if not isinstance(value, Source):
         raise TypeError(f"{value!r} is no source text of ours")
     return value
@@ -34,7 +34,7 @@ FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
 
 
 def environment() -> Environment:
-    """Return the templates' environment, which refuses what did not pass a filter."""
+    """Return the templates' environment, which rejects unfiltered values."""
     made = Environment(
         loader=PackageLoader("autopar.codegen.script"),
         undefined=StrictUndefined,
@@ -60,7 +60,7 @@ def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
 
 
 def sorted_imports(lines: Iterable[str]) -> Source:
-    """Return import lines in isort's order, those from one module together."""
+    """Return import lines in isort's order, merged by module."""
     plain: dict[str, set[str]] = defaultdict(set)
     members: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for line in lines:
@@ -68,7 +68,7 @@ def sorted_imports(lines: Iterable[str]) -> Source:
         if words[0] == "import":
             plain[_section(words[1])].add(line)
         else:
-            names = " ".join(words[3:]).strip("()").split(",")  # long lines are in brackets
+            names = " ".join(words[3:]).strip("()").split(",")  # long lines have brackets
             members[_section(words[1])][words[1]].update(n.strip() for n in names if n.strip())
     blocks = [
         "\n".join([*sorted(plain[section]), *_from_lines(members[section])])
@@ -78,7 +78,7 @@ def sorted_imports(lines: Iterable[str]) -> Source:
 
 
 def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the lines of each module; what takes another name has one of its own."""
+    """Yield the import lines of each module; renamed imports have their own lines."""
     for module in sorted(members):
         every = sorted(members[module], key=_member_order)
         plain = [name for name in every if " as " not in name]
@@ -90,7 +90,7 @@ def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
 
 
 def _member_order(name: str) -> tuple[int, str]:
-    """Constants first, then classes, then the rest, as isort has it."""
+    """Return isort's sort key: constants first, then classes, then others."""
     if name.isupper() and len(name) > 1:
         return 0, name
     return (1 if name[0].isupper() else 2), name
@@ -123,16 +123,16 @@ _BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "ne
 
 
 class UnsafeScriptError(AssertionError):
-    """A script that holds what no plan asks for: a bug of ours, or a plan that was forged."""
+    """A script contains something unexpected: a bug of autopar, or a forged plan."""
 
 
 def check_script(script: str) -> None:
-    """Refuse a script that is no Python, or does anything that training does not need."""
+    """Raise if a script is not valid Python, or does something that training does not need."""
     _check(script, KNOWN, _BUILTINS)
 
 
 def check_plain_loop(script: str) -> None:
-    """Refuse the same of a loop of plain PyTorch, which does by itself what the runtime does."""
+    """Raise likewise for a plain PyTorch loop, which needs more names."""
     _check(script, KNOWN_ALONE, _BUILTINS_ALONE)
 
 
@@ -144,7 +144,7 @@ def _check(script: str, modules: Container[str], builtins: Iterable[str]) -> Non
 
 
 def _strange_statements(tree: ast.Module) -> Iterator[str]:
-    """Yield what stands at the top of the file and is neither definition nor data."""
+    """Yield top-level statements that are neither definitions nor data."""
     for number, node in enumerate(tree.body):
         is_docstring = number == 0 and isinstance(node, ast.Expr)
         if not (isinstance(node, _TOP) or is_docstring or ast.unparse(node) in _OF_A_SCRIPT):
@@ -161,7 +161,7 @@ _OF_A_SCRIPT = tuple(
 def _strange_names(
     tree: ast.Module, modules: Container[str], builtins: Iterable[str]
 ) -> Iterator[str]:
-    """Yield names that nothing in the script defines, and any with two underscores in front."""
+    """Yield undefined names, and names that start with two underscores."""
     defined = {*_defined(tree), *builtins, *_DUNDERS}
     settings = {id(one) for call in _readings(tree) for one in ast.walk(call)}
     for node in ast.walk(tree):
@@ -176,7 +176,7 @@ def _strange_names(
 
 
 def _readings(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield where the options are read: only they may see all constants of the script."""
+    """Yield the calls that read options: only these may access all constants of the script."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     yield from (call for call in calls if ast.unparse(call) == "read_options(argv, globals())")
 
@@ -204,7 +204,7 @@ _LINE = re.compile(
 
 
 def with_checksum(script: str, plan: Plan) -> Source:
-    """Return a script with a line, behind its docstring, by which a change is noticed."""
+    """Return a script with a checksum line after its docstring."""
     head, mark, body = script.partition('\n"""\n')
     own = f"{_digest(script)}, plan {plan_digest(plan)}"
     line = remark(f"Written by autopar {plan.autopar}, which keeps changes by hand: {own}.")
@@ -212,7 +212,7 @@ def with_checksum(script: str, plan: Plan) -> Source:
 
 
 def is_unchanged(script: str) -> bool:
-    """Whether a text is a script of ours, to the last character."""
+    """Whether a text is an unchanged script of autopar."""
     found = _LINE.search(script)
     if found is None:
         return False
@@ -221,9 +221,9 @@ def is_unchanged(script: str) -> bool:
 
 
 def is_of_another_plan(script: str, plan: Plan) -> bool:
-    """Whether a script, changed by hand or not, was written by another plan than this one.
+    """Whether a script, changed or not, was written by another plan.
 
-    Where an autopar of another version wrote it, nobody knows.
+    Unknown (False) if another version of autopar wrote it.
     """
     found = _LINE.search(script)
     if found is None or found[3] is None or found[1] != plan.autopar:
@@ -232,11 +232,11 @@ def is_of_another_plan(script: str, plan: Plan) -> bool:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return what stands for all of a plan that decides how its script trains."""
+    """Return a digest of everything in a plan that determines the script's training."""
     decided = (
         plan.model.source_hash,
         plan.model.arguments,
-        replace(plan.arrangement, order=0),  # which no file holds
+        replace(plan.arrangement, order=0),  # not stored in files
         plan.stages,
         plan.layouts,
         plan.parameters,
@@ -253,7 +253,7 @@ TEMPLATE = "train.py.j2"
 
 
 def render(view: ScriptView) -> Source:
-    """Return the text of a script; it imports what it uses."""
+    """Return the text of a script, with the imports it uses."""
     template = environment().get_template(TEMPLATE)
     body = template.render(view=view, imports=Source())
     return Source(template.render(view=view, imports=script_imports(body)))

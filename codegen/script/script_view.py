@@ -1,4 +1,4 @@
-"""What a script says, all decided: the template only lays it out."""
+"""The decided contents of a script, which the template lays out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.codegen.python_text import Source
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A table of layers that are recomputed in one way."""
+    """A table of layers with one recompute mode."""
 
     table: str
     mode: str
@@ -17,48 +17,48 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptView:
-    """The parts of a script from top to bottom; empty text where a plan has no such part."""
+    """The parts of a script from top to bottom; empty text for parts that a plan does not have."""
 
     docstring: Source
     model_imports: Source
     functions: Source
-    model_source: Source  # its files, and what stands for their text
+    model_source: Source  # its files, and their digest
     settings: Source
     plan: Source
-    classes: Source  # opened modules, stages, and a loss that is split
-    counting: Source  # the function that counts the targets of a batch
-    weighs_terms: bool  # of a loss that adds several means up
-    dividing: Source  # the argument that tells what the loss adds to its counts
-    weighs_microbatches: bool  # whose loss is one mean, over targets that may be few
-    sums_rows: bool  # a loss that is a sum over rows, of several parts
-    tables: Source  # data that names those classes
+    classes: Source  # opened modules, stages, and a split loss
+    counting: Source  # the function that counts a batch's targets
+    weighs_terms: bool  # for a loss that adds several means
+    dividing: Source  # the argument for what the loss divides by
+    weighs_microbatches: bool  # for a loss that is one mean over counted targets
+    sums_rows: bool  # for a loss that is a sum over rows, with several parts
+    tables: Source  # data that refers to those classes
     is_pipelined: bool
     opened: bool
     splits: bool
-    parts: Source  # that a rank holds of the model
+    parts: Source  # the rank's modules
     split_argument: Source
     shards: bool
     summed: bool
     ties: bool
     scales_loss: bool  # fp16
-    kept: Source  # what a checkpoint is made of
-    scaling: Source  # of the losses of a pipeline
+    kept: Source  # what a checkpoint contains
+    scaling: Source  # of a pipeline's losses
     clipping: Source
-    waits_for_last: Source  # microbatch: a remark that says what does
+    waits_for_last: Source  # a comment about what happens with the last microbatch
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
     reading: Source  # the call that yields microbatches
-    evaluation: Source  # the call that makes what evaluates the model; empty: nothing does
-    plainly: Source  # what one device computes a loss with
+    evaluation: Source  # the call that sets up evaluation; empty without one
+    plainly: Source  # everything that computes a loss on one device
     first_step: Source  # the call that compares the first loss
-    measures: bool  # by metrics() of the model file
-    gathers_rows: bool  # which tensor ranks have read each for itself
-    default_optimizer: Source  # what makes the optimizer where the model file makes none
-    warms_up: bool  # by a schedule that the model file does not make
-    scheduler: Source  # the call that makes the schedule of learning rates; empty: there is none
-    has_writing: bool  # layers that write where others read
+    measures: bool  # with metrics() of the model file
+    gathers_rows: bool  # which tensor ranks have read separately
+    default_optimizer: Source  # the optimizer if the model file has none
+    warms_up: bool  # with a schedule that is not the model file's
+    scheduler: Source  # the call that creates the learning-rate schedule; empty without one
+    has_writing: bool  # layers that write to memory others read
     has_unread: bool  # parameters that the loss does not depend on
-    has_steady: bool  # buffers that each of several microbatches would write
+    has_steady: bool  # buffers that several microbatches would each write
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
     model_arguments: Source

@@ -1,4 +1,4 @@
-"""The settings at the top of a script, and the sentences above them."""
+"""The settings at the top of a script, and its docstring."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FEW = 8  # data ranks, each of whose rows a line has room for
 
 @dataclass(frozen=True, slots=True)
 class ScriptSetting:
-    """A constant and what it means."""
+    """A constant and its meaning."""
 
     name: str
     value: Source
@@ -58,7 +58,7 @@ def lines(settings: Iterable[ScriptSetting]) -> Source:
 
 
 def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
-    """Yield what a person may change without planning again."""
+    """Yield settings that can be changed without planning again."""
     yield ScriptSetting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
         yield ScriptSetting("LEARNING_RATE", literal(ADAMW.learning_rate), "of AdamW; --lr")
@@ -107,14 +107,14 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
 
 
 def whole_model_fits(plan: Plan) -> bool:
-    """Whether the fullest device has room for all parameters beside what it holds in a step."""
+    """Whether the fullest device has room for all parameters beside a step's memory."""
     rank, memory = plan.fullest
     left_bytes = plan.limit_bytes(rank) - memory.device_bytes
     return plan.arrangement.precision.item_bytes * plan.model.parameters <= left_bytes
 
 
 def evaluating() -> Iterator[ScriptSetting]:
-    """Yield what a person may change of how a model is evaluated."""
+    """Yield settings of evaluations."""
     yield ScriptSetting(
         "EVAL_EVERY", literal(1000), "steps to an evaluation; 0: none; --eval-every"
     )
@@ -126,13 +126,13 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether the loss of a step is the sum of the losses of several parts of the batch."""
+    """Whether a step's loss is the sum of the losses of several parts of the batch."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
 
 def synchronises_batch_norms(plan: Plan) -> bool:
-    """Whether the model has batch norms and several data ranks to take their statistics of."""
+    """Whether the model has batch norms, and several data ranks share their statistics."""
     return plan.arrangement.data > 1 and has_batch_norm(plan.graph)
 
 
@@ -142,7 +142,7 @@ def has_batch_norm(graph: Graph) -> bool:
 
 
 def planned(plan: Plan) -> Iterator[ScriptSetting]:
-    """Yield the arrangement, which memory and time were predicted for."""
+    """Yield the arrangement, which determines the predicted memory and time."""
     arranged = plan.arrangement
     yield ScriptSetting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
     yield ScriptSetting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
@@ -168,9 +168,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
 
 
 def _predicted(plan: Plan) -> tuple[str, float, float]:
-    """Return what a training is compared with, in no more digits than are predicted at all.
+    """Return the predicted figures, rounded to their accuracy.
 
-    CPUs are "cpu", however a cluster file calls them: on one, only their plans are compared.
+    The device of CPU plans is "cpu", whatever a cluster file calls it.
     """
     device = plan.machines.device
     if Backend(plan.machines.backend).is_on_cpu:
@@ -182,7 +182,7 @@ def _predicted(plan: Plan) -> tuple[str, float, float]:
 
 
 def _each(rows: tuple[int, ...]) -> Source:
-    """Return the rows of each data rank, of many as runs of equal ones."""
+    """Return the rows of each data rank, as runs of equal ones if there are many."""
     if len(rows) <= _FEW:
         return literal(rows)
     runs = ((own, len(list(run))) for own, run in groupby(rows))
@@ -223,11 +223,11 @@ def _units(model: Model, arranged: Arrangement) -> Iterator[ScriptSetting]:
         yield ScriptSetting(name, per_row, f"{model.tokens_per_row:,} of each row")
 
 
-_LEAST_SHARE = 0.01  # of a step or a device: less is left out
+_LEAST_SHARE = 0.01  # of a step or a device: smaller parts are left out
 
 
 def docstring(plan: Plan, file_name: str, *notes: str) -> Source:
-    """Return the docstring of a script; notes are told beside those of the plan."""
+    """Return the docstring of a script, with notes in addition to the plan's."""
     paragraphs = (
         _title(plan),
         *([*_wrapped(f"Note: {note}")] for note in (*meaning_notes(plan), *notes)),
@@ -306,7 +306,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
 def _shares(
     parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Yield what a whole is made of, the smallest parts left out."""
+    """Yield the parts of a whole, without the smallest ones."""
     told = [f"{name} {text(part)}" for name, part in parts if part >= _LEAST_SHARE * whole]
     yield from _wrapped(", ".join(told), indent=4)
 
@@ -341,7 +341,7 @@ def _ways(count: int) -> str:
 
 def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:
     margin = " " * indent
-    tied = _FIGURE.sub("\\1\N{NO-BREAK SPACE}\\2", text)  # a figure and its unit stay together
+    tied = _FIGURE.sub("\\1\N{NO-BREAK SPACE}\\2", text)  # a figure and its unit stay on one line
     lines = wrap(tied, width, initial_indent=margin, subsequent_indent=margin + margin[:2])
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 

@@ -1,4 +1,4 @@
-"""Turns a plan into the view of its script: every decision that is left after planning."""
+"""Turns a plan into the view of its script: all decisions that remain after planning."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
 
 def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> ScriptView:
-    """Return what the script of a plan says."""
+    """Return the contents of a plan's script."""
     opened = subject.opened
     calls = model_calls(
         subject.file,
@@ -144,7 +144,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
 
 
 def _counting(opened: OpenedSource) -> str:
-    """Return the function that counts, and the one by whose results of counts the loss divides."""
+    """Return the function that counts, and the one for what the loss divides by."""
     functions = (opened.valid_targets, opened.divisor)
     return "\n\n\n".join(one.strip("\n") for one in functions if one is not None)
 
@@ -166,7 +166,7 @@ def _loss(opened: OpenedSource, calls: ModelCalls) -> Source:
 
 
 def _model_arguments(plan: Plan, opened: OpenedSource) -> Source:
-    """Return what the model is called with; printed down to the loss, it takes tensors alone."""
+    """Return the model's arguments; code printed up to the loss only takes tensors."""
     if _returns_loss(opened):
         return Source("**batch")
     return model_arguments(
@@ -175,7 +175,7 @@ def _model_arguments(plan: Plan, opened: OpenedSource) -> Source:
 
 
 def _returns_loss(opened: OpenedSource) -> bool:
-    """Whether the model's code, as the script has it, takes the whole batch to the loss."""
+    """Whether the printed code of the model computes the loss from the whole batch."""
     return bool(opened.stages) and opened.stages[-1].returns_loss
 
 
@@ -188,7 +188,7 @@ def _stages(plan: Plan, subject: PlannedSubject) -> StageTables:
 
 
 def _instances(plan: Plan, opened: OpenedSource) -> tuple[OpenedClass, ...]:
-    """Return the classes that modules take; a pipeline stage's root takes its class by itself."""
+    """Return the classes that modules take; a stage's root takes its class itself."""
     roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
     return (*opened.classes, *roots)
 
@@ -210,7 +210,7 @@ def _own_rows_table(opened: OpenedSource) -> Source:
 
 
 def _classes(plan: Plan, subject: PlannedSubject, calls: ModelCalls) -> Source:
-    """Return all that is printed from the graph, two empty lines between."""
+    """Return everything printed from the graph, separated by two empty lines."""
     opened = subject.opened
     sources = [one.source for one in opened.classes]
     stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
@@ -244,7 +244,7 @@ def _tables(*tables: Source) -> Source:
 
 
 def _wrap_arguments(plan: Plan) -> Iterator[str]:
-    """Yield what wrap() is told, as far as it matters under this plan."""
+    """Yield the arguments of wrap() that matter under this plan."""
     arranged = plan.arrangement
     part = "part" if _is_pipelined(plan) else "model"
     yield from (part, "mesh", "zero=ZERO", "compute_dtype=dtype")
@@ -261,7 +261,7 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
 
 
 def _default_optimizer(plan: Plan) -> Source:
-    """Return the call that makes what makes an optimizer, empty where the model file does."""
+    """Return the call for the default optimizer, or "" if the model file has its own."""
     if plan.model.has_optimizer:
         return Source()
     rates = ("lr=LEARNING_RATE", "betas=options.betas", "weight_decay=options.weight_decay")
@@ -269,7 +269,7 @@ def _default_optimizer(plan: Plan) -> Source:
 
 
 def _scheduler(plan: Plan) -> Source:
-    """Return the call that makes the schedule of learning rates, empty where there is none."""
+    """Return the call for the learning-rate schedule, or "" if there is none."""
     if is_scheduled_here(plan):
         steps = ("steps=options.steps", "warmup=options.warmup_steps", "final=FINAL_SHARE")
         return Source(call("warmup_cosine", "optimizer", *steps).in_few_lines(before=16, indent=4))
@@ -278,26 +278,26 @@ def _scheduler(plan: Plan) -> Source:
 
 
 def _kept(plan: Plan) -> Source:
-    """Return what a script's keeper is given: all that changes while it trains."""
+    """Return the keeper's arguments: everything that changes during training."""
     scheduler = ", scheduler=scheduler" if _scheduler(plan) else ""
     scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
     return Source(f"{_parts(plan)}, optimizer, recipe{scheduler}{scale}")
 
 
 def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
-    """Return the call that clips the gradients."""
+    """Return the call that clips gradients."""
     split = ", split=SPLITS" if has_splits else ""
     tied = ", tied=tied.not_owned" if has_ties else ""
     return Source(f"clip_by_global_norm({_parts(plan)}, clip, mesh{split}{tied})")
 
 
 def _parts(plan: Plan) -> str:
-    """Return what a rank holds of the model."""
+    """Return the rank's modules."""
     return "model.parts" if _is_pipelined(plan) else "[model]"
 
 
 def _reading(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call that yields the microbatches of a rank."""
+    """Return the call that yields a rank's microbatches."""
     arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
     if plan.model.has_dataset:
         arguments += ["dataset=dataset", "skip=skip", *fewer_rows(plan, subject)]

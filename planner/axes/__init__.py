@@ -1,1 +1,1 @@
-"""What every dimension of every tensor means: an algebra of dims, found by unification."""
+"""The meaning of every dim of every tensor: an algebra of dims, solved by unification."""

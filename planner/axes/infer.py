@@ -1,4 +1,4 @@
-"""Finds what every dim of a graph means: instantiates each op's signature and unifies."""
+"""Infers the meaning of every dim of a graph: instantiates each op's signature and unifies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """A place where a rule and the rest of the graph do not agree; the dim is not split there."""
+    """A place where a rule contradicts the rest of the graph; the dim is not split there."""
 
     op: str
     tensor: str
@@ -34,7 +34,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpAxes:
-    """An op's signature, and what each of its letters is in the logical axes of the model."""
+    """An op's signature, and the logical axes of its letters."""
 
     signature: Signature
     letters: Mapping[str, Dim]
@@ -42,9 +42,9 @@ class OpAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAxes:
-    """The dims of every tensor in logical axes, and each op's letters in them.
+    """The dims of every tensor in logical axes, and the axes of each op's letters.
 
-    A leaf is one axis; `names` tells what people call it, and an anonymous one goes by its size.
+    A leaf is one axis. `names` has its name; an axis without a name is shown by its size.
     """
 
     dims: Mapping[str, tuple[Dim, ...]]
@@ -92,7 +92,7 @@ class _Inference:
             self.unifier.unify(firsts[0], other)
 
     def read(self, op: Op) -> None:
-        """Lay the signature of an op over its tensors."""
+        """Apply an op's signature to its tensors."""
         case = Case(op=op, tensors=self.graph.tensors, tiles=self.tiles.get(op.name))
         rule = rule_of(op.target)
         signature = rule.signature(case)
@@ -118,7 +118,7 @@ class _Inference:
         self.hints += hints_of(op, rule, signature, letters, self.graph)
 
     def axes(self) -> GraphAxes:
-        """Return everything in terms of the axes that are left."""
+        """Return the result in terms of the remaining axes."""
         names, whole_names = named(self.graph, self.dims, self.unifier, self.hints)
 
         def final(dim: Dim) -> Dim:

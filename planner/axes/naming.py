@@ -1,4 +1,4 @@
-"""Unifies the dims of a graph, and names what they mean."""
+"""Unifies the dims of a graph, and names them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class Unifier:
         return Leaf(f"d{self._count}", size)
 
     def representative(self, dim: Dim) -> Dim:
-        """Return the leaf that stands for all leaves equal to this one; the way there is cut short.
+        """Return the leaf that represents all leaves equal to this one; compresses the path to it.
 
-        Without that, every layer of a deep model would walk through all the layers before it.
+        Without path compression, every layer of a deep model would walk through all layers before
+        it.
         """
         passed: list[str] = []
         while isinstance(dim, Leaf):
@@ -54,7 +55,7 @@ class Unifier:
         return dim
 
     def structure(self, dim: Dim) -> Dim:
-        """Return what a dim is at its top: a free leaf, a product or a concatenation."""
+        """Return the top structure of a dim: a free leaf, a product or a concatenation."""
         dim = self.representative(dim)
         return self._bound.get(dim.name, dim) if isinstance(dim, Leaf) else dim
 
@@ -68,7 +69,7 @@ class Unifier:
         return substituted(dim, replace)
 
     def unify(self, a: Dim, b: Dim) -> bool:
-        """Make two dims equal; False where they cannot be, with what did agree kept."""
+        """Make two dims equal. Returns False if they cannot be; parts that agree stay equal."""
         a, b = self.representative(a), self.representative(b)
         if a == b:
             return True
@@ -94,7 +95,10 @@ class Unifier:
         return True
 
     def _unify_lists(self, top_a: FlattenedDims | Concat, top_b: FlattenedDims | Concat) -> bool:
-        """Walk factors or parts, the first ones first; a longer free one is cut at the shorter."""
+        """Unify factors or parts, the first ones first.
+
+        A longer free one is split at the shorter.
+        """
         kind = type(top_a)
         split = self._split_product if kind is FlattenedDims else self._cut_part
         a, b = self._flat([top_a], kind), self._flat([top_b], kind)
@@ -131,7 +135,7 @@ class Unifier:
         return halves
 
     def _cut_part(self, dim: Dim, first: Dim) -> tuple[Dim, Dim] | None:
-        """Cut a part behind its first elements, of the given size."""
+        """Split a part after its first elements, of the given size."""
         top, size = self.structure(dim), size_of(first)
         if not isinstance(top, Leaf):
             return None
@@ -140,7 +144,7 @@ class Unifier:
         return halves
 
     def _unify_product_with_concat(self, whole: FlattenedDims, parts: Concat) -> bool:
-        """k·x and [x | x | … k times] are the same dim."""
+        """Make k·x and [x | x | … k times] equal."""
         factors = self._flat(whole.factors, FlattenedDims)
         count = constant(len(parts.parts))
         lead: list[Dim] = []
@@ -154,7 +158,7 @@ class Unifier:
         return all(self.unify(dims[0], other) for other in dims[1:])
 
     def _flat(self, dims: Iterable[Dim], kind: type[FlattenedDims | Concat]) -> list[Dim]:
-        """Return dims with those of one kind taken apart."""
+        """Return dims, with nested ones of one kind flattened."""
         flat: list[Dim] = []
         for dim in dims:
             top = self.structure(dim)
@@ -167,8 +171,8 @@ class Unifier:
         return flat
 
 
-# Which name wins where several are proposed: what an axis is to the batch, to attention, to the
-# vocabulary says more than that a convolution or a norm saw it.
+# Priorities of names. The role of an axis in the batch, in attention or in the vocabulary says more
+# than its role in a convolution or a norm.
 _RANKS = {
     "batch": 100,
     "seq": 90,
@@ -186,14 +190,14 @@ _RANKS = {
     "positions": 35,
     "ffn": 10,
 }
-# Features laid end to end are features each; half a head_dim is no head_dim.
+# Concatenated features are all features; but half a head_dim is not a head_dim.
 _MADE_OF_ALIKE = ("channels", "embed")
-_WEAK = 30  # how much a name loses where it is only likely
+_WEAK = 30  # subtracted from the priority of an uncertain name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A name proposed for a dim, and how sure it is."""
+    """A proposed name of a dim, and its priority."""
 
     dim: Dim
     name: str
@@ -230,7 +234,7 @@ def _is_input(tensor: str, graph: Graph) -> bool:
 def named(
     graph: Graph, dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, hints: list[Hint]
 ) -> tuple[dict[str, str], dict[Dim, str]]:
-    """Return the names of all axes, and of concatenations that have a name as a whole."""
+    """Return the names of all axes, and of concatenations with a name of their own."""
     proposals = [*_input_hints(graph, dims), *hints]
     chosen: dict[str, str] = {}
     wholes: dict[Dim, str] = {}
@@ -243,7 +247,7 @@ def named(
     wholes = {
         dim: name
         for dim, name in wholes.items()
-        if not all(leaf.name in chosen for leaf in leaves(dim))  # named parts say more
+        if not all(leaf.name in chosen for leaf in leaves(dim))  # the names of the parts say more
     }
     inner = {leaf.name for dim in wholes for leaf in leaves(dim)}
     _name_inner_axes(graph, dims, unifier, chosen, inner)
@@ -253,7 +257,7 @@ def named(
 def _name_vocabularies(
     seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
 ) -> None:
-    """Classes are a vocabulary where they are looked up too, or are as many as one."""
+    """Rename classes to vocabulary, if they are also looked up or have the size of a vocabulary."""
     for leaf, names in seen.items():
         if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
             chosen[leaf] = "vocab"
@@ -295,7 +299,7 @@ def _propose(
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not open_ and len(joined) == 1:  # heads whose slopes were laid end to end
+        if not open_ and len(joined) == 1:  # heads whose slopes were concatenated
             wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _MADE_OF_ALIKE:
         for part in top.parts:
@@ -321,7 +325,7 @@ def _name_inner_axes(
     chosen: dict[str, str],
     excluded: set[str],
 ) -> None:
-    """What two weights share with each other, and each with the width of the model, is ffn."""
+    """Name an axis ffn if two weights share it, and each also has the model's width."""
     shared: dict[str, int] = {}
     for parameter in graph.parameters:
         resolved = [unifier.resolved(dim) for dim in dims[parameter.name]]
@@ -336,7 +340,7 @@ def _name_inner_axes(
 def _numbered(
     dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, chosen: dict[str, str]
 ) -> dict[str, str]:
-    """Name every free axis; equal names of different sizes are numbered, no name is the size."""
+    """Name every free axis; equal names of different sizes are numbered."""
     numbers: dict[str, list[str]] = {}
     names: dict[str, str] = {}
     for leaf in _every(dims, unifier):

@@ -1,1 +1,1 @@
-"""Describes the machines of a plan: devices, links, and who reaches whom over which of them."""
+"""Describes the machines of a plan: devices, links, and the links between any two devices."""

@@ -1,4 +1,4 @@
-"""The machines of one plan: devices, links, nodes in rank order, and the levels that join them."""
+"""The machines of a plan: devices, links, nodes in rank order, and levels of links."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from autopar.planner.files import (
 class Topology(StrEnum):
     """How the units of one level are wired together."""
 
-    RING = "ring"  # every unit reaches its two neighbours, traffic runs one way round
-    DOUBLE_RING = "double-ring"  # both ways round at once
+    RING = "ring"  # every unit reaches its two neighbours, in one direction
+    DOUBLE_RING = "double-ring"  # in both directions at once
     TREE = "tree"  # leaves under switches that pass messages on
-    MESH = "mesh"  # a link of its own to every other unit; the rate is the sum of those links
+    MESH = "mesh"  # a link to every other unit; the rate is the sum of these links
     SWITCH = "switch"  # every unit reaches every other at its full rate
 
 
@@ -45,7 +45,7 @@ class Backend(StrEnum):
 
 
 class Collective(StrEnum):
-    """What a group of ranks does together; costs/collectives says which size is the payload."""
+    """A collective of a group of ranks; see costs/collectives for the meaning of its payload."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -57,28 +57,28 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
+    """Measured times of a collective over a link (`autopar profile`), and a line fitted to them."""
 
     collective: Collective
     ranks: Degree
     alpha_seconds: Seconds  # of one hop
     bytes_per_second: Rate
-    points: tuple[tuple[Bytes, Seconds], ...]  # payload bytes, seconds; both rise
+    points: tuple[tuple[Bytes, Seconds], ...]  # payload bytes and seconds; both increase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link; half a port per device means that two devices share one."""
+    """A kind of link. Half a port per device means that two devices share one."""
 
     name: str
     topology: Topology
-    bytes_per_second: Rate  # of one port in one direction, as the data sheet says
+    bytes_per_second: Rate  # of one port in one direction, from the data sheet
     alpha_seconds: Seconds  # of one hop of the smallest message
-    efficiency: Share  # share of the rate that long transfers reach
+    efficiency: Share  # fraction of the rate that long transfers reach
     ports_per_device: FigureNumber = 1.0
-    reduction_efficiency: Share = 0.0  # share reached when the switch itself sums; 0: it cannot
+    reduction_efficiency: Share = 0.0  # fraction reached when the switch itself sums; 0: it cannot
     backend: Backend = Backend.NCCL
-    collectives: tuple[MeasuredCollective, ...] = ()  # where they were measured
+    collectives: tuple[MeasuredCollective, ...] = ()  # measured times, if any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,12 @@ class Device:
     memory_bytes_per_second: Rate
     peaks: tuple[tuple[str, Rate], ...]  # dtype, FLOPs per second
     link: Link  # to the other devices of its scale-up domain
-    domain: Degree  # that one scale-up domain can hold; more than one node has: it spans nodes
+    domain: Degree  # devices in a scale-up domain; may span several nodes
     devices_per_node: Degree
     launch_seconds: Seconds
-    fabric: str  # the network that such nodes usually have
-    bridge: Link | None = None  # joins pairs, where a cluster file says that it is fitted
-    devices_per_socket: Degree | None = None  # where traffic between sockets is slower
+    fabric: str  # the usual network between nodes
+    bridge: Link | None = None  # between pairs, if the cluster file has it
+    devices_per_socket: Degree | None = None  # if traffic between sockets is slower
     power_watts: Rate | None = None
     multiprocessors: Degree | None = None
     cache_bytes: SomeBytes | None = None
@@ -106,7 +106,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether programs run on the host itself."""
+        """Whether the device is the host's CPU."""
         return self.architecture.casefold() == "cpu"
 
     def peak_flops_per_second(self, dtype: str) -> float:
@@ -122,28 +122,28 @@ class Device:
 
 
 class ClusterOrigin(StrEnum):
-    """Who chose the devices; commands say it to people."""
+    """How the devices were chosen; commands print it."""
 
-    NAMED = "named"  # by --device
+    NAMED = "named"  # with --device
     DETECTED = "detected"  # the devices of this machine
-    DEFAULT = "default"  # nobody: the default device of autopar
-    FILE = "file"  # by a cluster file
+    DEFAULT = "default"  # autopar's default device
+    FILE = "file"  # in a cluster file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine: its devices, all alike, and the links among them."""
+    """A machine: its devices, all of one kind, and the links between them."""
 
     device: Device
     devices: Degree
     link: Link
-    bridge: Link | None = None  # joins pairs of neighbours
-    socket_link: Link | None = None  # joins the sockets, each of device.devices_per_socket
+    bridge: Link | None = None  # between pairs of neighbours
+    socket_link: Link | None = None  # between sockets, with device.devices_per_socket each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Consecutive ranks that one link joins."""
+    """Consecutive ranks joined by one link."""
 
     ranks: Degree
     link: Link
@@ -151,7 +151,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
-    """One step of the hierarchy: all ranks, cut into the units within which its links reach."""
+    """A level of the hierarchy: all ranks, divided into units; a link joins the ranks of a unit."""
 
     name: str  # "pair", "socket", "node", "network" or "rack"
     units: tuple[Unit, ...]
@@ -159,9 +159,9 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes in rank order, and the levels from the one that joins neighbours to the one for all.
+    """Nodes in rank order, and levels of links, from neighbours up to all devices.
 
-    Without slots: what takes long for thousands of nodes, its hash too, is found once.
+    Has no slots, so that slow properties, such as the hash, can be cached.
     """
 
     nodes: tuple[Machine, ...]
@@ -187,7 +187,10 @@ class Cluster:
 
     @cached_property
     def period(self) -> int:
-        """Return after how many ranks the machines repeat; all of them where they are unequal."""
+        """Return after how many ranks the machines repeat.
+
+        The number of all ranks if they are unequal.
+        """
         repeated = [level for level in self.levels if len(level.units) > 1]
         if any(len(set(level.units)) > 1 for level in repeated):
             return self.size
@@ -195,12 +198,12 @@ class Cluster:
 
     @property
     def has_equal_nodes(self) -> bool:
-        """Say whether all nodes are alike."""
+        """Whether all nodes are equal."""
         return all(node == self.nodes[0] for node in self.nodes)
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Return the price of all devices, when each has one."""
+        """Return the price of all devices, or None if one has no price."""
         prices = [node.device.usd_per_hour for node in self.nodes]
         if any(price is None for price in prices):
             return None
@@ -210,10 +213,9 @@ class Cluster:
 
 
 def content_hash(cluster: Cluster) -> str:
-    """Return 64 hexadecimal digits, the same for clusters of equal content however described.
+    """Return a hash of 64 hexadecimal digits that depends only on content.
 
-    Prices, sources and the origin change no prediction, so they are left out, and so are the names
-    of links.
+    Prices, sources, origin and names of links are left out, because they change no prediction.
     """
     content = {
         "nodes": [asdict(node) for node in cluster.nodes],
@@ -230,7 +232,7 @@ def _without_remarks(value: object) -> object:
     if isinstance(value, dict):
         is_link = "alpha_seconds" in value
         left_out = REMARKS | ({"name"} if is_link else set())
-        if not value.get("collectives"):  # a link that was not measured is what it always was
+        if not value.get("collectives"):  # so that an unmeasured link keeps its hash
             left_out |= {"collectives"}
         return {key: _without_remarks(one) for key, one in value.items() if key not in left_out}
     if isinstance(value, (list, tuple)):
@@ -243,7 +245,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Racks:
-    """How nodes stand in racks, and the links between racks."""
+    """How many nodes are in a rack, and the links between racks."""
 
     nodes: int  # per rack
     link: Link
@@ -256,7 +258,7 @@ def cluster_from(
     racks: Racks | None = None,
     origin: ClusterOrigin,
 ) -> Cluster:
-    """Return the cluster of these nodes; refuses nodes that nothing joins."""
+    """Return the cluster of these nodes; raises if no network joins them."""
     if not nodes:
         raise InputError("the cluster has no nodes", fix="add a section [[nodes]]")
     size = sum(node.devices for node in nodes)
@@ -284,7 +286,7 @@ def cluster_from(
 
 
 def _domains(nodes: Sequence[Machine]) -> list[tuple[Machine, ...]]:
-    """Return the scale-up domains: single nodes, or neighbours that one switch joins (NVL72)."""
+    """Return the scale-up domains: single nodes, or neighbours joined by a switch (NVL72)."""
     domains: list[tuple[Machine, ...]] = []
     for node in nodes:
         device = node.device
@@ -319,7 +321,7 @@ def _inner_levels(
     ranks: Callable[[Machine], int],
     link: Callable[[Machine], Link | None],
 ) -> list[LinkLevel]:
-    """Return the level whose units are parts of nodes; none when every node is one unit."""
+    """Return the level whose units are parts of nodes; empty if every node is one unit."""
     if all(ranks(node) >= node.devices for node in nodes):
         return []
     units = [

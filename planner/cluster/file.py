@@ -48,7 +48,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(source: str, *, where: str) -> Cluster:
-    """Return the cluster that a text describes; `where` names the text in messages."""
+    """Return the cluster that a text describes; `where` names it in messages."""
     table = parsed(source, where=where)
     with placed(source, where=where):
         return _cluster(table)
@@ -92,7 +92,7 @@ def _own_device(name: str, table: Mapping[str, object], links: Mapping[str, Link
 def _based(
     table: Mapping[str, object], known: Mapping[str, Mapping[str, object]], *, where: str
 ) -> Mapping[str, object]:
-    """Return a table completed by the lines of the known one that `like` names."""
+    """Return a table with the missing keys of the known table that `like` names."""
     if "like" not in table:
         return table
     base = reading.choice(table, "like", known, where=where)
@@ -174,7 +174,7 @@ def _racks(value: object, nodes: list[Machine]) -> Racks:
 
 
 def _fabric(where: str, table: Mapping[str, object], nodes: list[Machine]) -> Link:
-    """Return a network; its cards per node become cards per device."""
+    """Return a network, with its cards per node converted to cards per device."""
     if "cards_per_node" not in table:
         own = "cards_per_device" in table
         return fabric_of(where, table if own else {**table, "cards_per_device": 1.0}, where=where)
@@ -198,7 +198,7 @@ DEFAULT_DEVICE = "h100-sxm"
 
 
 def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = None) -> Cluster:
-    """Return the cluster of so many devices; `origin` tells who chose the device."""
+    """Return the cluster of so many devices; `origin` says how the device was chosen."""
     check_count(gpus, "--gpus")
     chosen, origin = device_for(device)
     per_node = _devices_per_node(gpus, nodes, chosen)
@@ -208,7 +208,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
-    """Return whether a number of devices fills its nodes: the usual ones, or so many as given."""
+    """Return a function: whether a number of devices fills nodes of the usual or given size."""
     usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:
@@ -218,7 +218,7 @@ def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], boo
 
 
 def default_node(device: Device, devices: int, *, is_bridged: bool = False) -> Machine:
-    """Return a node as the device's makers build it."""
+    """Return a node in the vendor's usual configuration."""
     return Machine(
         device=device,
         devices=devices,
@@ -229,7 +229,7 @@ def default_node(device: Device, devices: int, *, is_bridged: bool = False) -> M
 
 
 def check_count(count: int, where: str) -> None:
-    """Refuse a number of devices or nodes that no cluster has."""
+    """Raise if no cluster can have so many devices or nodes."""
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
         raise InputError(
             f"{count} is not a number of devices",
@@ -239,7 +239,7 @@ def check_count(count: int, where: str) -> None:
 
 
 def device_for(name: str | None) -> tuple[Device, ClusterOrigin]:
-    """Return the device of a name; without one the GPUs here, or the usual one; and who chose."""
+    """Return the named device, else this machine's GPUs or the default; and how it was chosen."""
     if name is not None:
         return find_device(name), ClusterOrigin.NAMED
     found = local_devices()
@@ -272,13 +272,13 @@ _MOST_TOLD = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return the numbers of devices that the first nodes have, and those within the first node."""
+    """Return all numbers of devices that first nodes can have, and those within the first node."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 
 
 def first_devices(cluster: Cluster, count: int) -> Cluster:
-    """Return the cluster of the first devices, joined as they are in the whole."""
+    """Return the cluster of the first devices, with the links between them."""
     if count == cluster.size:
         return cluster
     sizes = prefix_sizes(cluster)
@@ -297,7 +297,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
 
 
 def _levels(cluster: Cluster, count: int) -> tuple[LinkLevel, ...]:
-    """Return the levels of the first devices, up to the first whose link joins all of them."""
+    """Return the levels of the first devices, up to the one that joins all of them."""
     levels: list[LinkLevel] = []
     for level in cluster.levels:
         levels.append(LinkLevel(name=level.name, units=tuple(_units(level, count))))

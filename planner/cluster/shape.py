@@ -1,9 +1,8 @@
-"""Tells which links the traffic of a group of ranks crosses, and which devices the ranks have.
+"""Finds the links that a group's traffic crosses, and the devices of its ranks.
 
-Lists the orders of unlike nodes that a plan may have, the same however a file lists them.
-
-Few nodes are put in every order. Many stay side by side with their like, since a group of unlike
-devices waits for the slowest of them: then the kinds are put in every order, if they are few.
+Also lists the orders of unlike nodes to try; they do not depend on the order in the file. A few
+nodes are put in every order. With many, equal nodes stay side by side, because a group of unlike
+devices waits for the slowest one; then the kinds are put in every order if they are few.
 """
 
 from __future__ import annotations
@@ -35,18 +34,21 @@ Devices = tuple[Device, ...]
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """A device, and how many rows of a microbatch it has."""
+    """A device, and its rows of a microbatch."""
 
     device: Device
     rows: int
 
 
-Kind = tuple[RowShare, ...]  # what differs among the ranks of a block, which wait for each other
+Kind = tuple[RowShare, ...]  # devices and rows of a block of ranks that wait for each other
 
 
 @lru_cache(maxsize=1024)
 def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
-    """Return the kind of each of so many equal blocks of consecutive ranks; one object if equal."""
+    """Return the kind of each of so many equal blocks of consecutive ranks.
+
+    Equal kinds are one object.
+    """
     if len({node.device for node in cluster.nodes}) == 1:
         return ((cluster.nodes[0].device,),) * blocks
     width = cluster.size // blocks
@@ -63,12 +65,12 @@ def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
 
 @lru_cache(maxsize=1024)
 def different_kinds(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
-    """Return the kinds of blocks that differ, in the order of the first of each."""
+    """Return the distinct kinds of blocks, in the order of their first occurrence."""
     return tuple(dict.fromkeys(kinds_of_blocks(cluster, blocks)))
 
 
 def shares_of(devices: Iterable[Device], rows: Iterable[int]) -> Kind:
-    """Return what differs among devices that have so many rows each."""
+    """Return the kind of a block whose devices have so many rows each."""
     return tuple(sorted(set(map(RowShare, devices, rows)), key=repr))
 
 
@@ -76,7 +78,10 @@ MOST_ORDERS = 24
 
 
 def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the cluster in each order of its nodes, the one of the fastest nodes first first."""
+    """Return the cluster in each order of its nodes.
+
+    The order with the fastest nodes first is first.
+    """
     if cluster.has_equal_nodes:
         return (cluster,)
     counts = Counter(cluster.nodes)
@@ -85,19 +90,19 @@ def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
 
 
 def _place(node: Machine) -> tuple[object, ...]:
-    """What orders unlike nodes: fast ones come first, then those with much memory, then large."""
+    """Return a sort key for unlike nodes: fast, then much memory, then many devices."""
     device = node.device
     return -half_peak(device), -device.memory_bytes, -node.devices, device.name, repr(node)
 
 
 def half_peak(device: Device) -> float:
-    """Return the 16-bit peak of a device, that of fp32 where it has no 16-bit units."""
+    """Return the 16-bit peak of a device, or its fp32 peak without 16-bit units."""
     peaks = dict(device.peaks)
     return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
 
 
 def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tuple[Machine, ...]]:
-    """Yield orders of nodes, the like side by side first."""
+    """Yield orders of nodes, first those with equal nodes side by side."""
     if _number(counts) <= MOST_ORDERS:
         yield from _every_order(counts, kinds)
         return
@@ -107,7 +112,7 @@ def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tupl
 
 
 def _number(counts: Counter[Machine]) -> int:
-    """Return in how many orders so many nodes of each kind can be put, or some number beyond."""
+    """Return the number of orders of so many nodes of each kind, or any number over the limit."""
     total = sum(counts.values())
     if total > MOST_ORDERS:
         return total
@@ -136,7 +141,7 @@ def _ordered(cluster: Cluster, nodes: Sequence[Machine]) -> Cluster:
 
 
 def _nodes_per_rack(cluster: Cluster) -> int:
-    """Return how many nodes, or domains of them, the first rack joins: all but the last do."""
+    """Return the number of nodes, or scale-up domains, in a rack; only the last may have fewer."""
     domains = next(level.units for level in cluster.levels if level.name == "node")
     first = next(level.units[0].ranks for level in cluster.levels if level.name == "network")
     joined = 0
@@ -148,21 +153,21 @@ def _nodes_per_rack(cluster: Cluster) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossedLevel:
-    """One level that a group crosses: `parts` units of the level below, `members` ranks in each."""
+    """A level that a group crosses: `parts` units of the level below, `members` ranks in each."""
 
     level: str
     parts: int
     members: int
     bytes_per_second: (
-        float  # that the group gets in and out of one part, each way, over long transfers
+        float  # into and out of one part, each way, for the whole group in long transfers
     )
-    port_bytes_per_second: float  # that one message of one rank gets
+    port_bytes_per_second: float  # for one message of one rank
     alpha_seconds: float
     topology: Topology
-    reduction_bytes_per_second: float  # of one part, when the switch sums; 0: it cannot
+    reduction_bytes_per_second: float  # of one part, if the switch sums; 0: it cannot
     backend: Backend
-    collectives: tuple[MeasuredCollective, ...] = ()  # where the link was measured
-    shared: float = 1.0  # of what was measured, the rate that one group gets
+    collectives: tuple[MeasuredCollective, ...] = ()  # measured times of the link
+    shared: float = 1.0  # fraction of the measured rate that one group gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +185,7 @@ class GroupShape:
 
     @property
     def nodes(self) -> int:
-        """Return over how many scale-up domains the group spreads."""
+        """Return over how many scale-up domains the group is spread."""
         return -(-self.ranks // self.members_per_node)
 
 
@@ -190,9 +195,9 @@ def group_shape(
 ) -> GroupShape:
     """Return the shape of the groups of `ranks` ranks, `stride` apart, that tile the cluster.
 
-    The groups of a mesh axis all run at once and share the links out of a node, unless `concurrent`
-    says how many do. Where groups lie differently (unequal nodes), the shape is that of the worst
-    one: it makes the others wait.
+    The groups of a mesh axis run at once and share the links out of a node, unless `concurrent`
+    says how many do. On unequal nodes groups differ, and the worst one's shape is returned, because
+    the others wait for it.
     """
     size, span = cluster.size, ranks * stride
     if ranks < 1 or stride < 1 or size % span:
@@ -213,9 +218,9 @@ def group_shape(
 def neighbour_shape(
     cluster: Cluster, ranks: int, stride: int, *, concurrent: int | None = None
 ) -> GroupShape:
-    """Return the worst shape of two neighbours in such groups, as of pipeline stages."""
+    """Return the worst shape of two neighbours in such groups, such as pipeline stages."""
     span = ranks * stride
-    group_shape(cluster, ranks, stride)  # refuses what does not tile the cluster
+    group_shape(cluster, ranks, stride)  # raises if groups do not tile the cluster
     firsts = _different(
         cluster,
         (
@@ -228,13 +233,13 @@ def neighbour_shape(
 
 
 def ends_shape(cluster: Cluster, distance: int) -> GroupShape:
-    """Return the worst shape of two ranks so far apart, as of the first and the last stage."""
+    """Return the worst shape of two ranks at this distance, such as the first and last stage."""
     firsts = _different(cluster, range(cluster.size - distance)) if distance else ()
     return worst_shape(cluster, ((rank, rank + distance) for rank in firsts))
 
 
 def _different(cluster: Cluster, firsts: Iterable[int]) -> Iterable[int]:
-    """Return one first rank of the groups that lie alike on machines that repeat."""
+    """Return one group's first rank for each position on repeating machines."""
     places = {first % cluster.period: first for first in firsts}
     return places.values()
 
@@ -295,7 +300,7 @@ def _shape(
 
 
 def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
-    """Return the crossing of the narrowest of some units' links, with the longest latency."""
+    """Return the crossing with the narrowest link, and with the longest latency."""
     every = tuple(crossings)
     return replace(
         min(every, key=lambda one: one.bytes_per_second),
@@ -324,10 +329,10 @@ def _crossing(
 ) -> CrossedLevel:
     """Return the crossing with the rate of one group.
 
-    A part of d devices has d·r ports (r ports per device). One group with m members there drives at
-    most m·max(1, r) of them, and c groups at once share all: ports = min(d·r ÷ c, m·max(1, r)); c
-    is d ÷ m when every device takes part. In a full mesh of u parts, a group over p of them has the
-    links to p − 1 of the u − 1 others.
+    A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
+    most m·max(1, r) of them, and c concurrent groups share all: ports = min(d·r ÷ c, m·max(1, r)).
+    c is d ÷ m if every device takes part. In a full mesh of u parts, a group over p of them uses
+    the links to p − 1 of the u − 1 others.
     """
     groups = concurrent if concurrent is not None else max(1.0, devices / members)
     ratio = link.ports_per_device

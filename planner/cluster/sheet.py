@@ -1,4 +1,4 @@
-"""The devices and networks that autopar knows, and those of this machine."""
+"""The devices and networks that autopar knows, and this machine's devices."""
 
 import difflib
 import tomllib
@@ -45,7 +45,8 @@ DEVICE_KEYS = (
     ),
     *("cache", "usd_per_hour", "source"),
 )
-DEFAULT_EFFICIENCY = 0.8  # of a link of which nothing else is known; what NCCL reaches of NVLink
+# of a link about which nothing else is known; NCCL reaches as much of NVLink
+DEFAULT_EFFICIENCY = 0.8
 
 
 @cache
@@ -72,7 +73,7 @@ def known_fabrics() -> Mapping[str, Link]:
 
 @cache
 def device_sheet() -> Mapping[str, Device]:
-    """Return the devices that autopar knows, by their one canonical name."""
+    """Return the devices that autopar knows, by canonical name."""
     return MappingProxyType(
         {
             name: device_of(name, table, where=f"device.{name}")
@@ -82,7 +83,7 @@ def device_sheet() -> Mapping[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device of a name or alias, however spelt ("A100 80GB SXM", "nvidia-h100")."""
+    """words that people write instead of a device's name"""
     key = canonical_name(name)
     names = _names()
     if key not in names:
@@ -250,8 +251,8 @@ GIBIBYTE = 2**30
 
 
 def local_devices() -> tuple[Device, ...]:
-    """Return the GPUs of this machine, none where torch sees none."""
-    import torch  # here alone: planning for a cluster elsewhere must not wait for torch
+    """Return the GPUs of this machine that torch sees."""
+    import torch  # imported here, so that planning for another cluster does not wait for torch
 
     if not torch.cuda.is_available():
         return ()
@@ -267,11 +268,10 @@ def local_devices() -> tuple[Device, ...]:
 
 
 def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = None) -> Device:
-    """Return the device of the sheet that the driver calls so, with the memory that it reports.
+    """Return the known device with the driver's name, with the reported memory.
 
-    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"): then the words that it
-    gives must all be words of one name or alias, and of several such devices the one nearest in
-    memory is meant.
+    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"). Then all given words must
+    occur in a name or alias, and of several such devices the one nearest in memory is taken.
     """
     device = _by_name(name) or _by_words(name, memory_bytes)
     if device is None:

@@ -61,7 +61,7 @@ def parse_seconds(value: object, *, where: str) -> float:
 
 
 def parse_bytes_per_second(value: object, *, where: str) -> float:
-    """Return the bytes per second of a bandwidth such as "450 GB/s" or "400 Gb/s" (bits)."""
+    """Return a value of a file in immutable form."""
     return _parse(value, BYTES_PER_SECOND, where=where, example="450 GB/s")
 
 
@@ -124,7 +124,7 @@ def bandwidth_text(bytes_per_second: float) -> str:
 
 _PLACE = re.compile(r"(?P<fault>.*) \(at line (?P<line>\d+), column (?P<column>\d+)\)")
 _BARE_TEXT = re.compile(r"\s*(?P<key>[\w.-]+)\s*=\s*(?P<text>\w[^\"'#,\[\]{}]*?)\s*(#.*)?")
-_FIXES = (  # what tomllib says → what to do
+_FIXES = (  # tomllib's message → what to do
     ("Cannot overwrite a value", "the key stands there before: leave one of the two out"),
     ("Cannot declare", "the section stands there before: put all of its keys below one header"),
     ("Expected '=' after a key", "write it as key = value"),
@@ -134,12 +134,12 @@ _ELSE = "write key = value, where texts stand in quotes that are closed in the s
 
 
 def parsed(source: str, *, where: str) -> Mapping[str, Any]:
-    """Return the table that a text is; `where` names the text in messages."""
+    """Parse a TOML text; `where` names it in messages."""
     try:
         return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
         told = _PLACE.fullmatch(str(error))
-        if told is None:  # at the end: something was opened and is not closed
+        if told is None:  # at the end of the file: a quote or bracket was not closed
             raise InputError(
                 f"not a valid TOML file: {error}",
                 where=where,
@@ -153,7 +153,7 @@ def parsed(source: str, *, where: str) -> Mapping[str, Any]:
         ) from None
     except RecursionError:
         raise InputError("the TOML file is nested too deeply", where=where) from None
-    except ValueError as error:  # Python reads no whole numbers of so many digits
+    except ValueError as error:  # Python limits the digits of an int
         raise InputError(f"not a valid TOML file: {error}", where=where, fix=_ELSE) from None
 
 
@@ -171,7 +171,7 @@ HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
 
 @contextmanager
 def placed(source: str, *, where: str) -> Iterator[None]:
-    """Have faults of a TOML text told with their lines; `where` names the text."""
+    """Add line numbers to faults of a TOML text; `where` names the text."""
     try:
         yield
     except InputError as error:
@@ -182,10 +182,10 @@ def placed(source: str, *, where: str) -> Iterator[None]:
 
 
 def line_of(source: str, where: str, found: str = "") -> int | None:
-    """Return the line of a place such as "network.bandwidth" or "nodes 2.count"; None if unsure.
+    """Return the line of a place such as "network.bandwidth" or "nodes 2.count", or None if unsure.
 
     The place names a section, the number of its occurrence, and at most one key in it. An unknown
-    key is named only in the text of the fault, in quotes.
+    key is only in the fault's text, in quotes.
     """
     section, key = _split(where)
     numbered = re.fullmatch(r"(.*) (\d+)", section)
@@ -198,7 +198,7 @@ def line_of(source: str, where: str, found: str = "") -> int | None:
 
 
 def _split(where: str) -> tuple[str, str]:
-    """Return section and key: sections of devices and links have two parts, the others one."""
+    """Return section and key; names of devices' and links' sections have two parts."""
     parts = where.split(".")
     size = 2 if parts[0] in ("devices", "links") else 1
     return ".".join(parts[:size]), parts[size] if len(parts) > size else ""
@@ -219,7 +219,7 @@ def _section_start(source: str, name: str, number: int) -> int | None:
 
 
 def _key_line(source: str, start: int, key: str) -> int | None:
-    """Return the line of a key after the header, before the next one; of a section from the top."""
+    """Return the line of a key between a header and the next one."""
     if not key:
         return None
     for line, text in enumerate(source.splitlines()[start:], start=start + 1):
@@ -242,14 +242,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint to the nearest known name, or nothing where none is near."""
+    """Return a hint to the nearest known name, or an empty text."""
     small = {one.casefold(): one for one in known}
     near = difflib.get_close_matches(name.casefold(), small, n=1, cutoff=0.5)
     return f"did you mean {small[near[0]]!r}?" if near else ""
 
 
 def refuse_unknown(table: Mapping[str, object], known: Iterable[str], *, where: str) -> None:
-    """Raise one error that tells all keys of a table that are not known."""
+    """Raise one error for all unknown keys of a table."""
     names = tuple(known)
     unknown = [key for key in table if key not in names]
     if unknown:
@@ -259,7 +259,7 @@ def refuse_unknown(table: Mapping[str, object], known: Iterable[str], *, where: 
 
 
 def required(table: Mapping[str, object], key: str, *, where: str) -> object:
-    """Return the value of a key that must be there."""
+    """Return the value of a required key."""
     if key not in table:
         raise InputError(f"{key!r} is missing", where=where, fix=f"add a line `{key} = …`")
     return table[key]
@@ -273,14 +273,14 @@ def figure(
     where: str,
     default: Value | None = None,
 ) -> Value:
-    """Return a figure with a unit; without a default it must be there."""
+    """Return a figure with a unit; without a default the key is required."""
     if key not in table and default is not None:
         return default
     return parse(required(table, key, where=where), where=f"{where}.{key}")
 
 
 def count(table: Mapping[str, object], key: str, *, where: str, default: int | None = None) -> int:
-    """Return a whole number of at least one."""
+    """Return a positive integer."""
     if key not in table and default is not None:
         return default
     value = required(table, key, where=where)
@@ -320,7 +320,7 @@ def share(
 
 
 def text(table: Mapping[str, object], key: str, *, where: str, default: str | None = None) -> str:
-    """Return a text that is not empty."""
+    """Return a string that is not empty."""
     if key not in table and default is not None:
         return default
     value = required(table, key, where=where)
@@ -332,7 +332,7 @@ def text(table: Mapping[str, object], key: str, *, where: str, default: str | No
 
 
 def flag(table: Mapping[str, object], key: str, *, where: str) -> bool:
-    """Return true or false; false when the key is absent."""
+    """Return a boolean; False if the key is absent."""
     value = table.get(key, False)
     if not isinstance(value, bool):
         raise InputError(f"{value!r} is neither true nor false", where=f"{where}.{key}")
@@ -347,7 +347,7 @@ def choice(
     where: str,
     default: str | None = None,
 ) -> Chosen:
-    """Return what a name stands for."""
+    """Return the object with a given name."""
     name = text(table, key, where=where, default=default)
     if name not in known:
         raise InputError(

@@ -1,4 +1,4 @@
-"""The words of costs: what a layer costs, how a training is arranged, what a step takes."""
+"""Types of costs: a layer's cost, the arrangement of a training, the time of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 
 class Provenance(StrEnum):
-    """Where a figure comes from."""
+    """The source of a figure."""
 
     FORMULA = "formula"
     MEASURED = "measured"
@@ -102,10 +102,10 @@ class Zero(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How the ranks share the training; ranks are counted tensor first, then data, then pipeline.
+    """How ranks share the training; ranks are counted tensor first, then data, then pipeline.
 
-    `shard` ranks hold one sharded copy between them: all of `data`, or fewer (HSDP). `rows` are
-    those of each data rank's microbatch where they differ, `microbatch` is then the most of them.
+    `shard` ranks hold one sharded copy together: all of `data`, or fewer (HSDP). `rows` are each
+    data rank's microbatch sizes if they differ; `microbatch` is then the largest.
     """
 
     pipeline: Degree
@@ -121,7 +121,7 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     rows: tuple[Rows, ...] = ()
-    order: Number = 0  # of unlike nodes, among those that the search tries; a plan has its own
+    order: Number = 0  # index among the tried orders of unlike nodes; a plan has its own order
 
     @property
     def ranks(self) -> int:
@@ -130,7 +130,7 @@ class Arrangement:
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether a step is one forward and one backward."""
+        """Whether a step is a single forward and backward."""
         return self.pipeline == self.microbatches == 1
 
     @property
@@ -161,54 +161,55 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer costs one rank for one microbatch, under one layout and recompute mode.
+    """The cost of a layer on one rank for one microbatch, in one layout and recompute mode.
 
-    Seconds contain the tensor axis' collectives, which nothing hides; their share stands apart.
-    The backward contains what is computed again. Bytes are of this rank, before ZeRO divides them.
+    Seconds include collectives on the tensor axis, which are not overlapped; their share is
+    separate. The backward includes recomputation. Bytes are of this rank, before ZeRO divides them.
     """
 
     forward_seconds: float
     backward_seconds: float
     weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
-    communication_seconds: float  # of both, on the tensor axis
-    recompute_seconds: float  # of the backward
+    communication_seconds: float  # part of both, on the tensor axis
+    recompute_seconds: float  # part of the backward
     saved_bytes: int  # kept from the forward to the backward of a microbatch
-    transient_bytes: int  # at most, beside what is kept, while the layer runs
-    output_bytes: int  # that cross a cut behind this layer, in one direction
-    parameters: int  # elements that this rank holds
-    trainable: int  # of these, elements with gradient and optimizer state
+    transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
+    output_bytes: int  # sent behind this layer if a stage ends there, in one direction
+    parameters: int  # elements on this rank
+    trainable: int  # elements with a gradient and optimizer states
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    replicated_gradient_bytes: int  # of R parameters: summed over the tensor axis once per step
-    measured_seconds: float  # of both, as far as measured and not by formula
-    trainable_tensors: int = 0  # that the elements with optimizer state lie in
-    learning_bytes: int = 0  # as transient, while an op has the heaviest gradient of a weight made
+    # of R parameters: all-reduced over the tensor axis once per step
+    replicated_gradient_bytes: int
+    measured_seconds: float  # the measured part of both; the rest is by formula
+    trainable_tensors: int = 0  # tensors that contain the trainable elements
+    learning_bytes: int = 0  # like transient_bytes, while the largest weight gradient is computed
     learned_gradient_bytes: int = 0  # that gradient
-    waiting_gradient_bytes: int = 0  # made by layers behind this one, of weights that others share
-    deferred_bytes: int = 0  # that a split backward holds from its first half to its second
-    statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
+    waiting_gradient_bytes: int = 0  # computed by later layers, of weights that others share
+    deferred_bytes: int = 0  # held by a split backward from its first half to its second
+    statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 
 
-Modes = Mapping[Recompute, LayerCost]  # what one layer costs in each mode
+Modes = Mapping[Recompute, LayerCost]  # the cost of a layer in each mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationTerm:
-    """One kind of communication of the busiest rank in one step, and why it is there."""
+    """A kind of communication of the busiest rank in one step, and its reason."""
 
     reason: str  # "data parallel gradients", "tensor parallel activations", …
     collective: str
     ranks: Degree
     count: Elements
-    payload_bytes: Bytes  # of all of them
+    payload_bytes: Bytes  # in total
     seconds: Seconds
     exposed_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeTerm:
-    """One term of the step's time; the terms of a prediction sum to the step."""
+    """A term of the step's time; the terms add up to the step."""
 
     name: str
     seconds: Seconds
@@ -217,9 +218,9 @@ class TimeTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrediction:
-    """What one rank holds at its peak, by category.
+    """The peak memory of a rank, by category.
 
-    allocated: tensors. reserved: with the allocator's fragments. device: with the context too.
+    allocated: tensors. reserved: with the allocator's fragments. device: with the context, too.
     """
 
     parameter_bytes: Bytes
@@ -227,7 +228,7 @@ class MemoryPrediction:
     optimizer_bytes: Bytes
     activation_bytes: Bytes  # saved, of all microbatches in flight
     transient_bytes: Bytes  # of the layer at the peak, logits included
-    unsharded_bytes: Bytes  # gathered parameters, and gradients on their way to where they stay
+    unsharded_bytes: Bytes  # gathered parameters, and gradients before they are reduced
     communication_bytes: Bytes  # buckets and buffers
     margin_bytes: Bytes  # allocator fragments
     context_bytes: Bytes  # device context and communication libraries
@@ -243,36 +244,36 @@ class MemoryPrediction:
 
     @property
     def reserved_bytes(self) -> int:
-        """With the allocator's fragments."""
+        """Including the allocator's fragments."""
         return self.allocated_bytes + self.margin_bytes
 
     @property
     def device_bytes(self) -> int:
-        """All that the device has to have."""
+        """Everything in the device's memory."""
         return self.reserved_bytes + self.context_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """One stage on its rank: the seconds of one microbatch, and what the rank does meanwhile."""
+    """A stage on its rank: the seconds of one microbatch, and the rank's other times."""
 
     forward_seconds: Seconds
     backward_seconds: Seconds
-    idle_seconds: Seconds  # of its rank in one step
+    idle_seconds: Seconds  # of its rank in a step
     in_flight: Elements
     memory: MemoryPrediction  # of its rank, all its stages together
-    tensor_seconds: Seconds = 0.0  # of forward and backward, for messages of the tensor axis
+    tensor_seconds: Seconds = 0.0  # messages of the tensor axis in forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one step takes."""
+    """The predicted time and memory of a step."""
 
     step_seconds: SomeSeconds
     terms: tuple[TimeTerm, ...]
     communication: tuple[CommunicationTerm, ...]
     stages: tuple[StagePrediction, ...]
-    model_flops: Flops  # of one step, all ranks, nothing counted twice
+    model_flops: Flops  # of a step, all ranks, without recomputation
     peak_flops_per_second: Rate  # of all devices together
 
     @property
@@ -295,8 +296,8 @@ _GREATEST = (
 def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
     """Return each layer at its slowest on any kind of device; equal layers stay one object.
 
-    Its forward, its whole backward and the part that makes the inputs' gradients are those of the
-    slowest device. What is kept of a microbatch is that of the device that keeps most.
+    Forward, whole backward, and the part for input gradients are each those of the slowest device.
+    Saved bytes are those of the device that saves most.
     """
     if len(rows) == 1:
         return rows[0]
@@ -313,7 +314,7 @@ def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
 
 
 def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the cost that none of some costs exceeds; parts are those of the slowest of all."""
+    """Return the maximum of each cost; parts are those of the slowest device."""
     most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
     backward = max(one.backward_seconds for one in costs)
     inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)

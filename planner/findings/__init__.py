@@ -1,1 +1,1 @@
-"""Finds in a model what a plan has to heed: where rows meet, what means count, what runs again."""
+"""Finds properties of a model that restrict plans: mixed rows, means, writes, optimizers."""

@@ -1,13 +1,11 @@
-"""Says how the loss of a batch follows from those of its parts.
+"""How the loss of a batch follows from the losses of its parts.
 
-Says by what a mean counts that is not over all of a batch, and whether the batch alone tells it.
+The loss of a batch is the mean or the sum of its parts' losses, or neither. A reduction makes a
+mean or a sum over rows, and linear ops preserve that. A nonlinear function of such a number (a
+root, a product, a maximum) cannot be computed from its parts.
 
-A part of a batch has the weight of its own such count in the mean of the whole.
-
-Says how the loss of a batch follows from those of its parts: as their mean, or as their sum.
-
-A reduction makes a mean or a sum over rows, and linear ops keep that. What else is made of such
-numbers (a root, a product, the greatest) no part of the batch knows.
+A mean may count something else than all of a batch: valid targets, a mask. A part is then weighted
+by its own count, which the batch alone must determine.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from autopar.planner.rules.rule import Linear, OpKind, Rule, is_random
 from autopar.planner.rules.shapes import elementwise
 from autopar.planner.rules.table import kind_of, rule_of, rule_out_of_place
 
-_NUMBERS = frozenset(  # the arguments that hold a plain number to compute with
+_NUMBERS = frozenset(  # arguments that hold a plain number to compute with
     {"other", "self", "alpha", "beta", "scale", "value", "min", "max", "exponent", "fill_value"}
 )
 
@@ -36,19 +34,19 @@ def numbers(op: Op) -> Iterator[int | float | Extent]:
 
 
 def counts_rows(op: Op) -> bool:
-    """Whether an op computes with a number that depends on how many rows there are."""
+    """Whether an op computes with a number that depends on the number of rows."""
     return any(isinstance(one, Extent) and not one.is_constant for one in numbers(op))
 
 
-_MEAN = 1  # of losses, as ATen counts reductions
+_MEAN = 1  # ATen's code for the reduction of a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """What is divided, and by which number that the batch alone tells.
+    """A division by a number that the batch alone determines.
 
-    `counts` are made of rows, `steps` are the ops that make the divisor of these numbers:
-    `clamp(min=1)`, say.
+    `counts` are computed from rows. `steps` are the ops that turn these numbers into the divisor,
+    such as `clamp(min=1)`.
     """
 
     counted: str
@@ -58,15 +56,15 @@ class Division:
 
 
 def is_class(graph: Graph, target: Ref) -> bool:
-    """Whether a loss over classes is given one of them for each row, not a share of every one."""
+    """Whether a loss over classes gets a class index per row, not probabilities."""
     return graph.tensors[target.tensor].is_whole_numbered
 
 
 def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
-    """Return by what a mean counts, () where it is over all of the batch or no mean.
+    """Return what a mean counts; () if it is over the whole batch, or is no mean.
 
-    That are the targets of a loss over classes, with the weights of these, or the mask that picked
-    what the mean is over.
+    These are the targets of a loss over classes, with class weights, or the mask that selected the
+    mean's elements.
     """
     arguments = dict(op.arguments)
     is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
@@ -85,7 +83,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts by what the model alone holds or draws: each part has its own there."""
+    """Whether a mean counts something that only the model determines, so that parts differ."""
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False
@@ -95,14 +93,14 @@ def counts_untold(op: Op, graph: Graph) -> bool:
 
 
 def is_told(graph: Graph, names: Iterable[str]) -> bool:
-    """Whether the batch alone tells what a mean counts by."""
+    """Whether the batch alone determines what a mean counts."""
     tensors = [graph.tensors.get(name) for name in names]
     is_known = all(one is not None and one.counted_by != one.name for one in tensors)
     return is_known and steps_from_batch(graph, names) is not None
 
 
 def _ignores(op: Op, graph: Graph, target: str) -> bool:
-    """Whether targets are made with the class that a loss leaves out."""
+    """Whether targets are created with the loss's ignore_index."""
     ignored = op.argument("ignore_index")
     return any(
         not isinstance(value, bool) and value == ignored
@@ -112,9 +110,9 @@ def _ignores(op: Op, graph: Graph, target: str) -> bool:
 
 
 def division_of(graph: Graph, op: Op) -> Division | None:
-    """Return what an op divides by a number that the batch alone tells, None where it does not.
+    """Return an op's division by a number that the batch alone determines, or None.
 
-    Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
+    A sum over rows (`(x * mask).sum() / mask.sum()`) becomes a mean by it.
     """
     if kind_of(op) is not OpKind.DIVISION:
         return None
@@ -129,9 +127,9 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 
 def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
-    """Return the ops that make a number of other numbers, in order, and those made of rows.
+    """Return the ops that compute a number from other numbers, in order, and those made of rows.
 
-    What is the same for every batch is made anew as well.
+    Numbers that are the same for every batch are recomputed as well.
     """
     of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
     waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
@@ -150,15 +148,15 @@ def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str
 
 
 def _is_of_numbers(op: Op, graph: Graph) -> bool:
-    """Whether an op makes a number of numbers, whatever rows there are, as many of many."""
+    """Whether an op computes a number from numbers, independently of rows."""
     is_for_each = rule_of(op.target).shape is elementwise and not counts_rows(op)
     return is_for_each and not op.writes and not any(graph.tensors[i].shape for i in op.inputs)
 
 
 def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | None:
-    """Return the ops that make tensors from the batch alone.
+    """Return the ops that compute tensors from the batch alone.
 
-    None where a parameter, a buffer or what was drawn at random is in them.
+    None if a parameter, a buffer or a random number is used.
     """
     needed = set(targets)
     steps = graph.index.needed_for(needed)
@@ -169,19 +167,19 @@ def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | N
 
 
 class Follows(StrEnum):
-    """What a tensor of a whole batch is to those of its equal parts."""
+    """How a tensor of a whole batch follows from those of its equal parts."""
 
-    ALIKE = "alike"  # rows have no part in it
+    ALIKE = "alike"  # it does not depend on rows
     ROWS = "rows"  # it has a value for each row
     MEAN = "mean"
     SUM = "sum"
-    NEARLY = "nearly"  # their mean, but for weights or for a term that no part knows
-    MEETS = "meets"  # nothing that the parts would tell
+    NEARLY = "nearly"  # their mean, except for weights or a term that no part determines
+    MEETS = "meets"  # it cannot be computed from parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOfParts:
-    """How the loss follows, and at which op it became that."""
+    """How the loss follows, and the op that determined it."""
 
     follows: Follows
     op: Op | None = None
@@ -189,9 +187,9 @@ class LossOfParts:
 
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
-_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, however many those are
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # over all rows, however many there are
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
-_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
+_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
 
 
 def loss_of_parts(graph: Graph) -> LossOfParts:
@@ -202,16 +200,16 @@ def loss_of_parts(graph: Graph) -> LossOfParts:
 
 
 def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
-    """Return for every tensor of a graph how it follows from those of equal parts."""
+    """Return how every tensor of a graph follows from those of equal parts."""
     reader = _LossReader(graph)
     reader.read()
     return MappingProxyType(reader.follows)
 
 
 def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> bool:
-    """Whether an op divides a mean or sum over rows by a number that the batch alone tells.
+    """Whether an op divides a mean or sum over rows by a number that the batch alone determines.
 
-    It is a mean then, in which each part has the weight of its own such number.
+    The result is a mean in which each part is weighted by its own such number.
     """
     division = division_of(graph, op)
     if division is None or not division.counts or _is_weighed(division.counted, graph):
@@ -220,7 +218,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is made of means in which parts have other weights than their rows."""
+    """Whether a number is made of means that do not weight parts by their rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False
@@ -230,7 +228,7 @@ def _is_weighed(number: str, graph: Graph) -> bool:
 
 
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
-    """Return the first op on the way to the loss that made it what it is."""
+    """Return the first op on the path to the loss with this kind of result."""
     makers = graph.index.made_by
     op = makers.get(graph.loss)
     while op is not None:
@@ -242,13 +240,13 @@ def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | N
 
 
 class _LossReader:
-    """Reads the ops of a graph in their order, and what each makes of the rows."""
+    """Determines for each op of a graph, in order, how its results follow from parts."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.follows: dict[str, Follows] = {}
         zeros = (op for op in graph.ops if "zeros" in op.target)
-        self.zeros = {out for op in zeros for out in op.outputs}  # where a sum begins
+        self.zeros = {out for op in zeros for out in op.outputs}  # the start of a sum
         for tensor in graph.tensors.values():
             if tensor.origin is not TensorOrigin.OP:
                 self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
@@ -272,10 +270,10 @@ class _LossReader:
         kinds = [self.follows[name] for name in op.inputs]
         if all(kind is Follows.ALIKE for kind in kinds):
             return Follows.ALIKE
-        rule = rule_out_of_place(op.target)  # what is written in place is made alike
+        rule = rule_out_of_place(op.target)  # in-place ops behave like their out-of-place forms
         if rule.kind is OpKind.NEW:
             return Follows.ALIKE
-        if rule.kind is OpKind.GRADIENT:  # what each row has a part in is added up
+        if rule.kind is OpKind.GRADIENT:  # contributions of rows are summed
             of = {self.follows[name] for name in refs(op.argument("outputs"))}
             return Follows.SUM if of <= {Follows.ROWS, Follows.SUM} else Follows.MEETS
         return self._of_rows(op, rule) if Follows.ROWS in kinds else self._of_numbers(op, rule)
@@ -290,8 +288,8 @@ class _LossReader:
         if rule.kind is OpKind.MEAN:
             return Follows.MEAN
         if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
-            return Follows.SUM  # within bounds that no row moves
-        adds = isinstance(arguments.get(rule.added), Ref)  # once for each part
+            return Follows.SUM  # bounds that no row can change
+        adds = isinstance(arguments.get(rule.added), Ref)  # added once per part
         if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
             return Follows.SUM
         return self._unknown(op, rule)
@@ -334,7 +332,7 @@ class _LossReader:
 
 
 def _by_number(kind: Follows, number: Value, *, is_division: bool) -> Follows:
-    """Return what a number of rows makes of a mean or a sum; other numbers leave it."""
+    """Return the kind of a mean or a sum after an op with a number of rows."""
     if not isinstance(number, Extent) or number.is_constant:
         return kind
     pairs = {(Follows.SUM, True): Follows.MEAN, (Follows.MEAN, False): Follows.SUM}

@@ -1,4 +1,4 @@
-"""Finds ops that nobody can price, and numbers that fp16 cannot hold."""
+"""Finds ops without a price, and numbers that fp16 cannot represent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import has_line, kind_of
 
-LARGE = 0.05  # of the bytes that a step moves: what is priced by less of them hardly shows
+LARGE = 0.05  # of the bytes of a step: a smaller share hardly matters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpriced:
-    """Ops of one kind that the table has no line for, with their share of all bytes moved."""
+    """Ops of one kind without a formula, with their share of all moved bytes."""
 
     target: str
     count: int
@@ -55,7 +55,7 @@ _VALUES = ("value", "fill_value")
 
 
 def check_constants(graph: Graph) -> None:
-    """Refuse what fills a tensor of the model's type with a number beyond fp16: torch raises."""
+    """Raise if a tensor in the model's dtype is filled with a number beyond fp16."""
     for op in graph.ops:
         if kind_of(op) is OpKind.FILL and _is_narrow(op, graph):
             for key, value in op.arguments:
@@ -68,10 +68,10 @@ def check_constants(graph: Graph) -> None:
 
 
 def check_means(graph: Graph, *, microbatch: int) -> None:
-    """Refuse a loss over more targets than fp16 can count: torch makes its gradient zero.
+    """Raise if a loss averages over more targets than fp16 can count: its gradient would be 0.
 
-    torch keeps the number of targets, which it divides by, in the type of the logits. Those of a
-    loss function are float32; a loss that the model returns may have them in fp16.
+    torch keeps the number of targets, by which it divides, in the logits' dtype. A loss function
+    gets float32 logits; a loss computed by the model may have fp16.
     """
     for op in graph.ops:
         if kind_of(op).is_class_loss and _is_narrow(op, graph):

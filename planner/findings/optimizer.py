@@ -1,9 +1,9 @@
-"""Tries a model's optimizer on small stand-ins, to know what of a model a rank has to hold for it.
+"""Tries a model's optimizer on small stand-ins, to find what a rank must hold for it.
 
-An optimizer steps what its rank holds: parts of parameters under ZeRO and on tensor ranks, those of
-some layers in a pipeline. Where an update asks for more than the number that it updates (Muon's for
-a matrix, another's for the norm of a parameter), or where groups are made by places in the list of
-parameters, that trains otherwise, without an error.
+An optimizer steps what its rank holds: parts of parameters with ZeRO and tensor ranks, those of
+some layers in a pipeline. That changes the training silently if an update depends on more than the
+number it updates (Muon's on a matrix, another's on a parameter's norm), or if parameter groups
+depend on positions in the list of parameters.
 """
 
 from __future__ import annotations
@@ -41,52 +41,52 @@ from autopar.planner.model.without_memory import marked_like, without_memory
 
 Schedule: TypeAlias = Callable[[Any], Any]
 
-_LARGEST_DIM = 4  # of a stand-in
+_LARGEST_DIM = 4  # of a stand-in's dims
 _FP32_BYTES = 4
 _STEPS = 3
-_LISTS = ("params", "param_names")  # of a group
+_LISTS = ("params", "param_names")  # keys of a parameter group
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
-_APART = 1e-3  # of the largest update, by which two are not the same
+_APART = 1e-3  # relative to the largest update; larger differences count
 
 
 class StandIn(NamedTuple):
-    """A parameter that is made small."""
+    """A small copy of a parameter."""
 
     name: str
     size: tuple[int, ...]
-    original: nn.Parameter | None  # whose class and attributes an optimizer may read
+    original: nn.Parameter | None  # an optimizer may read its class and attributes
 
 
 class _Stepped(NamedTuple):
     optimizer: Any
-    draws: bool  # random numbers
+    draws: bool  # whether its update draws random numbers
 
 
 class Reach(IntEnum):
     """What the update of a number depends on, beside its own gradients."""
 
     NUMBER = 0
-    PARAMETER = 1  # others of its parameter
+    PARAMETER = 1  # other numbers of its parameter
     MODEL = 2  # other parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTraits:
-    """What is known of an optimizer by trying it."""
+    """Properties of an optimizer, found by trying it."""
 
     name: str
     reach: Reach
-    groups_by_place: bool  # a part of the parameters would be grouped otherwise
-    moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
+    groups_by_place: bool  # groups depend on positions in the list of parameters
+    moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
     draws: bool = False  # its step draws random numbers
-    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors beside its state
-    ends: ScheduleEnd | None = None  # of its schedule
+    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors outside of its state
+    ends: ScheduleEnd | None = None  # where its schedule fails
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
-    """Return what the model's optimizer, or AdamW, is like, None where it cannot be tried here.
+    """Return the properties of the model's optimizer, or AdamW; None if it cannot be tried here.
 
-    One that a script cannot make or call, or whose scheduler it cannot, is refused.
+    Raises for an optimizer or scheduler that a script cannot create or call.
     """
     with _draws_kept():
         return _traits(model_file, graph)
@@ -94,7 +94,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
 @contextmanager
 def _draws_kept() -> Iterator[None]:
-    """Have what is drawn at random in the body change nothing for those who draw later."""
+    """Restore random generators afterwards."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -110,14 +110,14 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     make = make_on_stand_ins(model_file, graph, built)
     every = _to_stand_in_for(graph, built)
     by_size = {one.size: one for one in every}
-    # AdamW tells no two of a size apart, and a large model has thousands.
+    # AdamW treats parameters of one size alike, and a large model has thousands.
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
         optimizer = make(_stand_ins(sizes))
     except AutoparError as error:
         if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
-        return None  # it may want sizes, or a device, that stand-ins have not
+        return None  # it may need sizes or a device that stand-ins do not have
     try:
         scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
     except AutoparError as error:
@@ -153,13 +153,13 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
             own_tensors=own_tensors(optimizer),
             ends=ends,
         )
-    except Exception:  # whatever a step does that works on other devices alone
+    except Exception:  # a step may only work on other devices
         _refuse_sparse(make, every, type(optimizer).__name__, where)
         return None
 
 
 def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
-    """Return a small stand-in for each parameter that learns."""
+    """Return a small stand-in for each trainable parameter."""
     originals = dict(built.named_parameters()) if built is not None else {}
     return [
         StandIn(
@@ -173,7 +173,7 @@ def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
 
 
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
-    """Refuse an optimizer that steps with sparse gradients and not with dense ones."""
+    """Raise for an optimizer that accepts only sparse gradients."""
     parameters = [one for one in _stand_ins(every) if one.ndim == 2]
     if _steps(make, parameters, is_sparse=False) or not _steps(make, parameters, is_sparse=True):
         return
@@ -186,7 +186,7 @@ def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) 
 
 
 def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
-    """Whether an optimizer takes a step with gradients of a kind."""
+    """Whether an optimizer takes a step with dense or sparse gradients."""
     try:
         optimizer = make(parameters)
         for one in parameters:
@@ -198,9 +198,9 @@ def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -
 
 
 def _is_mistake(cause: BaseException | None) -> bool:
-    """Whether code would fail with any parameters; what models hang on theirs stand-ins lack.
+    """Whether code would fail with any parameters, not just because stand-ins lack attributes.
 
-    Where there is no cause, the code has ended the process.
+    Without a cause, the code has ended the process.
     """
     if isinstance(cause, AttributeError):
         return not isinstance(cause.obj, nn.Parameter)
@@ -208,9 +208,9 @@ def _is_mistake(cause: BaseException | None) -> bool:
 
 
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
-    """Whether wrong values are none of the stand-ins' fault: the model's own parameters fail, too.
+    """Whether wrong values also fail with the model's own parameters, not just stand-ins.
 
-    Those have no numbers, which some optimizers read; they say so by other errors.
+    These are on meta, and some optimizers read values; that raises other errors.
     """
     if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
         return False
@@ -226,7 +226,7 @@ def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
 
 
 def _step_once(optimizer: Any, scheduler: Any) -> None:
-    """Take one step with gradients of nothing, if the optimizer takes one here."""
+    """Take one step with zero gradients, if the optimizer can step here."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -247,7 +247,7 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
 
 
 def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
-    """Change some numbers and their gradients, and see whether others are updated otherwise."""
+    """Change some numbers and their gradients, and see which other updates change."""
     second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
@@ -260,7 +260,7 @@ def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
 
 
 def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
-    """Return for each parameter every second number along each dim, as squares of a chessboard."""
+    """Return every second number of each parameter along each dim, like a chessboard."""
     places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
     return [one % 2 == 1 for one in places]
 
@@ -278,7 +278,7 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
 
 
 def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
-    """Return by what each number changes in some steps, those that `changed` names being others."""
+    """Return each number's change over some steps, after the numbers in `changed` were altered."""
     parameters = _stand_ins(sizes)
     factors = [
         1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
@@ -292,7 +292,7 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
 
 
 def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
-    """Take some steps with gradients times these factors, and note whether these draw numbers."""
+    """Take some steps with scaled gradients, and record whether they draw random numbers."""
     optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
@@ -307,7 +307,7 @@ def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[T
 
 
 class _SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether torch draws random numbers, from whichever generator."""
+    """A mode that notices random draws of torch, from any generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -323,14 +323,14 @@ class _SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _other_states(optimizer: Any) -> bytes:
-    """Return the states of the generators of Python and numpy, and of those of an optimizer."""
+    """Return the states of Python's and numpy's generators, and of an optimizer's own."""
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
-    """Return what is kept of each parameter in its own shape, in fp32 numbers for each of its."""
+    """Return how many fp32 numbers in its own shape are kept for each parameter."""
     parameters = _stand_ins(sizes)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
@@ -348,7 +348,7 @@ def _count(one: StandIn) -> int:
 
 
 def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
-    """Whether halves of the list are given other settings than they have in the whole."""
+    """Whether halves of the list get other settings than in the whole."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
     if not middle:
@@ -365,7 +365,7 @@ def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[Stan
 def _settings(
     make: Make, schedule: Schedule | None, parameters: Sequence[nn.Parameter]
 ) -> dict[int, str]:
-    """Return the settings of each parameter in some steps, by its identity."""
+    """Return the settings of each parameter over some steps, by identity."""
     optimizer = make(parameters)
     scheduler = None if schedule is None else schedule(optimizer)
     found: dict[int, str] = defaultdict(str)

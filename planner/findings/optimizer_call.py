@@ -1,9 +1,8 @@
-"""Calls build_optimizer with what it asks for, as small stand-ins.
+"""Calls build_optimizer with its argument, on small stand-ins.
 
-Finds the parameters that a gradient of the loss reaches: others stay as an optimizer has them.
-
-A teacher under `torch.no_grad()`, or one whose outputs are detached, has weights that could learn
-and do not. An optimizer leaves out what has no gradient; zeros in its place would decay.
+Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
+with detached outputs, has weights that require gradients but get none. An optimizer skips
+parameters without a gradient, whereas zero gradients would decay them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NAME = "stand_in_for"  # an attribute of a stand-in
 
 
 def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:
-    """Return what makes the optimizer of stand-ins: given these, named, or hung into the model."""
+    """Return a function that makes the optimizer: from stand-ins, named ones, or in the model."""
     build = model_file.build_optimizer
     if build is None:
         return lambda parameters: AdamW(parameters)
@@ -53,7 +52,7 @@ def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | No
 def _holding(
     model: nn.Module, parameters: Sequence[nn.Parameter], aliases: dict[str, tuple[str, ...]]
 ) -> nn.Module:
-    """Return the model with stand-ins for these parameters, and without any other."""
+    """Return the model with stand-ins in place of these parameters, and no other parameters."""
     given = {alias: one for one in parameters for alias in aliases[getattr(one, NAME)]}
     given |= {getattr(one, NAME): one for one in parameters}
     for prefix, module in model.named_modules():
@@ -62,11 +61,11 @@ def _holding(
     return model
 
 
-_HOOKS = "_optimizer_step_pre_hooks"  # which Optimizer.__init__ sets
+_HOOKS = "_optimizer_step_pre_hooks"  # set by Optimizer.__init__
 
 
 def check_optimizer(made: Any, where: str) -> None:
-    """Refuse what scripts cannot hang their own steps on: gradients come in, new values go out."""
+    """Raise if scripts cannot add their hooks for gradients and new values to an optimizer."""
     name, is_one = type(made).__name__, isinstance(made, Optimizer)
     if is_one and hasattr(made, _HOOKS):
         _check_once(made, where)
@@ -82,7 +81,7 @@ def check_optimizer(made: Any, where: str) -> None:
 
 
 def _check_once(optimizer: Optimizer, where: str) -> None:
-    """Refuse parameters that would be stepped several times."""
+    """Raise if parameters would be stepped more than once."""
     counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
     twice = sum(count > 1 for count in counts.values())
     if twice:
@@ -94,7 +93,7 @@ def _check_once(optimizer: Optimizer, where: str) -> None:
 
 
 def check_step(called: Any, maker: str, fix: str, where: str) -> None:
-    """Refuse an optimizer or a scheduler whose step takes arguments, or that has none."""
+    """Raise if the step of an optimizer or scheduler takes arguments, or is missing."""
     kind = type(called)  # schedulers wrap the step of the optimizer itself
     name, step = kind.__name__, getattr(kind, "step", None)
     if step is None:
@@ -113,9 +112,9 @@ def check_step(called: Any, maker: str, fix: str, where: str) -> None:
 
 
 def own_tensors(optimizer: Any) -> tuple[str, ...]:
-    """Return the attributes of an optimizer, or of one inside it, that hold copies of parameters.
+    """Return the attributes of an optimizer, or of an inner one, that hold copies of parameters.
 
-    Made of what it was given, they are as large as whole parameters; and no checkpoint has them.
+    They are as large as whole parameters, and no checkpoint stores them.
     """
     stepped = [one for group in optimizer.param_groups for one in group["params"]]
     given, shapes = set(map(id, stepped)), {one.shape for one in stepped}

@@ -1,10 +1,9 @@
-"""Finds where the rows of a batch meet or are reordered, and what is drawn for all of them.
+"""Finds where rows of a batch are mixed or reordered, and numbers drawn for all of them.
 
-Finds rows that are put in the order of their groups, computed there, and brought back.
-
-Experts do that: the rows are sorted by their expert, each group is multiplied by the matrix of its
-expert, and every row goes back to its place. No row has a part in another one's result, as long as
-what lies in the order of a sort meets nothing that lies in another order.
+Also finds rows that are sorted by group, computed there, and brought back, as in experts: the rows
+are sorted by expert, each group is multiplied by its expert's matrix, and every row returns to its
+place. Rows do not affect each other, if tensors in the order of a sort never meet tensors in
+another order.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from autopar.planner.rules.table import kind_of, takes_statistics
 
 
 def norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training whose statistics are of the rows of a batch.
+    """Return the first batch norm in training that takes statistics over the rows of a batch.
 
-    Data ranks share such statistics. Microbatches cannot: one has been normalised, and its backward
-    may be done, before the next one is there.
+    Data ranks share such statistics. Microbatches cannot: the first one has been normalised, and
+    its backward may be done, before the next one exists.
     """
     for op in graph.ops:
         if takes_statistics(op):
@@ -41,12 +40,12 @@ def norm_of_rows(graph: Graph) -> Op | None:
 
 
 _NATURAL = ""
-# From the places of a sort to the rows that lie there.
+# From the indices of a sort to the rows at these places.
 _STEPS = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
 
 
 def grouped_rows(graph: Graph) -> frozenset[str]:
-    """Return the sorts of whole numbers, and the products by groups, that mix no rows."""
+    """Return the sorts of integers, and the grouped products, that mix no rows."""
     reader = _OrderReader(graph)
     for op in graph.ops:
         reader.read(op)
@@ -54,13 +53,13 @@ def grouped_rows(graph: Graph) -> frozenset[str]:
 
 
 class _OrderReader:
-    """Reads in which order the rows of each tensor lie: as they came, or as a sort has them."""
+    """Finds the order of each tensor's rows: the original one, or that of a sort."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.order: dict[str, str] = {}  # tensor → the sort in whose order its rows lie
-        self.places: dict[str, str] = {}  # tensor → the sort whose rows it names, in their order
-        self.ways_back: dict[str, str] = {}  # tensor → the sort from whose order it leads back
+        self.order: dict[str, str] = {}  # tensor → the sort that its rows are ordered by
+        self.places: dict[str, str] = {}  # tensor → the sort whose row indices it holds
+        self.ways_back: dict[str, str] = {}  # tensor → the sort that it inverts
         self.sorts: dict[str, str] = {}  # a sort, or an op in its order → the sort
         self.mixed: set[str] = set()
 
@@ -83,7 +82,7 @@ class _OrderReader:
 
     def _sort(self, op: Op) -> None:
         (given,), places = op.inputs, op.outputs[-1]
-        if given in self.places:  # the sort of a sort's places leads back
+        if given in self.places:  # sorting a sort's indices inverts it
             self.ways_back[places] = self.sorts[op.name] = self.places[given]
             return
         self._mix(given)
@@ -92,27 +91,27 @@ class _OrderReader:
         self.places[places] = op.name
 
     def _inverts(self, op: Op) -> bool:
-        """Whether an op writes at the places of a sort the numbers of its rows."""
+        """Whether an op writes row numbers to the places that a sort's indices name."""
         if len(op.inputs) != 3 or op.inputs[1] not in self.places:
             return False
         maker = self.graph.index.made_by.get(op.inputs[2])
         return maker is not None and kind_of(maker) is OpKind.RANGE
 
     def _returns(self, op: Op) -> bool:
-        """Whether an op adds what lies in the order of a sort to the rows that its places name."""
+        """Whether an op adds rows in the order of a sort back to their original places."""
         target, places, added = op.inputs
         order = self.places.get(places, _NATURAL)
         return order == self.order.get(added) and target not in self.order
 
     def _take(self, op: Op, source: str, index: str) -> None:
-        """Rows by the places of a sort lie in its order; by the way back, as they came."""
+        """Indexing with a sort's indices gives its order; with the inverse, the original one."""
         made, order = op.outputs[0], self.order.get(source, _NATURAL)
         if index in self.places and order == _NATURAL:
             self.order[made] = self.places[index]
         elif index in self.ways_back and order == self.ways_back[index]:
             return
         elif not self._rows(source) and index not in self.ways_back:
-            self.order[made] = self.order.get(index, _NATURAL)  # what belongs to each row's group
+            self.order[made] = self.order.get(index, _NATURAL)  # values of each row's group
         else:
             self._mix(source, index)
 
@@ -135,7 +134,7 @@ class _OrderReader:
             self.sorts[op.name] = order
 
     def _rows(self, name: str) -> Extent | None:
-        """Return the number of rows, where the first size of a tensor depends on the batch."""
+        """Return the number of rows, if the first size of a tensor depends on the batch."""
         shape = self.graph.tensors[name].shape
         return shape[0] if shape and not shape[0].is_constant else None
 
@@ -154,13 +153,13 @@ _TAKING = (OpKind.PART, OpKind.PARTS)
 
 
 def meeting_rows(graph: Graph) -> Op | None:
-    """Return the first op that reads all rows at once, for the loss or for a buffer.
+    """Return the first op that combines rows, for the loss or for a buffer.
 
-    It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
-    first half with the second; gives rows what all of them have made, as centering does; or
-    computes with their number; or makes of the rows' mean or sum what is no mean of that of their
-    parts, as a root does; or normalises them by their statistics without being one of torch's batch
-    norms, which share theirs over all ranks. A buffer may keep what was made of all rows.
+    It compares all pairs of rows (contrastive losses), a row with the next one, or the two halves
+    of a batch; uses a result of all rows in each row (centering); computes with their number; takes
+    a nonlinear function, such as a root, of their mean or sum; or normalises them by their
+    statistics without being one of torch's batch norms, which share statistics over all ranks. A
+    buffer may keep a result of all rows.
     """
     of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
     for op in graph.ops:
@@ -174,14 +173,14 @@ def meeting_rows(graph: Graph) -> Op | None:
 
 
 def _compares_rows(op: Op, graph: Graph) -> bool:
-    """Whether an op makes a number for every pair of rows."""
+    """Whether an op computes a number for every pair of rows."""
     return any(_varying(graph, name) > 1 for name in op.outputs)
 
 
 def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op gives rows what was made of all of them together.
+    """Whether an op uses a result of all rows in each row.
 
-    The gradient of a sum over rows is that of each row; that of a mean has their number in it.
+    The gradient of a sum over rows is that of each row; that of a mean contains their number.
     """
     if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
         return False
@@ -195,14 +194,14 @@ def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
 
 
 def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op computes with the number of rows; of a mean or a sum the loss tells more."""
+    """Whether an op computes with the number of rows; means and sums are judged by the loss."""
     del graph
     known = (Follows.MEAN, Follows.SUM)
     return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
 
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:
-    """Whether an op works along the rows, or takes some of them by their places."""
+    """Whether an op works along the rows, or selects some by index."""
     kind = kind_of(op)
     if kind not in _ALONG + _TAKING:
         return False
@@ -216,7 +215,7 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
 
 
 def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
+    """Whether an op writes a result of rows to a buffer; each rank would have its own."""
     if kind_of(op) is OpKind.BATCH_NORM:
         return False
     return bool(written_buffers(op, graph)) and any(
@@ -231,7 +230,7 @@ def _counts_all(op: Op, graph: Graph) -> bool:
 
 
 def _normalises_alone(op: Op, graph: Graph) -> bool:
-    """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
+    """Whether an op takes statistics over rows in a module that is no batch norm of torch."""
     if not takes_statistics(op) or not _varying(graph, op.inputs[0]):
         return False
     return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
@@ -246,17 +245,17 @@ _MEETING = (_compares_rows, _mixes_rows, _counts_all, _normalises_alone)
 
 
 def may_be_uneven(graph: Graph) -> bool:
-    """Whether rows do not meet, and the loss of the batch follows from those of unequal parts."""
+    """Whether rows are independent, and the batch's loss follows from unequal parts."""
     if graph.fixed_batch is not None or meeting_rows(graph) is not None:
         return False
     return parts_have_weights(graph)
 
 
 def parts_have_weights(graph: Graph) -> bool:
-    """Whether the loss of a batch is a weighed mean, or a sum, of the losses of unequal parts.
+    """Whether the loss of a batch is a weighted mean, or a sum, of the losses of unequal parts.
 
-    A part weighs by its rows, and each mean that the loss adds up by what it counts of them. A mean
-    that is divided by another mean is none of these: its count is not a sum over the parts.
+    A part is weighted by its rows, and each mean in the loss by its own count. A mean divided by
+    another mean is neither: its count is not a sum over parts.
     """
     follows = all_of_parts(graph)
     if follows[graph.loss] not in (Follows.MEAN, Follows.SUM):
@@ -269,9 +268,9 @@ def parts_have_weights(graph: Graph) -> bool:
 
 
 def drawn_once(graph: Graph) -> Op | None:
-    """Return the first op that draws numbers of which the rows of a batch have none of their own.
+    """Return the first op whose random numbers are shared by all rows of a batch.
 
-    A switch that drops a whole layer, noise that is added to a weight, a dropout of a weight.
+    Such as dropping a whole layer, noise added to a weight, dropout of a weight.
     """
     return next((op for op in graph.ops if is_random(op) and not _has_rows(op, graph)), None)
 

@@ -1,4 +1,4 @@
-"""Tries a model's schedule of learning rates for as many steps as a script takes by itself."""
+"""Tries a model's learning-rate schedule for a script's default number of steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.outside import outside_of
 
-TRIED_STEPS = 100  # as scripts take, where --steps names no other number
+TRIED_STEPS = 100  # a script's default
 
 
 class ScheduleEnd(NamedTuple):
-    """The step in which a schedule fails, and what it says there."""
+    """The step in which a schedule fails, and its message."""
 
     step: int
     said: str
@@ -22,11 +22,11 @@ class ScheduleEnd(NamedTuple):
 
 
 def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:
-    """Step a schedule; return where it fails, if it does. One that fails at once is refused."""
+    """Step a schedule; return where it fails, or None. Raises if the first step fails."""
     before = outside_of(model_file.path).snapshot()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer is not stepped
+            warnings.simplefilter("ignore")  # about an optimizer that is not stepped
             for step in range(1, TRIED_STEPS + 1):
                 try:
                     scheduler.step()

@@ -1,13 +1,11 @@
-"""Finds layers that write to their input, layers that can run again, and steps that count.
+"""Finds layers that write to their inputs, layers that can be recomputed, and step counts.
 
-Finds the layers that write into what they are given, or whose results others write into.
+A layer that writes to its inputs, or whose results others write to, works on copies if it is
+recomputed or is a unit of `fully_shard` (runtime/model/parts.py). Other code must then see its
+writes only in its results.
 
-Such a layer works on copies where it runs again or is a unit of `fully_shard`
-(runtime/model/apart.py). Others may know what it writes there by its results alone then.
-
-Finds what the step of an optimizer or a scheduler sets outside it, and the forward reads.
-
-Code that is printed would keep the value that the trace has seen.
+Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
+code would keep the traced value.
 """
 
 from __future__ import annotations
@@ -47,16 +45,16 @@ _OF_A_MATRIX = re.compile(r"aten\.(linear|matmul|einsum|tensordot)\.")
 
 
 def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
-    """Return those of some calls that have to work on copies; refuse where these would differ."""
+    """Return the calls that must work on copies; raises if copies would change results."""
     if not any(True for _ in written(graph.ops, graph)):
         return frozenset()
     return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
 
 
 def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
-    """Yield the storages of activations that ops write to, the batch among them.
+    """Yield the storages of activations that ops write to, including the batch.
 
-    What the graph has as a scatter is a write into a part of a tensor in the code.
+    A scatter in the graph is a write to a part of a tensor in the code.
     """
     for op in ops:
         for name in op.inputs[:1] if kind_of(op) is OpKind.SCATTER else op.writes:
@@ -66,7 +64,7 @@ def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
 
 
 class _Borders:
-    """What is written across the borders of a call, from within or afterwards."""
+    """Writes that cross the border of a call, from within or afterwards."""
 
     def __init__(self, graph: Graph, call: str) -> None:
         self.graph, self.call = graph, graph.calls[call]
@@ -76,7 +74,7 @@ class _Borders:
 
     @property
     def matter(self) -> bool:
-        """Whether something is written across."""
+        """Whether there are any."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
         views = [
@@ -97,12 +95,15 @@ class _Borders:
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
-        """Whether torch makes the result of an op as a view of a matrix, which no graph shows."""
+        """Whether torch returns an op's result as a view of a matrix.
+
+        The graph does not show it.
+        """
         (result, *_) = op.outputs
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
     def _is_seen(self, storage: str) -> bool:
-        """Whether others would miss what the call writes, as one of its own inputs would."""
+        """Whether other code would miss the call's writes to a copy."""
         given = self.graph.tensors.keys() & _given(self.call)
         if len([name for name in given if self._storage(name) == storage]) != 1:
             return True
@@ -133,10 +134,10 @@ def _given(call: ModuleCall) -> frozenset[str]:
 
 
 def steady_buffers(graph: Graph) -> tuple[str, ...]:
-    """Return the buffers that the forward writes without regard to rows.
+    """Return the buffers that the forward writes independently of rows.
 
-    Each microbatch would write them again: a count of steps would run ahead. The count of a batch
-    norm is none of them: its statistics are those of each microbatch.
+    Each microbatch would write them again, so that a step count would run ahead. The count of a
+    batch norm is not one of them: its statistics are those of each microbatch.
     """
     of_parts = all_of_parts(graph)
     steady = {buffer.name for buffer in graph.buffers}
@@ -158,7 +159,7 @@ def written_buffers(op: Op, graph: Graph) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hindrance:
-    """Why a layer cannot run again, and where in the model's code that shows."""
+    """Why a layer cannot be recomputed, and where the model's code shows it."""
 
     why: str
     where: str = ""
@@ -187,9 +188,9 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
 
 
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
-    """Return the classes of what layers are given that is neither tensor nor module: caches, say.
+    """Return the classes of layers' arguments that are neither tensors nor modules: caches, say.
 
-    A layer that runs again finds them as they were, for which what they hold is kept till then.
+    A recomputed layer gets them in their first state, so their contents are kept until then.
     """
     calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
     values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))
@@ -198,7 +199,10 @@ def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
 
 
 def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindrance | None:
-    """Return why a layer cannot run twice, None if it can; `writers` are ops by what they write."""
+    """Return why a layer cannot be recomputed, or None.
+
+    `writers` are ops by the storage they write.
+    """
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
         return Hindrance(why="its code stands in the model's own forward, not in a module's")
@@ -213,14 +217,14 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
 
 
 def _recurrent(layer: Layer) -> Op | None:
-    """Return an op that is several, which make gates in the place of their products."""
+    """Return an op that is several kernels, which write gates in place over their products."""
     return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
 
 
 def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
-    """Return an op that changes what selective recomputation keeps: a result of a contraction.
+    """Return an op that overwrites something selective recompute keeps: a contraction's result.
 
-    What the last op keeps of its operands is the last that runs again: behind it there is no harm.
+    The last tensor that is saved ends the recomputation; later writes do no harm.
     """
     if not writers:
         return None
@@ -231,9 +235,9 @@ def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> 
 
 
 def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:
-    """Run a step, put back what it changes, and refuse what the forward or the loss reads of it.
+    """Run a step, undo its changes, and raise if the forward or the loss reads what it changed.
 
-    The optimizer may have the model, or its last one may be a global of the file.
+    The optimizer may hold the model, or the latest optimizer may be a global of the file.
     """
     outside = outside_of(path, model)
     before = outside.snapshot()
@@ -258,7 +262,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
 
 def _names_read(files: tuple[ModuleType, ...]) -> set[str]:
-    """Return the names in the code of the modules of some files, of the loss, and of their help."""
+    """Return the names used in the code of modules, the loss, and functions they call."""
     waiting = [function for file in files for function in _run_in_a_step(file)]
     met, names = set[CodeType](), set[str]()
     while waiting:

@@ -1,9 +1,8 @@
-"""The traced model as plain immutable data, with the one index that answers questions about it.
+"""The traced model as immutable data, with one index for questions about it.
 
-Answers questions about a graph: who makes a tensor, who writes to its memory, what needs what.
-
-This is the one idea of writes and aliases. A tensor lies in a storage, perhaps with others; an op
-that writes to one of them writes to the storage, and what reads any of them later reads that too.
+The index answers which op makes a tensor, which ops write to its memory, and what depends on what.
+Writes and aliases are defined only here: a tensor lies in a storage, perhaps with others; an op
+that writes to one of them writes to the storage, and later reads of any of them read that.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 
 class Index:
-    """The index of one graph, which carries it; each part is made when it is first asked for."""
+    """The index of a graph, stored with it; each part is computed on first use."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Index:
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """The place of each op, by its name."""
+        """The position of each op, by name."""
         return MappingProxyType({op.name: at for at, op in enumerate(self._ops)})
 
     @cached_property
@@ -58,7 +57,7 @@ class Index:
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[Op, ...]]:
-        """The ops that read each tensor, each once, in order."""
+        """The ops that read each tensor, in order, without repetition."""
         return _gathered((name, op) for op in self._ops for name in dict.fromkeys(op.inputs))
 
     @cached_property
@@ -67,25 +66,25 @@ class Index:
         return _gathered((name, op) for op in self._ops for name in self.written_by(op))
 
     def made_at(self, name: str) -> int:
-        """Return the place of the op that makes a tensor, -1 where it comes from outside."""
+        """Return the position of the op that makes a tensor, or -1 if it comes from outside."""
         return self.places[self.made_by[name].name] if name in self.made_by else -1
 
     def last_read_at(self, name: str) -> int:
-        """Return the place of the last op that reads a tensor, -1 where none does."""
+        """Return the position of the last op that reads a tensor, or -1 if none does."""
         return max((self.places[op.name] for op in self.readers[name][-1:]), default=-1)
 
     def is_written_later(self, name: str) -> bool:
-        """Whether an op writes to the memory of a tensor after that was made."""
+        """Whether an op writes to the memory of a tensor after it was made."""
         writers = self.writers[self._tensors[name].storage]
         return any(self.made_at(name) < self.places[op.name] for op in writers[-1:])
 
     @cached_property
     def lying_in(self) -> Mapping[str, tuple[str, ...]]:
-        """The tensors that lie in each storage."""
+        """The tensors in each storage."""
         return _gathered((one.storage, one.name) for one in self._tensors.values())
 
     def storages(self, names: Iterable[str]) -> Set[str]:
-        """Return the storages that some tensors lie in."""
+        """Return the storages of some tensors."""
         return {self._tensors[name].storage for name in names}
 
     def written_by(self, op: Op) -> Set[str]:
@@ -95,9 +94,9 @@ class Index:
     # --- what needs what -------------------------------------------------------------------------
 
     def needed_for(self, values: Iterable[str], *, without: Iterable[Op] = ()) -> tuple[Op, ...]:
-        """Return the ops that make some tensors as they are in the end, in order.
+        """Return the ops that determine the final values of some tensors, in order.
 
-        Ops `without` are left out, and so is what is needed for these alone.
+        Ops in `without` are left out, and so are ops that only these need.
         """
         wanted = set(values)
         written = self.storages(wanted) & self.writers.keys()
@@ -116,9 +115,9 @@ class Index:
 
     @cached_property
     def _flow(self) -> nx.DiGraph:
-        """What follows from what: ops by their places, tensors by name, memory by its last writer.
+        """Dependencies: ops by position, tensors by name, memory by its last writer.
 
-        An op reads the memory of its inputs as the last writer before it has left it.
+        An op reads its inputs' memory in the state left by the last writer before it.
         """
         flow, latest = nx.DiGraph(), dict[str, tuple[str, int]]()
         flow.add_nodes_from(self._tensors)
@@ -139,7 +138,7 @@ class Index:
     # --- calls -----------------------------------------------------------------------------------
 
     def around(self, call: str | None) -> tuple[str, ...]:
-        """Return a call of a module and the calls around it, the innermost first."""
+        """Return a module call and the calls around it, the innermost first."""
         if call is None or call not in self._calls:
             return ()
         if call not in self._around:
@@ -148,9 +147,9 @@ class Index:
 
     @cached_property
     def ops_in(self) -> Mapping[str, tuple[Op, ...]]:
-        """The ops of each call that has any, with those of the calls inside it, in order.
+        """The ops of each call that has any, including those of inner calls, in order.
 
-        Calls come as they begin to compute, each behind the one around it.
+        Calls are ordered by their first op, each after the one around it.
         """
         return _gathered((call, op) for op in self._ops for call in reversed(self.around(op.call)))
 
@@ -161,7 +160,7 @@ class Index:
 
 
 class _Several(dict[str, tuple[T, ...]]):
-    """What belongs to each name: nothing where the name has nothing."""
+    """A dict whose missing keys are empty tuples."""
 
     def __missing__(self, name: str) -> tuple[T, ...]:
         return ()
@@ -174,15 +173,15 @@ def _gathered(pairs: Iterable[tuple[str, T]]) -> Mapping[str, tuple[T, ...]]:
     return MappingProxyType(_Several({name: tuple(own) for name, own in found.items()}))
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: it carries its index
+@dataclass(frozen=True, kw_only=True)  # no slots, because it carries its index
 class Graph:
     """A model with its loss, traced once for every batch size.
 
-    `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
-    `recomputed_at` is where a model has torch compute something again (torch.utils.checkpoint),
-    `autocast_at` where it chooses a precision of its own (torch.autocast), `devices_meet_at` where
-    it creates a tensor on the CPU that its own device would not take.
-    A model that noticed the trace may hand its modules something else in training: no mask, say.
+    `fixed_batch` is the only batch size of a model that treats it as a constant, `fixed_at` the
+    place. `recomputed_at` is where a model uses torch.utils.checkpoint, `autocast_at` where it uses
+    torch.autocast. `devices_meet_at` is where it creates a tensor on the CPU that fails on another
+    device. A model that detects tracing may pass other arguments to its modules in training: no
+    mask, for example.
     """
 
     ops: tuple[Op, ...]
@@ -199,12 +198,13 @@ class Graph:
     autocast_at: str = ""
     devices_meet_at: str = ""
     was_noticed: bool = False
-    functions: tuple[FunctionCall, ...] = ()  # a call inside another one stands before that
+    functions: tuple[FunctionCall, ...] = ()  # an inner call comes before the outer one
     own_gradients: tuple[OwnGradient, ...] = ()
-    in_eval_mode: tuple[str, ...] = ()  # parts that learn, and compute otherwise in training
+    # trainable parts in evaluation mode that compute otherwise in training
+    in_eval_mode: tuple[str, ...] = ()
 
     def learns(self, op: Op) -> bool:
-        """Whether gradients flow through what an op makes."""
+        """Whether gradients flow through an op's results."""
         return any(self.tensors[name].requires_grad for name in op.outputs)
 
     @property
@@ -218,12 +218,12 @@ class Graph:
 
     @cached_property
     def index(self) -> Index:
-        """Who makes and reads what, and what needs what."""
+        """The index: who makes and reads what, and dependencies."""
         return Index(self.ops, self.tensors, self.calls, self.functions)
 
 
 def input_name(key: str, taken: Container[str]) -> str:
-    """Return the name of the tensor that the batch has under a key, which a parameter may have."""
+    """Return the name of an input tensor, from its key in the batch; parameters may use the key."""
     return f'batch["{key}"]' if key in taken else key
 
 

@@ -1,11 +1,11 @@
-"""The layouts of a tensor on the tensor axis, and the conversions from one to another.
+"""The layouts of a tensor on the tensor axis, and conversions between them.
 
     I      the same value on every rank; its gradient is whole on every rank
     R      the same value on every rank; its gradient is a partial sum on each rank
     S      split along a logical axis, and so is its gradient
     P      values sum to the true one; the gradient is whole on every rank
 
-An edge whose producer and consumer have no conversion here is an error in the plan.
+A producer and a consumer whose layouts have no conversion here are an error in the plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.planner.cluster.cluster import Collective
 
 
 class LayoutKind(StrEnum):
-    """What a tensor is on the ranks of the tensor axis."""
+    """How a tensor is distributed over the ranks of the tensor axis."""
 
     WHOLE = "I"
     REPLICATED = "R"
@@ -29,7 +29,7 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout; `axis` (a leaf of the logical axes) and `dim` (of the tensor) where split."""
+    """A layout; `axis` (a leaf of the logical axes) and `dim` (of the tensor) if split."""
 
     kind: LayoutKind
     axis: str = ""
@@ -45,16 +45,16 @@ PARTIAL = Layout(LayoutKind.PARTIAL)
 
 
 def split(axis: str, dim: int) -> Layout:
-    """Return the layout of a tensor that is split along an axis, which lies in this dim."""
+    """Return the layout of a tensor split along an axis, which is in this dim."""
     return Layout(LayoutKind.SPLIT, axis, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLayout:
-    """How one op is split: a letter of its rule along an axis, or nothing ("").
+    """How an op is split: the axis of a letter of its rule, or "".
 
     `needs` are the layouts that its inputs are converted to, in the order of `op.inputs`; `gives`
-    those of its outputs. What a tensor is before that, its producer's `gives` says.
+    are those of its outputs. The layout before conversion is the producer's `gives`.
     """
 
     letter: str
@@ -65,24 +65,24 @@ class OpLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """How a parameter or buffer lies on the tensor axis (never P)."""
+    """The layout of a parameter or buffer on the tensor axis (never P)."""
 
     name: str
     layout: Layout
 
 
 class Local(StrEnum):
-    """What a conversion does without communication."""
+    """A conversion's local work, without communication."""
 
     NOTHING = "nothing"
     SLICE = "slice"
     PAD = "pad"  # its own part, zeros elsewhere
-    MASK = "mask"  # the first rank keeps it, zeros on the others
+    MASK = "mask"  # the first rank keeps it; zeros elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What turns one layout into another, forward and backward; `function` is the runtime's."""
+    """A conversion between layouts, forward and backward; `function` is the runtime's."""
 
     function: str
     forward: Collective | Local
@@ -117,7 +117,7 @@ CONVERSIONS: Mapping[tuple[LayoutKind, LayoutKind], Conversion] = MappingProxyTy
 
 
 def conversion(produced: Layout, needed: Layout) -> Conversion | None:
-    """Return what turns one layout into another, None where they are equal."""
+    """Return the conversion between two layouts, or None if they are equal."""
     if produced == needed:
         return None
     return CONVERSIONS[produced.kind, needed.kind]

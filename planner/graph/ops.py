@@ -1,11 +1,9 @@
-"""The parts of a graph as plain immutable data: tensors, ops, module calls, parameters, sizes.
-
-What a graph is made of, as plain immutable data: tensors, ops, module calls, parameters.
+"""The parts of a graph as immutable data: tensors, ops, module calls, parameters, sizes.
 
 Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
 constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
-type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says
-so.
+dtype, which a precision setting replaces; a tensor that the model itself pins to float32 has that
+dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Extent:
 
     def at(self, batch: int) -> int:
         """Return the size for one batch."""
-        if self.is_constant:  # by far the most common case
+        if self.is_constant:  # the most common case
             return self.coefficients[0] if self.coefficients else 0
         return sum(c * batch**power for power, c in enumerate(self.coefficients))
 
@@ -117,9 +115,9 @@ def _term(coefficient: int, power: int) -> str:
 
 
 MODEL_DTYPE = "model"
-LOSS_CALL = "(loss)"  # around the ops of the loss function, which is no module
-MODULE = "module "  # before the path of a module that is an argument
-MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the types traced in
+LOSS_CALL = "(loss)"  # around the ops of the loss function, which is not a module
+MODULE = "module "  # prefix of a module's path as an argument
+MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the dtypes used for tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +138,13 @@ Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple
 
 
 class Listed(tuple[Value, ...]):
-    """What crosses the border of a call as a list, where other sequences are tuples."""
+    """A list at the border of a call; other sequences are tuples."""
 
     __slots__ = ()
 
 
 class Mapped(tuple[Value, ...]):
-    """What crosses the border of a call as a plain dict: pairs of a key and its value."""
+    """A plain dict at the border of a call, as pairs of key and value."""
 
     __slots__ = ()
 
@@ -154,20 +152,20 @@ class Mapped(tuple[Value, ...]):
 class Fields(tuple[Value, ...]):
     """An object at the border of a call (a dataclass, the outputs of a library's model).
 
-    It is the pairs of an attribute's name and its value.
+    It is the pairs of attribute names and values.
     """
 
     __slots__ = ()
 
 
 class NamedFields(Fields):
-    """A namedtuple at the border of a call, as the pairs of its names and values."""
+    """A namedtuple at the border of a call, as pairs of names and values."""
 
     __slots__ = ()
 
 
 class TensorOrigin(StrEnum):
-    """Where a tensor comes from."""
+    """The origin of a tensor."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -178,12 +176,12 @@ class TensorOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One value of the graph; `storage` names the tensor whose memory it lies in.
+    """A value of the graph; `storage` is the tensor that owns its memory.
 
-    Where its size depends on numbers (`x[mask]`), its shape is the largest that it may have, and
-    `counted_by` names the mask of which it has the true entries; where that is no mask, the first
-    op that made such a size. Of these entries, so many as `expected` are priced: one share of all
-    where masks part them, as in a loop over experts.
+    If its size depends on data (`x[mask]`), its shape is the largest possible one, and `counted_by`
+    is the mask whose true entries it has; without a mask, it is the first op with such a size.
+    `expected` is the number of entries that prices assume: an equal share if masks partition them,
+    as in a loop over experts.
     """
 
     name: str
@@ -197,36 +195,36 @@ class Tensor:
 
     @property
     def numel(self) -> Extent:
-        """The number of elements, of what is counted the most that there may be."""
+        """The number of elements, or the largest possible number."""
         return numel(self.shape)
 
     def expected_numel(self, batch: int) -> int:
-        """Return the number of elements that a price is for."""
+        """Return the number of elements that prices assume."""
         return round(self.numel.at(batch) * self.expected)
 
     @property
     def is_whole_numbered(self) -> bool:
-        """Whether the elements are whole numbers, or truths."""
+        """Whether the elements are integers or booleans."""
         return self.dtype.startswith(("int", "uint", "bool"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter with every name that the model has for it; tied weights are one parameter."""
+    """A parameter with every name in the model; tied weights are one parameter."""
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[Extent, ...]
     dtype: str
     trainable: bool
-    moments: float = 2.0  # fp32 numbers that the optimizer keeps for each of its own, as AdamW does
+    moments: float = 2.0  # fp32 numbers that the optimizer keeps per element; 2 for AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A buffer of the model; `updated` where the forward writes to it (running statistics).
+    """A buffer of the model; `updated` if the forward writes to it (running statistics).
 
-    `narrowed`: a plan in 16 bits holds it in 16 bits, though the model was built with it in fp32.
+    `narrowed`: a 16-bit plan holds it in 16 bits, although the model was built with fp32.
     """
 
     name: str
@@ -239,32 +237,31 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A tensor that the forward made from plain numbers; `values` (nested) where they are few."""
+    """A tensor that the forward made from plain numbers; `values` (nested) if they are few."""
 
     name: str
     values: Value
 
 
 class Left(StrEnum):
-    """What a call of a module leaves outside: on a module, in a list, under a global name."""
+    """What a module call changes outside: an attribute, a list, a global name."""
 
     NOTHING = ""
     BEHIND = "behind"
-    FOR_A_WHILE = "for a while"  # other code takes it away in the same step
+    FOR_A_WHILE = "for a while"  # other code removes it in the same step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
+    """A call of a module: `key` is unique, `path` is the module, equal for repeated calls.
 
-    `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
-    own, so it is called as it is and never opened.
-    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>", modules of
-    the model as "<module h.0.position>". Lists are
-    `Listed`, for callers concatenate them, dicts `Mapped`, and objects with fields `Fields`.
-    `has_unused` marks a call that computes with activations what the loss does not depend on,
-    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks,
-    `mode_is_set` one whose module the code around it has set to training or to evaluating.
+    `is_function` marks a custom autograd.Function: the graph has its forward, but its backward is
+    its own, so it is called as it is. Arguments that are neither tensors nor plain values are text
+    such as "<DynamicCache>"; the model's modules are "<module h.0.position>". Lists are `Listed`,
+    because callers concatenate them; dicts are `Mapped`, and objects with fields `Fields`.
+    `has_unused` marks a call that computes something from activations that the loss does not depend
+    on, `is_batch_norm` one of torch's batch norms, which share statistics over data ranks,
+    `mode_is_set` one whose module was set to training or evaluation by the code around it.
     """
 
     key: str
@@ -281,15 +278,15 @@ class ModuleCall:
     mode_is_set: bool = False
 
 
-LOSS_FUNCTION = ("", "loss")  # the model file's own, as the module and the name of a function
+LOSS_FUNCTION = ("", "loss")  # module and name of the model file's own loss function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionCall:
-    """One call of a plain function of the model's code, such as `rotate(x, cos, sin)`.
+    """A call of a plain function in the model's code, such as `rotate(x, cos, sin)`.
 
     `module` and `name` are where Python finds the function, `call` is the module call that runs it,
-    `ops` are the names of its ops. Arguments and result are written as those of a `Call`.
+    `ops` are the names of its ops. Arguments and result have the form of those of a module call.
     """
 
     module: str
@@ -302,7 +299,7 @@ class FunctionCall:
 
 
 class GradientUse(StrEnum):
-    """How the code of a model works on gradients by itself."""
+    """How the code of a model uses gradients itself."""
 
     CHANGED = "changed"  # by a hook
     TAKEN = "taken"  # by torch.autograd.grad
@@ -311,10 +308,10 @@ class GradientUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGradient:
-    """A place where a model changes or takes gradients: code that is printed anew would not.
+    """A place where a model changes or takes gradients, so that its code cannot be printed.
 
-    `call` is the module call that does so, LOSS_CALL in the loss function. `how` is the function
-    of torch by which, `where` the line, or the module that has a hook.
+    `call` is the module call, or LOSS_CALL in the loss function. `how` is the torch function,
+    `where` the line, or the module with a hook.
     """
 
     call: str
@@ -325,10 +322,10 @@ class OwnGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation, its arguments by schema name, in the module call that ran it.
+    """An operation, its arguments by schema name, and the module call that ran it.
 
-    `location` is the line of the model that does it. In a function that is no module, `callers` are
-    the lines that lead there, up to the one in the forward.
+    `location` is the line of the model that runs it. In a plain function, `callers` are the lines
+    that lead there, up to the one in the forward.
     """
 
     name: str
@@ -363,9 +360,9 @@ def refs(value: Value) -> Iterator[str]:
 
 
 def objects(value: Value) -> Iterator[str]:
-    """Yield what is named in an argument that is neither tensor nor plain, be it in a container.
+    """Yield the objects in an argument that are neither tensors nor plain, also inside containers.
 
-    That is a class, or a module of the model behind `MODULE`.
+    An object is named by its class, or for a module by its path after `MODULE`.
     """
     if isinstance(value, str) and value.startswith("<"):
         yield value[1:-1]
@@ -375,13 +372,13 @@ def objects(value: Value) -> Iterator[str]:
 
 
 def sizes(value: Value) -> tuple[Extent, ...]:
-    """Return an argument that lists sizes as extents (−1 stays −1)."""
+    """Return an argument that is a list of sizes as extents (−1 stays −1)."""
     assert isinstance(value, tuple)
     return tuple(size(item) for item in value)
 
 
 def size(value: Value) -> Extent:
-    """Return an argument that is one size as an extent."""
+    """Return an argument that is a size as an extent."""
     if isinstance(value, Extent):
         return value
     assert isinstance(value, int)

@@ -1,1 +1,1 @@
-"""Turns the file that a user wrote into functions that build the model, its faults told as ours."""
+"""Turns the user's file into functions that build the model, and reports faults in it."""

@@ -1,4 +1,4 @@
-"""What functions of a model file are made of: their sources, what they close over, their hooks."""
+"""Functions of a model file: their sources, closures and hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
 
 
 def sources(path: Path) -> list[Path]:
-    """Return a file and, through imports, what lies in the folder that they are looked up in."""
+    """Return a file and the files it imports from its own folder."""
     folder, found, waiting = import_name(path).folder, {path}, [path]
     while waiting:
         importing = waiting.pop()
@@ -33,7 +33,7 @@ def sources(path: Path) -> list[Path]:
 
 
 def _place(name: str, importing: Path, folder: Path) -> Path:
-    """Return where a module would be; one dot is the folder of the file, each other goes up."""
+    """Return where a module would be; one dot is the file's folder, each further dot goes up."""
     absolute = name.lstrip(".")
     level = len(name) - len(absolute)
     above = importing.parents[level - 1] if level else folder
@@ -41,10 +41,10 @@ def _place(name: str, importing: Path, folder: Path) -> Path:
 
 
 def loaded_sources(path: Path, classes: Iterable[type] = ()) -> list[ModuleType]:
-    """Return the modules of Python that the code of a model is in, none of a library.
+    """Return the Python modules that contain a model's code, without libraries.
 
-    Those are its files, and what defines the classes of the model or is named in these files: a
-    package of the user's that is installed in place.
+    These are its files, and modules that define the model's classes or are named in its files: a
+    package of the user's that is installed in editable mode.
     """
     files = set(map(str, sources(path)))
     loaded = list(sys.modules.values())
@@ -64,10 +64,10 @@ def _is_library(module: ModuleType) -> bool:
 
 
 def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of Python that runs: that of a method, a partial or a callable object."""
+    """Return the Python function that runs: of a method, a partial or a callable object."""
     while isinstance(called, partial):
         called = called.func
-    called = inspect.unwrap(called)  # of a wrapper that is an object, as lru_cache makes
+    called = inspect.unwrap(called)  # of a wrapper object, such as lru_cache's
     if not isinstance(called, FunctionType | MethodType | BuiltinFunctionType):
         called = type(called).__call__
     plain: Callable[..., Any] = inspect.unwrap(getattr(called, "__func__", called))
@@ -75,20 +75,20 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those that are written inside it."""
+    """Yield the code of a function and of nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from nested_code(constant)
 
 
-# Registries of a module, and those of torch whose hooks run for every module.
+# Registries of a module, and torch's global ones.
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
 
 def forward_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the hooks that run when a module is called, and not when its forward is."""
+    """Yield the hooks that run when a module is called, but not when its forward is."""
     for name in _FORWARD:
         yield from getattr(module, name).values()
 
@@ -99,11 +99,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module does more than its forward does."""
+    """Whether calling a module does more than its forward."""
     return any(forward_hooks(module)) or has_backward_hooks(module)
 
 
 def global_hooks() -> list[Callable[..., Any]]:
-    """Return the hooks that torch runs for every module of the process."""
+    """Return the hooks that torch runs for every module."""
     names = (f"_global{name}" for name in (*_FORWARD, *_BACKWARD))
     return [hook for name in names for hook in getattr(torch_module, name).values()]

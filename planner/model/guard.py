@@ -1,4 +1,4 @@
-"""Runs the code of a model file, contains what it does, and turns its errors into one message."""
+"""Runs the code of a model file, contains its side effects, and reports its errors."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ INIT = "__init__.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportName:
-    """A module as an import statement has it: `myproj.model`, found in `folder`."""
+    """A module's name for an import statement: `myproj.model`, found in `folder`."""
 
     name: str
     folder: Path
 
     @property
     def home(self) -> Path:
-        """The folder that holds the file and its neighbours: that of the package, if it has one."""
+        """The folder that holds the file and its neighbours; in a package, the package's folder."""
         top, dot, _ = self.name.partition(".")
         return self.folder / top if dot else self.folder
 
 
 def import_name(path: Path) -> ImportName:
-    """Return the name of a file: of its package, if it imports from that, else its own alone."""
+    """Return the import name of a file; with its package, if it imports from that."""
     parts, folder = [path.stem], path.parent
     while (folder / INIT).is_file() and folder != folder.parent:
         parts.insert(0, folder.name)
@@ -49,7 +49,7 @@ def import_name(path: Path) -> ImportName:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield all that a file imports, dots in front of what is relative; nothing of a broken one."""
+    """Yield all names that a file imports, with dots if relative; nothing for a broken file."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -70,11 +70,11 @@ def _is_of(package: str, name: str) -> bool:
 
 @contextmanager
 def contained(path: Path) -> Iterator[None]:
-    """Send prints to stderr, refuse os._exit, end forks where they come out, keep the folder."""
+    """Send prints to stderr, refuse os._exit, end forks, and restore the working directory."""
     process, folder, leave = os.getpid(), _folder(), os._exit
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != process:  # one that multiprocessing has started
+        if os.getpid() != process:  # a process started by multiprocessing
             leave(status)
         raise InputError(
             f"the model file ends the process (os._exit({status}))",
@@ -86,7 +86,7 @@ def contained(path: Path) -> Iterator[None]:
         with redirect_stdout(sys.stderr), patch.object(os, "_exit", refuse):
             yield
     finally:
-        if os.getpid() != process:  # os.fork: the command goes on once, in the process that began
+        if os.getpid() != process:  # os.fork: only the original process continues the command
             leave(0)
         if folder is not None and folder != _folder():
             os.chdir(folder)
@@ -94,9 +94,9 @@ def contained(path: Path) -> Iterator[None]:
 
 def _folder() -> str | None:
     try:
-        return os.getcwd()  # noqa: PTH109 - as text, to be compared
+        return os.getcwd()  # noqa: PTH109 - text, for a comparison
     except FileNotFoundError:
-        return None  # it was removed
+        return None  # the folder was removed
 
 
 ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
@@ -129,7 +129,7 @@ INSTEAD = MappingProxyType(
 
 
 def nearest_file(path: Path) -> str:
-    """Return where a file is that was meant by a wrong path, as far as it can be guessed."""
+    """Return a guess at the file that a wrong path meant."""
     module, _, function = path.name.rpartition(".")
     as_module = path.parent / f"{path.name.replace('.', '/')}.py"
     if module.endswith(".py") and (path.parent / module).is_file():
@@ -146,7 +146,7 @@ def nearest_file(path: Path) -> str:
 
 
 def instead_of(name: str, path: Path, module: ModuleType) -> str:
-    """Return what to do about a function that is not there, from what is."""
+    """Return what to do about a missing function, from the functions that exist."""
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     functions = [key for key, value in own.items() if inspect.isroutine(value)]
     near = get_close_matches(name, functions, n=1)
@@ -166,7 +166,7 @@ def instead_of(name: str, path: Path, module: ModuleType) -> str:
 
 
 def remedy(error: BaseException, path: Path) -> str:
-    """Return what to do, or nothing; `path` is the model file."""
+    """Return what to do about an error, or ""; `path` is the model file."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing(error.name.partition(".")[0], path)
     text = text_of(error)
@@ -174,7 +174,7 @@ def remedy(error: BaseException, path: Path) -> str:
 
 
 def told(name: str, passed: Sequence[Any]) -> str:
-    """Return in words what loss or metrics was given: the outputs of the model, and the batch."""
+    """Describe the arguments of loss or metrics: the model's outputs, and the batch."""
     if len(passed) != 2:
         return ""
     outputs, batch = map(_in_words, passed)
@@ -182,7 +182,8 @@ def told(name: str, passed: Sequence[Any]) -> str:
 
 
 def _in_words(value: Any) -> str:
-    from torch import Tensor  # which takes a second that other commands need not wait
+    # imported here, because it takes a second that other commands do not need
+    from torch import Tensor
 
     if isinstance(value, Tensor):
         sizes = (str(size) if type(size) is int else "rows" for size in value.shape)
@@ -195,7 +196,7 @@ def _in_words(value: Any) -> str:
 
 
 def _missing(name: str, path: Path) -> str:
-    """Return how to come by a module: from a folder above the file, by its right name, by pip."""
+    """Return how to make a module importable: a folder above, the right name, or pip."""
     for folder in path.parents:
         if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
             return f"run with PYTHONPATH={folder}, where {name} is"
@@ -209,12 +210,12 @@ _PLANNER = Path(__file__).parents[1]
 
 
 class ModelMovedError(InputError):
-    """The model file puts its model on a device, which is the script's to choose."""
+    """The model file moves its model to a device, which is the script's job."""
 
 
 @contextmanager
 def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None]:
-    """Tell whatever the user's code raises as one clear message."""
+    """Report every error of the user's code as one clear message."""
     try:
         with contained(path):
             yield
@@ -236,7 +237,7 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
 
 @contextmanager
 def no_process_group(path: Path) -> Iterator[None]:
-    """Refuse a process group: planning happens in one process, before any group exists."""
+    """Refuse to start a process group: planning uses one process, before any group exists."""
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
@@ -257,7 +258,7 @@ def no_process_group(path: Path) -> Iterator[None]:
 
 @contextmanager
 def not_moved(path: Path) -> Iterator[None]:
-    """Refuse that the model file's own code moves a module to a device, whichever is there."""
+    """Refuse the model file's own code to move a module to a device."""
     from torch import nn
     from torch._C._nn import _parse_to
 
@@ -288,7 +289,7 @@ def not_moved(path: Path) -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Have functions that a model file compiles by torch.jit stay Python, which can be traced."""
+    """Make torch.jit's compile functions return the Python function, which can be traced."""
     import torch
 
     plain = torch.jit.script
@@ -308,7 +309,7 @@ def user_location(error: BaseException, path: Path) -> str:
 
 
 def _is_own(filename: str, path: Path) -> bool:
-    """Whether a frame is the user's: in the folder of the model file, but no installed package."""
+    """Whether a frame is in the model file's folder, and not in an installed package."""
     if _PLANNER in Path(filename).parents or "site-packages" in filename:
         return False
     return import_name(path).home in Path(filename).parents

@@ -31,7 +31,8 @@ from autopar.planner.model.guard import (
     uncompiled,
 )
 
-_PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})  # by autopar itself
+# passed by autopar itself
+_PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})
 
 
 def parse_arguments(
@@ -81,7 +82,7 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
         value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         value = raw
-    # By exact type: True is an int for Python, but not for a person.
+    # Exact types: True is an int for Python, but not for a person.
     expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kinds[0])
     if expected and type(value) not in expected:
         raise InputError(f"--arg {key}={raw} is not of type {annotation}")
@@ -89,7 +90,7 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import the file anew, its folder or its package's first on sys.path, as Python has it."""
+    """Import a file anew, with its folder or its package's first on sys.path, as Python does."""
     known = import_name(path)
     _check_name(path, known)
     spec = importlib.util.spec_from_file_location(known.name, path)
@@ -104,7 +105,7 @@ def import_file(path: Path) -> ModuleType:
         with guarded(f"importing {path.name}", path), no_process_group(path), uncompiled():
             if package := known.name.rpartition(".")[0]:
                 importlib.import_module(package)
-            sys.modules[known.name] = module  # where dataclasses and pickling look it up
+            sys.modules[known.name] = module  # dataclasses and pickling look modules up here
             spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(known.name, None)
@@ -115,7 +116,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def _forget_packages_elsewhere(known: ImportName) -> None:
-    """Drop a package of the same name that another folder has, which was imported before."""
+    """Remove a package of the same name, imported from another folder, from sys.modules."""
     top, dot, _ = known.name.partition(".")
     there = getattr(sys.modules.get(top), "__file__", None)
     if dot and there and Path(there).parent != known.home:
@@ -124,7 +125,7 @@ def _forget_packages_elsewhere(known: ImportName) -> None:
 
 
 def _check_name(path: Path, known: ImportName) -> None:
-    """Refuse a file that would be imported in the place of Python's or an installed module."""
+    """Raise for a file that would hide a module of Python or an installed one."""
     top, dot, _ = known.name.partition(".")
     there = getattr(sys.modules.get(top), "__file__", None) or ""
     if top in sys.stdlib_module_names or "site-packages" in there:
@@ -149,7 +150,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """A loaded model file: the functions of the contract, each with its share of the arguments."""
+    """A loaded model file: its functions, with the arguments that each takes."""
 
     path: Path
     factory: str
@@ -166,12 +167,12 @@ class ModelFile:
 
     @property
     def name(self) -> str:
-        """The model as a person would call it: the file and its arguments."""
+        """The model's name for people: the file and its arguments."""
         arguments = ", ".join(f"{key}={value}" for key, value in self.arguments)
         return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
 
     def plain_entries(self) -> dict[str, Any]:
-        """Return what the batch has that is no tensor, and so the same for every batch."""
+        """Return the batch's entries that are no tensors; they are the same for every batch."""
         batch = self.example_batch(1)
         return {key: value for key, value in batch.items() if not isinstance(value, Tensor)}
 
@@ -205,7 +206,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
 
 
 def model_path(spec: str) -> Path:
-    """Return the file that MODEL, as given on the command line, names."""
+    """Return the file that MODEL names on the command line."""
     return _split(spec)[0]
 
 
@@ -247,7 +248,7 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
 
 
 def _check_optional(module: ModuleType, path: Path) -> None:
-    """Refuse what would be passed over in silence: a misspelt function, a collate without rows."""
+    """Raise for functions that would be ignored: a misspelt name, a collate without a dataset."""
     for name, use in _OF_ROWS.items():
         if hasattr(module, name) and getattr(module, "build_dataset", None) is None:
             raise InputError(
@@ -266,7 +267,10 @@ def _check_optional(module: ModuleType, path: Path) -> None:
 
 
 def _of_evaluation(module: ModuleType) -> tuple[str, ...]:
-    """Return what is of the contract beside rows to evaluate on alone: its name is a usual one."""
+    """Return functions that are only used with an evaluation dataset.
+
+    Their names are common ones.
+    """
     return ("metrics",) if hasattr(module, "build_eval_dataset") else ()
 
 
@@ -279,7 +283,7 @@ _OF_ROWS = {
 def _bind(
     function: Callable[..., Any], values: Mapping[str, Any], *, name: str, path: Path
 ) -> Callable[..., Any]:
-    """Return the function with its share of the arguments, its failures told as ours."""
+    """Return a function with its arguments bound; its errors are reported as autopar's."""
     parameters = inspect.signature(function).parameters
     share = {key: value for key, value in values.items() if key in parameters}
     _check_call(function, share, name=name, path=path)
@@ -295,7 +299,7 @@ def _bind(
 def _check_call(
     function: Callable[..., Any], share: Mapping[str, Any], *, name: str, path: Path
 ) -> None:
-    """Check that autopar can call a function: it passes so many arguments, --arg gives the rest."""
+    """Check that a function's parameters are all passed: by autopar, or by --arg."""
     called = _CALLED.get(name, f"{name}()")
     passed = called.count(",") + 1 if name in _CALLED else 0
     signature = inspect.signature(function)

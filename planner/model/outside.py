@@ -1,13 +1,13 @@
-"""Takes down what lies outside a model, and puts it back: running the model may change it.
+"""Records state outside a model, and restores it: running the model may change it.
 
-A trace keeps a plain value as it is. So a count that grows with each call (a global, an attribute
-of a class, a closure, a default argument, a module that a loss calls) would stay at its first value
-in printed code, and would grow with each microbatch elsewhere.
+A trace records a plain value as a constant. A count that grows with each call (a global, a class
+attribute, a closure, a default argument, a module that a loss calls) would keep its first value in
+printed code, and would grow with each microbatch elsewhere.
 
-Looked at are the globals of the model's files, the attributes of its modules and the environment,
-and what those hold: containers, iterators, functions with their closures and defaults, classes of
-these files and objects of them, modules. Objects of libraries are not looked into. What functions
-have cached (`lru_cache`) is forgotten.
+Recorded are the globals of the model's files, the attributes of its modules, the environment, and
+what these hold: containers, iterators, functions with closures and defaults, classes of these files
+and their instances, modules. Objects of libraries are not searched. Caches of functions
+(`lru_cache`) are cleared.
 """
 
 from __future__ import annotations
@@ -33,49 +33,50 @@ from torch._subclasses import FakeTensor
 from autopar.planner.model.functions import loaded_sources
 
 PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
-_SHOWN = (float, complex, itertools.count)  # nan is not itself, and counts are compared as objects
+# compared by text: nan differs from itself, and counts are compared by identity
+_SHOWN = (float, complex, itertools.count)
 _LONGEST = 1000  # entries: a longer container holds data
 _LARGEST_BYTES = 2**20  # of an array
 _OF_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
-_OF_HOOKS = frozenset(  # and of their like, which most modules have none of
+_OF_HOOKS = frozenset(  # empty for most modules
     key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
 )
 _OF_PYTHON = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__builtins__"}
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_ITERATORS = ("builtins", "itertools")  # whose iterators may hold others
+_ITERATORS = ("builtins", "itertools")  # modules whose iterators may hold other objects
 _CACHED = type(cache(int))
 ABSENT = object()
 
 
 class OutsideValue(NamedTuple):
-    """A value: by what it is told from others, and whether that is its number or its identity."""
+    """A value in comparable form, and whether it is compared as a number or by identity."""
 
     told_by: Any
     is_number: bool
-    held: Any = None  # so that no other object takes its identity
+    held: Any = None  # keeps the object alive, so that its id is not reused
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Something that holds values under keys, and what it held: a dict, a list, an object."""
+    """Something with values under keys (a dict, a list, an object), and its recorded values."""
 
     owner: Any
     held: Mapping[Any, Any]
 
     def now(self) -> Mapping[Any, Any]:
-        """Return what it holds now."""
+        """Return its current values."""
         return _held_by(self.owner)
 
     def put_back(self) -> None:
-        """Have it hold what it held; what it holds already stays untouched."""
+        """Restore its values; unchanged ones are not touched."""
         now = self.now()
         keys = (*now, *(key for key in self.held if key not in now))
         self.put({key: self.held.get(key, ABSENT) for key in keys})
 
     def put(self, changed: Mapping[Any, Any]) -> None:
-        """Have it hold other values under some keys, or nothing where these are ABSENT."""
+        """Set values under some keys; ABSENT removes them."""
         owner, now = self.owner, self.now()
         if all(now.get(key, ABSENT) is value for key, value in changed.items()):
             return
@@ -91,21 +92,21 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class OutsideSnapshot:
-    """What lay outside: the plain values and tensors by name, and what held them."""
+    """Recorded state: plain values and tensors by name, and their holders."""
 
     leaves: dict[str, OutsideValue] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
-    caches: list[Any] = field(default_factory=list)  # functions that remember their results
+    caches: list[Any] = field(default_factory=list)  # functions with a cache of results
 
     def put_back(self) -> None:
-        """Have everything hold what it held, and functions forget their results."""
+        """Restore all values, and clear caches."""
         for holder in self.holders.values():
             holder.put_back()
         for function in self.caches:
             function.cache_clear()
 
     def changes_to(self, after: OutsideSnapshot) -> Mapping[str, bool]:
-        """Return the places that hold something else later, and whether that is another number."""
+        """Return the places that changed, and whether a number changed."""
         return {
             place: leaf.is_number
             for place, leaf in after.leaves.items()
@@ -115,24 +116,24 @@ class OutsideSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What is looked at: the files of a model, and modules of it, by their paths."""
+    """The scope of recording: a model's files, and its modules by path."""
 
     files: tuple[ModuleType, ...]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def around(self, path: str) -> Outside:
-        """Return what a call of one module can reach: the modules in it, and those around it."""
+        """Return the scope that a module call can reach: the modules inside it and around it."""
         names = path.split(".")
         above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
         outer = {name: self.modules[name] for name in above if name in self.modules}
         return replace(self, modules=outer | dict(self.modules[path].named_modules(prefix=path)))
 
     def snapshot(self) -> OutsideSnapshot:
-        """Take down what is there now."""
+        """Record the current state."""
         walk = _OutsideWalk({file.__name__ for file in self.files})
         for name, value in os.environ.items():
             walk.found.leaves[f"os.environ[{name!r}]"] = OutsideValue(value, is_number=True)
-        with torch._C.DisableTorchFunction():  # a trace has modes that would take this for a step
+        with torch._C.DisableTorchFunction():  # a trace's modes would record this as an op
             for file in self.files:
                 walk.look_into(vars(file), Path(str(file.__file__)).name)
             for path, module in self.modules.items():
@@ -141,7 +142,7 @@ class Outside:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put back after the body what it changes."""
+        """Restore the state after the body."""
         before = self.snapshot()
         try:
             yield
@@ -150,14 +151,14 @@ class Outside:
 
 
 def outside_of(path: Path, model: nn.Module | None = None) -> Outside:
-    """Return what lies outside a model that a file builds."""
+    """Return the scope of a model that a file builds."""
     modules = {} if model is None else dict(model.named_modules())
     classes = {kind for module in modules.values() for kind in type(module).__mro__}
     return Outside(files=tuple(loaded_sources(path, classes)), modules=modules)
 
 
 class _OutsideWalk:
-    """Goes through values, each object once."""
+    """A walk over values that visits each object once."""
 
     def __init__(self, files: Set[str]) -> None:
         self.files = files
@@ -165,19 +166,19 @@ class _OutsideWalk:
         self.met: set[int] = set()
 
     def look_into(self, owner: Any, name: str) -> None:
-        """Take down what a module of the model holds, or the globals of a file."""
+        """Record the values of a module, or of a file's globals."""
         self.met.add(id(owner))
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            if key in _OF_HOOKS and not value:  # which a library may hang up in its first call
+            if key in _OF_HOOKS and not value:  # a library may add them in its first call
                 if isinstance(value, dict):
                     self.found.holders[id(value)] = Holder(value, {})
             elif key not in _OF_TENSORS and not key.startswith("__"):
                 self.look(f"{key} of {name}", value)
 
     def look(self, place: str, value: Any) -> None:
-        """Take down a value, or go on with what it holds."""
+        """Record a value, or walk into it."""
         if isinstance(value, PLAIN):
             told_by = repr(value) if isinstance(value, _SHOWN) else (type(value), value)
             self.found.leaves[place] = OutsideValue(told_by, is_number=True)
@@ -199,7 +200,7 @@ class _OutsideWalk:
                 self.look(_joined(place, name), inner)
 
     def _look_at_tensor(self, place: str, tensor: torch.Tensor) -> None:
-        """Note which tensor it is, and of one with numbers also how often it was written to."""
+        """Record a tensor's identity, and its version counter if it has values."""
         self.found.leaves[place] = OutsideValue(id(tensor), is_number=False, held=tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
             written = (id(tensor), tensor._version)
@@ -220,7 +221,7 @@ class _OutsideWalk:
         if isinstance(value, partial):
             return (("", value.func), (".args", value.args), (".keywords", value.keywords))
         if isinstance(value, _CONTAINERS) and len(value) > _LONGEST:
-            return (("", len(value)),)  # data
+            return (("", len(value)),)  # too long to be state
         if isinstance(value, (*_CONTAINERS, CellType)) or self._is_own(value):
             return self._of_holder(value)
         return ()
@@ -232,7 +233,7 @@ class _OutsideWalk:
     def _of_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if function.__module__ not in self.files:
             return
-        if "__wrapped__" in function.__dict__:  # goes under the name of its wrapper
+        if "__wrapped__" in function.__dict__:  # it has its wrapper's name
             yield "", function.__dict__["__wrapped__"]
         yield ".__defaults__", function.__defaults__
         yield ".__kwdefaults__", function.__kwdefaults__
@@ -258,7 +259,7 @@ class _OutsideWalk:
 
 
 def _held_by(owner: Any) -> Mapping[Any, Any]:
-    """Return what something holds, by key, place or attribute."""
+    """Return the values that something holds, by key, index or attribute."""
     if isinstance(owner, dict):
         return dict(owner)
     if isinstance(owner, (set, frozenset)):
@@ -268,7 +269,7 @@ def _held_by(owner: Any) -> Mapping[Any, Any]:
     if isinstance(owner, CellType):
         try:
             return {"": owner.cell_contents}
-        except ValueError:  # of a name that is not set yet
+        except ValueError:  # a name without a value yet
             return {}
     kind = owner if isinstance(owner, type) else type(owner)
     own = {name: getattr(owner, name) for name in _slots(kind) if hasattr(owner, name)}
@@ -281,7 +282,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _progress(iterator: Iterator[Any]) -> Any:
-    """Return how far an iterator has come, as far as it tells."""
+    """Return an iterator's position, if it can be found."""
     if not isinstance(iterator, GeneratorType):
         return operator.length_hint(iterator, -1)
     frame = iterator.gi_frame
@@ -291,7 +292,7 @@ def _progress(iterator: Iterator[Any]) -> Any:
 
 
 def _set(owner: Any, key: Any, value: Any) -> None:
-    """Have something hold a value under a key, or nothing."""
+    """Set or remove a value under a key."""
     if isinstance(owner, dict):
         if value is ABSENT:
             del owner[key]
@@ -299,7 +300,7 @@ def _set(owner: Any, key: Any, value: Any) -> None:
             owner[key] = value
     elif isinstance(owner, CellType):
         owner.cell_contents = value
-    elif isinstance(owner, nn.Module):  # which has registries of its own for what is set
+    elif isinstance(owner, nn.Module):  # its setter uses registries
         _set(owner.__dict__, key, value)
     elif value is ABSENT:
         delattr(owner, key)
@@ -308,6 +309,6 @@ def _set(owner: Any, key: Any, value: Any) -> None:
 
 
 def _joined(place: str, inner: str) -> str:
-    """Return the name of what a named value holds: `CFG.step of model.py`."""
+    """Return the name of a value inside a named one: `CFG.step of model.py`."""
     name, of, owner = place.partition(" of ")
     return f"{name}{inner}{of}{owner}"

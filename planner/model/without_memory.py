@@ -1,6 +1,6 @@
-"""Turns a model file into its model on the meta device, where tensors have sizes and no numbers.
+"""Builds a model file's model on the meta device, where tensors have no values.
 
-The model is built as scripts build it. This is all that the planner has of the runtime.
+The model is built as scripts build it. This is the planner's only use of the runtime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Refuse: TypeAlias = Callable[[nn.Module], None]
 
 
 def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Module:
-    """Build a model that takes no memory; for a while it does where a recording cannot follow.
+    """Build a model without memory; temporarily with memory if its constructor cannot be recorded.
 
     `refuse` raises an error for a model that no script could train.
     """
@@ -32,7 +32,7 @@ def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn
             return meta_model(model_file.build_model, check)
     except ModelMovedError:
         raise
-    except Exception:  # of the constructor: it is raised again
+    except Exception:  # the constructor's own error, raised again
         if check.has_begun:
             raise
         model = with_memory(model_file, refuse)
@@ -51,12 +51,12 @@ def with_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Mo
 
 
 def marked_like(tensor: Tensor, original: Tensor) -> None:
-    """Give a stand-in for a parameter its class and its attributes."""
+    """Give a stand-in for a parameter the parameter's class and attributes."""
     made_like(tensor, original)
 
 
 class _Check:
-    """Raises an error for a model that no script could train; its tensors are as they were made."""
+    """Raises an error for a model that no script could train, before its tensors are moved."""
 
     def __init__(self, refuse: Refuse, where: str) -> None:
         self.has_begun = False
@@ -67,7 +67,7 @@ class _Check:
         self._refuse(model)
         for name, other in sharing(model):
             if name == f"{other}_orig":
-                continue  # of torch's older spectral_norm, for which the trace tells the newer
+                continue  # from torch's older spectral_norm; the trace reports it
             raise InputError(
                 f"{other} lies in the memory of the parameter {name}, and is another tensor",
                 where=self._where,

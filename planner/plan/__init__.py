@@ -1,1 +1,1 @@
-"""The plan: what was asked, what was chosen, what it costs, and the proof of the choice."""
+"""The plan: the request, the choice, its cost, and the proof of the choice."""

@@ -1,4 +1,4 @@
-"""Plans a training again: on other devices, for a smaller model, or one point of its space."""
+"""Plans a training again: on other devices, for a smaller model, or at one arrangement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autopar.planner.plan.telling.words import recompute_words
 
 
 def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
-    """Return axes and layers; raise an error that tells all that does not fit.
+    """Return axes and layers; raises one error for everything that does not fit.
 
     `where` names the plan's file in messages.
     """
@@ -91,20 +91,20 @@ def _as_runner_up(plan: Plan) -> RunnerUp:
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # at most in a microbatch, but one for each tensor rank where these may share them
-_TURNS = 2  # of the pipeline, at most, in a step
+_ROWS = 2  # in a microbatch, or one per tensor rank if these share rows
+_TURNS = 2  # microbatches per pipeline rank in a step
 
 
 def arrangement_constraints(plan: Plan) -> Constraints:
-    """Return all of a plan but the insides of layers: its degrees, and a batch as small as shows.
+    """Return constraints for a plan's degrees and settings, with the smallest useful batch.
 
-    A step keeps the order of forwards and backwards, with fewer microbatches of fewer rows.
+    A step keeps the order of forwards and backwards, with fewer and smaller microbatches.
     """
     return constraints_of(_arrangement(plan))
 
 
 def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraints:
-    """Return also how modules are split and recomputed, where they are so in all equal layers."""
+    """Return these constraints, and the splits and recompute modes that equal layers share."""
     rules = [*_splits(plan, axes, layers), *_recompute(plan, layers)]
     return constraints_of([*_arrangement(plan), *rules])
 
@@ -118,7 +118,7 @@ def _arrangement(plan: Plan) -> Iterator[Declared]:
     block = rows * arranged.data
     if arranged.rows:  # one row more than data ranks: the first has two
         rows, block = 2, arranged.data + 1
-        count += count % arranged.data == 0  # else they could be shared out evenly
+        count += count % arranged.data == 0  # so that they cannot be distributed evenly
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "global_batch": count * block,
@@ -138,9 +138,9 @@ def _arrangement(plan: Plan) -> Iterator[Declared]:
 
 
 def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
-    """Yield an axis for each module whose own ops are split along that one alone.
+    """Yield a split rule for each module whose own ops are split along a single axis.
 
-    Of rules that mean one op the first holds, so those of inner modules come first.
+    The first matching rule of an op applies, so those of inner modules come first.
     """
     if plan.arrangement.tensor == 1:
         return
@@ -158,7 +158,7 @@ def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
 
 
 def _recompute(plan: Plan, layers: Layers) -> Iterator[Declared]:
-    """Yield for the layers of each list the way in which most of them are recomputed."""
+    """Yield for each list of layers the most frequent recompute mode."""
     modes: dict[str, Counter[Recompute]] = {}
     for layer, mode in zip(layers.layers, plan.layer_modes, strict=True):
         modes.setdefault(_in_all(layer.call, plan) or "*", Counter())[mode] += 1
@@ -177,15 +177,15 @@ def _rule(field: str, number: int, value: SplitRule | RecomputePin, text: str) -
 def _in_all(call: str, plan: Plan) -> str:
     """Return the pattern of a call's module in all layers of its list: "h.*.mlp" for "h.3.mlp".
 
-    The loss function is in no module: "".
+    "" for the loss function, which is in no module.
     """
     path = plan.graph.calls[call].path if call in plan.graph.calls else ""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
 RESIZED_ORIGIN = "the plan"
-# Of demands that do not fit together any more, the first of these is dropped. Data ranks come
-# first: another number of them computes the same, and tensor and pipeline ranks save memory.
+# Of contradicting demands, the first in this order is dropped. Data ranks come first: another
+# number of them computes the same, whereas tensor and pipeline ranks save memory.
 _DROPPED = (
     "data",
     "shard",
@@ -196,22 +196,22 @@ _DROPPED = (
     "pipeline",
     "tensor",
 )
-_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # they choose a number of devices
+_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # used to choose a number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
-    """What holds on another number of devices, and what was declared and does not."""
+    """The constraints for another number of devices, and those that were dropped."""
 
     constraints: Constraints
     dropped: tuple[Declared, ...]
 
 
 def resized_constraints(plan: Plan, devices: int) -> Resized:
-    """Return what a plan was declared with, its global batch and its precision.
+    """Return a plan's constraints with its global batch and precision, for other devices.
 
-    Demands that leave no degrees on so many devices are dropped one by one, where they are of
-    degrees. What else cannot be had there is left for the search to refuse.
+    Demands that leave no degrees for so many devices are dropped one by one. The search reports any
+    other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, BatchFacts.of(plan.graph)
     same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
@@ -237,7 +237,7 @@ def resized_constraints(plan: Plan, devices: int) -> Resized:
 
 
 def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:
-    """Whether some degrees also take the ZeRO levels and the stages that are declared."""
+    """Whether some degrees also allow the demanded ZeRO levels and stages."""
     if not leave_degrees(declared, devices, batch):
         return False
     chosen = constraints_of(declared)
@@ -252,9 +252,9 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
 
 
 def machines_left(plan: Plan, devices: int, machines: int = 1) -> Cluster:
-    """Return machines with so many devices of the plan's kind, joined as those of the plan are.
+    """Return machines with so many devices of the plan's kind, joined as in the plan.
 
-    If the plan is for one machine, the usual network of its devices joins several.
+    Several machines for a plan of one are joined by the device's usual network.
     """
     first = plan.cluster.nodes[0]
     if any(replace(node, devices=first.devices) != first for node in plan.cluster.nodes):

@@ -1,4 +1,4 @@
-"""Plans one training on several numbers of devices: a curve, and a choice on it."""
+"""Plans a training for several numbers of devices: a curve, and a choice on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.planner.plan.telling.words import units_per_second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A traced model, and all that a search on any machines needs to know beside them."""
+    """A traced model, and everything else that a search needs besides machines."""
 
     graph: Graph
     axes: GraphAxes
@@ -39,7 +39,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What was planned for one number of devices; without a plan, why there is none."""
+    """The plan for one number of devices, or why there is none."""
 
     devices: int
     plan: Plan | None
@@ -48,10 +48,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """One number of devices of a curve, and what its plan comes to.
+    """A number of devices on a curve, and the figures of its plan.
 
-    `speedup` and `efficiency` are against the fewest devices that have a plan. The last two are of
-    the whole training, where its length is known; money is None where a device has no price.
+    `speedup` and `efficiency` are relative to the fewest devices with a plan. The last two are of
+    the whole training, if its length is known; money is None if a device has no price.
     """
 
     plan: Plan
@@ -66,18 +66,18 @@ class CurvePoint:
 
     @property
     def rate(self) -> float:
-        """What a second costs: money, or as many units of it as there are devices."""
+        """The cost per second: money, or the number of devices."""
         return self.plan.machines.usd_per_hour or float(self.devices)
 
     @property
     def step_cost(self) -> float:
-        """What a step costs, in units that all points of a curve share."""
+        """The cost of a step, in a unit that all points of a curve share."""
         return self.rate * self.step_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The numbers of devices that were asked for, ascending, and the points of those with plans."""
+    """The requested numbers of devices, ascending, and the points of those with a plan."""
 
     trials: tuple[Trial, ...]
     points: tuple[CurvePoint, ...]
@@ -87,32 +87,32 @@ class Curve:
         """The point where cost × time of a step is least.
 
         The knee of Eager, Zahorjan and Lazowska (Speedup versus efficiency in parallel systems,
-        1989), where efficiency ÷ time is greatest: up to there a step that is 1 % shorter costs
-        less than 1 % more, beyond it more.
+        1989), where efficiency ÷ time is greatest. Below it, a step that is 1 % shorter costs less
+        than 1 % more; above it, more.
         """
         return min(self.points, key=lambda one: (one.step_cost * one.step_seconds, one.devices))
 
     @property
     def fastest(self) -> CurvePoint:
-        """The point of the shortest step."""
+        """The point with the shortest step."""
         return min(self.points, key=lambda one: (one.step_seconds, one.devices))
 
     @property
     def cheapest(self) -> CurvePoint:
-        """The point whose step costs least."""
+        """The point with the cheapest step."""
         return min(self.points, key=lambda one: (one.step_cost, one.step_seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """Fewer devices that are as fast, and a step that they take at most."""
+    """Fewer devices that are as fast, and an upper bound of their step."""
 
     devices: int
     step_seconds: float
 
 
 def curve_of(trials: Sequence[Trial], constraints: Constraints) -> Curve:
-    """Return the curve of some trials, at least one of them with a plan."""
+    """Return the curve of trials, at least one of them with a plan."""
     trials = sorted(trials, key=lambda one: one.devices)
     plans = [one.plan for one in trials if one.plan is not None]
     points = tuple(_point(plan, plans[0], constraints) for plan in plans)
@@ -140,7 +140,7 @@ def _point(plan: Plan, first: Plan, constraints: Constraints) -> CurvePoint:
 
 
 def steps_of(plan: Plan, constraints: Constraints) -> int | None:
-    """Return the steps of the whole training, None where its length is not known."""
+    """Return the steps of the whole training, or None if its length is unknown."""
     batch = plan.arrangement.global_batch
     if constraints.tokens is not None:
         return ceil(constraints.tokens / (batch * plan.model.tokens_per_row))
@@ -152,7 +152,7 @@ _UNITS = (("days", 86400.0, 2), ("h", 3600.0, 1), ("min", 60.0, 1), ("s", 1.0, 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPoint:
-    """The chosen point, and by what it was chosen."""
+    """The chosen point, and the reason."""
 
     point: CurvePoint
     why: str
@@ -160,9 +160,9 @@ class ChosenPoint:
 
 
 def choose(curve: Curve, constraints: Constraints) -> ChosenPoint:
-    """Return the cheapest point in time, the fastest within the money, or what else is asked for.
+    """Return the cheapest point within the deadline, the fastest within the budget, or another.
 
-    With neither a deadline nor a budget nor an objective that is the knee.
+    Without deadline, budget and objective, it is the knee.
     """
     _check_prices(curve, constraints)
     left = _affordable(_in_time(curve.points, constraints), constraints)
@@ -191,7 +191,7 @@ def _check_prices(curve: Curve, constraints: Constraints) -> None:
 
 
 def _in_time(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence[CurvePoint]:
-    """Return the points that meet the deadline; refuse where none does."""
+    """Return the points that meet the deadline; raises if none does."""
     limit = constraints.deadline_seconds
     if limit is None:
         return points
@@ -207,7 +207,7 @@ def _in_time(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence
 
 
 def _affordable(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence[CurvePoint]:
-    """Return the points within the budget; refuse where none is."""
+    """Return the points within the budget; raises if there are none."""
     limit = constraints.budget_usd
     if limit is None:
         return points
@@ -239,7 +239,7 @@ def _work(constraints: Constraints) -> str:
 
 
 def _limits(constraints: Constraints) -> str:
-    """Return the limits that a choice keeps, as they go on after "the cheapest"."""
+    """Return the limits of a choice, worded to follow "the cheapest"."""
     in_time, money = constraints.deadline_seconds, constraints.budget_usd
     parts = (
         "" if in_time is None else f"in {time_text(in_time)}",
@@ -249,7 +249,7 @@ def _limits(constraints: Constraints) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return how long a training takes, as people say it: "31.2 h"."""
+    """Return the time of a training: "31.2 h"."""
     for unit, size, least in _UNITS:
         if seconds >= size * least:
             return f"{seconds / size:.3g} {unit}"
@@ -269,10 +269,10 @@ def planned_curve(
     report: Callable[[str], None] = lambda _: None,
     prices: Prices | None = None,
 ) -> Curve:
-    """Return the plans on clusters of ascending sizes; raise the last refusal where none has one.
+    """Return the plans on clusters of ascending sizes; raises the last error if none has one.
 
-    All train the same: where no global batch is declared, the largest cluster's is taken. Each gets
-    an equal share of the time that is left.
+    All have the same training: the default global batch is that of the largest cluster. Each gets
+    an equal share of the remaining time.
     """
     whole = with_batch(training.constraints, clusters[-1], training.graph)
     training = replace(training, constraints=whole)
@@ -316,10 +316,10 @@ def planned_curve(
     return curve_of(made, training.constraints)
 
 
-_MOST_COUNTS = 4  # that are looked at
-_MOST_NODES = 100  # of the search on one of them
-_LEAST_SAVED = 0.1  # of the devices: less is within what predictions are off by
-_SHARE_OF_PEAK = 0.9  # that no training is above
+_MOST_COUNTS = 4  # numbers of devices that are tried
+_MOST_NODES = 100  # nodes of the search for each
+_LEAST_SAVED = 0.1  # of the devices: a smaller saving is within the error of predictions
+_SHARE_OF_PEAK = 0.9  # no training exceeds it
 
 Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 
@@ -327,10 +327,10 @@ Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 def fewer_as_fast(
     training: Training, cluster: Cluster, plan: Plan, *, prices: Prices | None = None
 ) -> Fewer | None:
-    """Return the fastest of fewer devices whose step is at most the plan's with its tolerance.
+    """Return the fastest of fewer devices whose step is within the plan's tolerance, or None.
 
-    Half as many devices and so on are looked at, powers of two, and a node less where there are
-    few; those whose step cannot be so short are left out by the bounds of the search.
+    Tries half as many devices, a quarter and so on, and one node less if there are few. Numbers
+    whose step is too long by the search's bounds are skipped.
     """
     constraints = completed(training.constraints, cluster, training.graph)
     exact = replace(training, constraints=replace(constraints, tolerance=0.0))
@@ -345,9 +345,9 @@ def fewer_as_fast(
 
 
 def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
-    """Yield numbers of devices to look at, the most first, but for those that are too few by far.
+    """Yield numbers of devices to try, the most first, without those that are far too few.
 
-    Were they to compute at most of their peak, they would still take too long.
+    These would take too long even at most of their peak FLOPs.
     """
     prediction, every = plan.prediction, prefix_sizes(cluster)
     least = prediction.mfu / _SHARE_OF_PEAK * plan.machines.devices
@@ -364,7 +364,7 @@ def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
 def _fastest_below(
     seconds: float, training: Training, cluster: Cluster, prices: Prices | None
 ) -> Candidate | None:
-    """Return the fastest candidate that takes at most some seconds, as far as is looked."""
+    """Return the fastest candidate below a time, within the search's limit, or None."""
     subject = SearchSubject(graph=training.graph, axes=training.axes, layers=training.layers)
     explorer = Explorer(
         subject, cluster, training.constraints, measured=training.measured, prices=prices
@@ -381,7 +381,7 @@ def _fastest_below(
     looked = iter(range(_MOST_NODES))
     try:
         roots = [one for one in near(explorer.roots()) if isinstance(one, SearchNode)]
-    except InfeasibleError:  # no degrees for so many devices
+    except InfeasibleError:  # there are no degrees for so many devices
         return None
     found = best_first(
         roots,

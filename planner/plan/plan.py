@@ -34,38 +34,38 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model that was planned for; `spec` is path.py or path.py:factory as the user gave it."""
+    """The planned model; `spec` is path.py or path.py:factory, as the user gave it."""
 
     name: str
     spec: str
     arguments: tuple[tuple[str, str], ...]
     source_hash: str
     parameters: Elements
-    has_loss: bool  # the model file's own loss function; the model returns its loss otherwise
+    has_loss: bool  # the model file has a loss function; else the model returns its loss
     has_dataset: bool
     has_optimizer: bool
     has_scheduler: bool
-    tokens_per_row: Rows  # 1 where rows have no sequence
+    tokens_per_row: Rows  # 1 if rows are no sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMachines:
-    """The cluster that was planned for, in short."""
+    """A summary of the planned cluster."""
 
     devices: Degree
     nodes: Degree
     device: str
     memory_bytes: SomeBytes  # of the smallest device
-    limit_bytes: SomeBytes  # that a rank may use of it
+    limit_bytes: SomeBytes  # the part of it that a rank may use
     usd_per_hour: FigureNumber | None
     backend: str  # nccl, gloo, …
     content_hash: str
-    limits: tuple[tuple[str, SomeBytes], ...] = ()  # of each device by name, where they are unlike
+    limits: tuple[tuple[str, SomeBytes], ...] = ()  # per device name, if devices are unlike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """Consecutive layers, where they run, and what each computes again."""
+    """Consecutive layers, their rank, and each layer's recompute mode."""
 
     rank: Number  # on the pipeline axis
     first: Number
@@ -75,23 +75,23 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """How much of the space was looked at, and how far the choice can be from the best."""
+    """How much of the space was searched, and how far the choice may be from the best."""
 
     enumerated: Elements
-    pruned: Elements  # as no better than the best plan, or than one with fewer devices
+    pruned: Elements  # not better than the best plan, or than one with fewer devices
     solved: Elements
-    infeasible: Elements  # for memory
-    programs: Elements  # integer programs
+    infeasible: Elements  # because of memory
+    programs: Elements  # integer programs solved
     solver: str
     bound_seconds: Seconds
     gap: Share
     search_seconds: Seconds
-    is_complete: bool  # False when the time limit came first
+    is_complete: bool  # False if the time limit was reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Another plan that was solved, and what sets it apart."""
+    """Another solved plan, and its difference."""
 
     arrangement: Arrangement
     recompute: str  # "none", "selective", "full" or a mix such as "full 20/32"
@@ -105,11 +105,11 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One way to train one model on one cluster.
+    """A way to train a model on a cluster.
 
-    `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers), which
-    are the same for every layer of the class, in the axes of its first layer. `crossing` has the
-    layout in which a tensor passes from the layer that makes it, and converts it, to others.
+    `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers). It is the
+    same for every layer of the class, and uses the axes of the first one. `crossing` has the layout
+    of each tensor that passes between layers; the layer that makes it converts it.
     """
 
     format: int
@@ -117,7 +117,7 @@ class Plan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # by the user; of several for one place, the last
+    constraints: tuple[Declared, ...]  # the user's; the last one for a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -128,17 +128,17 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     graph: Graph
-    fastest: RunnerUp | None = None  # where the plan is a simpler one within the tolerance of it
+    fastest: RunnerUp | None = None  # if the plan is a simpler one within the tolerance
 
     @property
     def slower_by(self) -> float:
-        """How much longer a step is than that of the fastest plan, as a share of that."""
+        """How much longer a step is than the fastest plan's, as a fraction of that."""
         if self.fastest is None:
             return 0.0
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     def limit_bytes(self, rank: int) -> int:
-        """Return what a pipeline rank may use: the least that any of its devices allows."""
+        """Return a pipeline rank's limit: the least of its devices."""
         limits = dict(self.machines.limits)
         if not limits:
             return self.machines.limit_bytes
@@ -154,14 +154,14 @@ class Plan:
 
     @property
     def fullest(self) -> tuple[int, MemoryPrediction]:
-        """The pipeline rank that is nearest to its limit, and what it holds."""
+        """The pipeline rank nearest to its limit, and its memory."""
         stages = zip(self.stages, self.prediction.stages, strict=True)
         held = [(stage.rank, predicted.memory) for stage, predicted in stages]
         return max(held, key=lambda pair: pair[1].device_bytes / self.limit_bytes(pair[0]))
 
     @property
     def layer_modes(self) -> tuple[Recompute, ...]:
-        """How each layer is recomputed, from the first layer to the last."""
+        """The recompute mode of each layer, in order."""
         stages = sorted(self.stages, key=lambda stage: stage.first)
         return tuple(mode for stage in stages for mode in stage.recompute)
 
@@ -169,7 +169,7 @@ class Plan:
 def model_facts(
     model_file: ModelFile, graph: Graph, *, spec: str, arguments: Sequence[str]
 ) -> Model:
-    """Return the facts; `spec` and `arguments` ("key=value") are as the person gave them."""
+    """Return the facts; `spec` and `arguments` ("key=value") are as the user gave them."""
     pairs = (argument.partition("=") for argument in arguments)
     return Model(
         name=model_file.name,
@@ -186,7 +186,7 @@ def model_facts(
 
 
 def source_hash(path: Path) -> str:
-    """Return 64 hexadecimal digits of a model file and of the files beside it that it imports."""
+    """Return a hash of 64 hexadecimal digits of a model file and of the files it imports."""
     digest, folder = hashlib.sha256(), import_name(path).folder
     for file in sources(path):
         content = file.read_bytes()

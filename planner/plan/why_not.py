@@ -1,4 +1,4 @@
-"""Answers why a plan does not have other pins: what that would cost, or why it cannot be."""
+"""Answers why a plan was not made with other pins: the cost, or why it is impossible."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
-_NOTHING_SECONDS = 1e-9  # what sums of a step differ by in their last digits
+_NOTHING_SECONDS = 1e-9  # rounding of a step's sums
 
-# Solves the best plan under these constraints anew; a text is the reason why there is none.
+# Solves for the best plan under constraints; a text says why there is none.
 SolvePoint = Callable[[Plan, Constraints], RunnerUp | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The answer: another plan with what decides against it, or only the reason."""
+    """The answer: another plan and what decides against it, or only the reason."""
 
     wanted: str
     alternative: RunnerUp | None
@@ -38,7 +38,7 @@ class WhyNot:
 
 
 def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
-    """Return why a plan has not what the pins want; `solve_point` is asked if unknown."""
+    """Return why a plan does not have the pins; `solve_point` is called if unknown."""
     wanted = ", ".join(one.text for one in pins.declared)
 
     def answer(*reasons: str, alternative: RunnerUp | None = None) -> WhyNot:
@@ -68,7 +68,7 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
 
 
 def _batch_of(plan: Plan) -> Declared:
-    """Return the global batch of a plan as a constraint: other batches are other trainings."""
+    """Return a plan's global batch as a constraint, since another batch is another training."""
     batch = plan.arrangement.global_batch
     return Declared(
         place="global_batch",
@@ -80,7 +80,7 @@ def _batch_of(plan: Plan) -> Declared:
 
 
 def barring_constraints(plan: Plan, fixed: Sequence[Declared]) -> tuple[Declared, ...]:
-    """Return the declared constraints of a plan without which `fixed` would be possible."""
+    """Return the declared constraints that make `fixed` impossible."""
     others = {one.place: one for one in fixed}
     barring = [
         one
@@ -105,13 +105,13 @@ def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:
-    """Whether an arrangement has what is pinned, whatever else the defaults of constraints say."""
+    """Whether an arrangement has the pins, regardless of default constraints."""
     pinned = replace(pins, precision=arrangement.precision, compression=(False, True))
     return allows(pinned, arrangement)
 
 
 def _compared(plan: Plan, other: RunnerUp, barring: Sequence[Declared] = ()) -> tuple[str, ...]:
-    """Return what another plan would cost, the term that decides, and the memory."""
+    """Return another plan's cost, the decisive term, and the memory."""
     ours, prediction = plan.prediction.step_seconds, plan.prediction
     change = other.step_seconds - ours
     communication = other.communication_seconds - part_seconds(prediction, StepPart.COMMUNICATION)
@@ -138,7 +138,7 @@ def _decision(
     memory_bytes: int,
     barring: Sequence[Declared],
 ) -> str:
-    """Return which constraint or term decides between a plan and another."""
+    """Return the constraint or term that decides between two plans."""
     is_of_memory = plan.objective == Objective.MEMORY.value
     worse = memory_bytes if is_of_memory else sum(seconds for _, seconds in terms)
     if worse == 0:

@@ -1,1 +1,1 @@
-"""Measures ops, dispatch and links on the devices at hand; an edge: it runs torch for real."""
+"""Measures ops, dispatch and links on this machine's devices by running torch."""

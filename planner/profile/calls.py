@@ -1,4 +1,4 @@
-"""Calls of one probe on a device, timed by its clock."""
+"""Calls a probe on a device, and times it by the device's clock."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import rule_of
 
 Result = TypeVar("Result")
-_HEAD_START_CYCLES = 2_000_000  # about a millisecond in which the host gets ahead of the device
+_HEAD_START_CYCLES = 2_000_000  # about a millisecond, in which the host runs ahead of the device
 
 
 class Clock(Protocol):
-    """Runs some work and says how long it took."""
+    """Runs work and measures its time."""
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
-        """Return the seconds of some work, and what it gave."""
+        """Return the seconds of some work, and its result."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuClock:
-    """The host computes. A lone thread's own time does not count what others take from it."""
+    """The host's clock. A single thread's CPU time excludes other programs."""
 
     threads: int
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
-        """Return the seconds of some work, and what it gave."""
+        """Return the seconds of some work, and its result."""
         now = time.thread_time if self.threads == 1 else time.perf_counter
         began = now()
         result = work()
@@ -50,11 +50,11 @@ class CpuClock:
 
 @dataclass(frozen=True, slots=True)
 class CudaClock:
-    """A GPU between two events; it is kept busy first, so that it never waits for the host."""
+    """Events of a GPU, which is kept busy first, so that it never waits for the host."""
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
-        """Return the seconds of some work, and what it gave."""
-        cuda: Any = torch.cuda  # torch gives these no types
+        """Return the seconds of some work, and its result."""
+        cuda: Any = torch.cuda  # torch has no types for these
         first, last = (cuda.Event(enable_timing=True) for _ in range(2))
         cuda.synchronize()
         cuda._sleep(_HEAD_START_CYCLES)
@@ -71,21 +71,21 @@ def clock_of(device: str) -> Clock:
 
 
 def threads_of_a_rank() -> int:
-    """Return how many threads torch uses in a rank on a CPU: torchrun sets one, unless told."""
+    """Return the number of torch's threads in a CPU rank; torchrun sets one by default."""
     told = os.environ.get("OMP_NUM_THREADS", "")
     return int(told) if told.isdigit() and int(told) > 0 else 1
 
 
 class CannotCallError(Exception):
-    """An op that does not run by itself at a rank's sizes; the text says why."""
+    """An op cannot run alone at a rank's sizes; the text says why."""
 
 
 @dataclass(slots=True)
 class ProbeCall:
-    """One probe on a device. `forward` and `backward` are what a clock measures.
+    """A probe on a device. `forward` and `backward` are timed.
 
-    What comes between two of them is of the round: `prepare` makes inputs as they are found in
-    training, `prepare_backward` the gradient of the results, `forget` frees the results.
+    Between them, `prepare` makes inputs in the state that training has, `prepare_backward` makes
+    the results' gradient, `forget` frees the results.
     """
 
     probe: Probe
@@ -102,7 +102,7 @@ class ProbeCall:
         self._set_arguments(self.operands)
 
     def prepare(self) -> None:
-        """Write what the op before would just have written, so that caches hold it."""
+        """Write the inputs that the previous op would have written, so that caches hold them."""
         for form in self.probe.operands:
             tensor = self.operands[form.name]
             if not form.is_weight and tensor.is_floating_point():
@@ -118,11 +118,11 @@ class ProbeCall:
         """Keep the results for the backward."""
         self.results = results_of(result)[: len(self.probe.results)]
         found, needed = tuple(self.results[0].shape), self.probe.results[0]
-        if found != needed:  # further results may be notes of the kernel to itself
+        if found != needed:  # further results may be internal to the kernel
             raise CannotCallError(f"gives {found} where {needed} is needed")
 
     def prepare_backward(self) -> bool:
-        """Write the gradient of the results; False where there is no backward."""
+        """Write the gradient of the results; returns False without a backward."""
         learned = [one for one in self.results if one.requires_grad]
         if not self.probe.is_differentiable or not learned or not self._sources():
             return False
@@ -138,7 +138,7 @@ class ProbeCall:
         return torch.autograd.grad(self.results, self._sources(), self.gradients, allow_unused=True)
 
     def forget(self) -> None:
-        """Free the results, and with them what the op kept."""
+        """Free the results and the tensors saved for the backward."""
         self.results = []
 
     def _sources(self) -> list[Tensor]:
@@ -160,7 +160,7 @@ class ProbeCall:
         return made.requires_grad_(form.requires_grad)
 
     def _copies(self) -> dict[str, Tensor]:
-        """An op may write no leaf that needs a gradient."""
+        """Return copies, because an op may not write to a leaf that needs a gradient."""
         written = set(self.probe.op.writes)
         return {
             name: tensor.clone() if name in written and tensor.requires_grad else tensor
@@ -181,7 +181,7 @@ class ProbeCall:
 
 
 def _local_sizes(probe: Probe, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are sizes, as they are on one rank."""
+    """Return the arguments that are sizes, with a rank's values."""
     rule = rule_of(probe.op.target)
     if rule.sizes:
         return {rule.sizes: list(probe.results[0])}
@@ -192,7 +192,7 @@ def _local_sizes(probe: Probe, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _touch(tensor: Tensor) -> None:
-    """Read and write a tensor; an expanded one has elements that share their memory."""
+    """Read and write a tensor; elements of an expanded one share memory."""
     if 0 not in tensor.stride():
         with torch.no_grad():
             tensor.mul_(1.0)

@@ -1,4 +1,4 @@
-"""Measures what the host of a device adds: dispatch of ops, calls of a step, the update."""
+"""Measures what a device's host adds: dispatch of ops, a step's calls, the optimizer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REPEATS = 30
 _OPTIMIZER_REPEATS = 7
 _SMALL_TENSORS, _SMALL_ELEMENTS = 64, 16
 _LARGE_TENSORS = 8
-_FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # that the optimizer is measured on
+_FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # limits for measuring the optimizer
 
 
 class _Block(nn.Module):
-    """Two ops that compute nothing, a view and a sum with a parameter, in a module of their own."""
+    """A module of two ops that compute nothing: a view, and a sum with a parameter."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Block(nn.Module):
 
 
 def measure_baseline(clock: Clock, device: str) -> Baseline:
-    """Return what calling an op that computes nothing takes, by the clock that measures ops."""
+    """Return the time of calling an op that computes nothing, by the ops' clock."""
     one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.ones(1, device=device)
     add = torch.ops.aten.add.Tensor
@@ -51,7 +51,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
 
 
 def measure_host(graph: Graph, device: str) -> HostTimes:
-    """Return the figures of this host; the optimizer's for as many parameters as the model's."""
+    """Return this host's times; the optimizer's with as many parameters as the model has."""
     forward, backward = _dispatch(device)
     action, step = _frame(device)
     tensor, element = _optimizer(graph, device)
@@ -110,10 +110,10 @@ def _frame(device: str) -> tuple[float, float]:
 
 
 def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
-    """Return the seconds of clipping and fused AdamW for a tensor and for an element, all fp32.
+    """Return the seconds of clipping and fused AdamW per tensor and per element, all fp32.
 
-    Time is a·tensors + b·elements: many tensors of a few elements tell a, then few tensors with as
-    many elements as the model has (within limits) tell b.
+    Time is a·tensors + b·elements: many tensors of a few elements determine a; then few tensors
+    with as many elements as the model has (within limits) determine b.
     """
     small = _update_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
     learned = (one for one in graph.parameters if one.trainable)
@@ -125,7 +125,7 @@ def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
 
 
 def _update_seconds(sizes: Sequence[int], device: str) -> float:
-    """Return the seconds of one update of parameters of these sizes, caches cold."""
+    """Return the seconds of one update of parameters of these sizes, with cold caches."""
     parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -151,7 +151,7 @@ def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
 
 
 def _host_clock(device: str) -> Callable[[], float]:
-    """A lone thread's own time on a CPU; the wall's where the host waits for a GPU."""
+    """Return a CPU thread's own time, or wall time if the host waits for a GPU."""
     lone = device == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if lone else time.perf_counter
 

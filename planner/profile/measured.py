@@ -1,4 +1,4 @@
-"""What profiles found, ready to stand in for formulas; read from and written to measured.toml."""
+"""Measured times that replace formulas; read from and written to measured.toml."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from autopar.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOp:
-    """The median of one op on one device under one version of torch."""
+    """The median time of an op on one device with one version of torch."""
 
     torch: str
     samples: Annotated[int, Ge(1)]
@@ -53,7 +53,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHost:
-    """What the host of a device adds, with the threads that torch computed with."""
+    """What a device's host adds, and torch's number of threads."""
 
     device: str
     threads: Degree
@@ -63,7 +63,7 @@ class MeasuredHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredNet:
-    """The link among the devices of one machine, as these ranks found it."""
+    """The measured link between the devices of one machine."""
 
     device: str
     backend: Backend
@@ -76,22 +76,22 @@ class MeasuredNet:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFile:
-    """The content of a measured.toml; figures of the latest torch version stand in for older."""
+    """The content of a measured.toml; the latest torch version's times are used."""
 
     hosts: tuple[MeasuredHost, ...] = ()
     nets: tuple[MeasuredNet, ...] = ()
     ops: tuple[MeasuredOp, ...] = ()
 
     def seconds(self, key: OpKey) -> Timing | None:
-        """Return the timing of an op, None where it was not measured."""
+        """Return the timing of an op, or None if it was not measured."""
         return self._timings.get(key)
 
     def host(self, device: str) -> HostTimes | None:
-        """Return what the host of a device adds, None where it was not measured."""
+        """Return what a device's host adds, or None if it was not measured."""
         return self._hosts.get(device)
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Return a cluster whose devices are joined by the links that were measured."""
+        """Return a cluster with the measured links."""
         nets = {net.device: net for net in self.nets}
         changed = {
             node.link: _link(node, nets[node.device.name])
@@ -107,7 +107,7 @@ class MeasuredFile:
         )
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
-        """Return both together; where they measured the same, the newer counts."""
+        """Return both together; newer measurements replace older ones."""
         for host in newer.hosts:
             self._check_threads(host)
         ops = {(one.key, one.torch): one for one in (*self.ops, *newer.ops)}
@@ -139,13 +139,13 @@ class MeasuredFile:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Return what orders versions: "2.13.0+cpu" is (2, 13, 0)."""
+    """Return a sort key of versions: "2.13.0+cpu" is (2, 13, 0)."""
     plain = text.partition("+")[0]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in plain.split("."))
 
 
 def _link(node: Machine, net: MeasuredNet) -> Link:
-    """Return the node's link with measured figures: what was measured is reached in full."""
+    """Return the node's link with measured figures and an efficiency of 1."""
     return Link(
         name=f"{node.link.name} as measured",
         topology=Topology.SWITCH if net.backend.is_on_cpu else node.link.topology,
@@ -174,7 +174,7 @@ _AGAIN = "measure again with `autopar profile`"
 
 
 class _ProfileFile(BaseModel):
-    """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
+    """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -191,7 +191,7 @@ def read_measurements(path: Path) -> MeasuredFile:
 
 
 def parse_measurements(source: str, *, where: str) -> MeasuredFile:
-    """Return the measurements that a text holds; `where` names the text in messages."""
+    """Return the measurements in a text; `where` names it in messages."""
     table = dict(_table(source, where))
     envelope = {key: table.pop(key, None) for key in ("format", "autopar", "written")}
     try:
@@ -239,12 +239,12 @@ def write_measurements(measured: MeasuredFile, path: Path) -> None:
 
 
 def content_hash(measured: MeasuredFile) -> str:
-    """Return 64 hexadecimal digits, the same for equal figures whenever they were written."""
+    """Return a hash of 64 hexadecimal digits that ignores the time of writing."""
     return hashlib.sha256(measurements_text(measured, written="").encode()).hexdigest()
 
 
 def measurements_text(measured: MeasuredFile, *, written: str) -> str:
-    """Return the text of measured.toml: a table for each host, net and op, its figures in lines."""
+    """Return the text of measured.toml: a table per host, link and op."""
     lines = [
         "# What `autopar profile` measured; figures stand in for autopar's formulas. Runs add up.",
         f"format = {FORMAT}",
@@ -259,7 +259,7 @@ def measurements_text(measured: MeasuredFile, *, written: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a value in TOML; the texts, numbers and truths of JSON are TOML's too."""
+    """Return a value in TOML; JSON's strings, numbers and booleans are valid TOML."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {_toml(one)}' for key, one in value.items())} }}"
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Measures the collectives among processes of this machine and fits latency and rate to them.
+"""Measures collectives between processes of this machine, and fits latency and rate.
 
-A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm pays h latencies and sends
-k of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
-small messages count as much as large ones; once for each collective, and once for all together.
+A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm has h latencies and sends k
+of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that small
+messages count as much as large ones; once for each collective, and once for all together.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def run_ranks(
     ranks: int,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Call a function with the rank and the arguments on new processes, all at once.
+    """Call a function with rank and arguments in new processes, all at once.
 
-    A collective that hangs must not hang us.
+    If a collective hangs, this raises after the timeout.
     """
     start: Any = spawn  # torch gives it no types
     context = start(function, arguments, nprocs=ranks, join=False)
@@ -61,7 +61,7 @@ def run_ranks(
 
 @contextmanager
 def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """Make all ranks a group, each with the threads that it trains with: one."""
+    """Put all ranks into a group, each with the one thread that it has in training."""
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,10 +79,10 @@ def _last_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[-1]
 
 
-BLOCK_SECONDS = 2e-3  # calls follow each other for so long at least, then the clock is read
-CASE_SECONDS = 0.06  # of one collective at one size in one pass
+BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
+CASE_SECONDS = 0.06  # of a collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
-# All cases take turns, so that whatever else runs for a while disturbs a part of each.
+# Cases alternate, so that other programs disturb a part of each.
 _PASSES = 5
 
 
@@ -109,7 +109,7 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
 
 
 def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
-    """Return the seconds of one call in each of some blocks, as long as the slowest rank takes."""
+    """Return the seconds of a call in each of several blocks, on the slowest rank."""
     call = _call(collective, payload_bytes, ranks, device)
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
@@ -120,10 +120,10 @@ def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str
 
 
 def typical(seconds: list[float]) -> float:
-    """Return the mean without the quickest and the slowest tenth.
+    """Return the mean without the fastest and the slowest tenth.
 
-    The quickest would flatter: ranks of a training wait for each other at every collective, and
-    with it for whatever delays the wake-up of a thread now and then.
+    The fastest would be too optimistic: ranks wait for each other at every collective, and so for
+    every delayed wake-up of a thread.
     """
     left_out = len(seconds) // 10
     return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
@@ -140,7 +140,7 @@ def _block(call: Callable[[], object], calls: int, device: str) -> float:
 
 
 def slowest(seconds: float, device: str) -> float:
-    """Return the most seconds of a rank, on all of them."""
+    """Return the maximum over all ranks."""
     found = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
@@ -154,9 +154,9 @@ def _wait(device: str) -> None:
 def _call(
     collective: Collective, payload_bytes: int, ranks: int, device: str
 ) -> Callable[[], object]:
-    """Return one call on fp32 tensors; collectives.py says which size the payload is.
+    """Return a call on fp32 tensors; see collectives.py for the payload.
 
-    They hold ones: pages of zeros that were never written share one page, which caches hold.
+    Tensors are filled with ones: unwritten zero pages share one page, which caches hold.
     """
     elements = max(ranks, payload_bytes // 4 // ranks * ranks)
     whole = torch.ones(elements, device=device)
@@ -191,7 +191,7 @@ _MOST_BYTES_PER_SECOND = 1e13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetSample:
-    """The seconds of one collective of this payload."""
+    """The seconds of a collective with this payload."""
 
     collective: Collective
     payload_bytes: int
@@ -227,7 +227,7 @@ def measure_net(
 
 
 def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collective, int], ...]:
-    """Return what a link is measured by: every collective at every size."""
+    """Return the cases for a link: every collective at every size."""
     return tuple((one, size) for size in sizes_bytes for one in Collective)
 
 
@@ -260,9 +260,9 @@ def _alone(collective: Collective, samples: Sequence[NetSample], ranks: int) -> 
 
 
 def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return points whose seconds never fall: a larger payload is never quicker, but noise is.
+    """Return points whose seconds never decrease, since larger payloads are only faster by noise.
 
-    Neighbours that fall are replaced by their geometric mean (isotonic regression of the
+    Decreasing neighbours are replaced by their geometric mean (isotonic regression of the
     logarithms by pooling adjacent violators).
     """
     pools: list[list[float]] = []
@@ -295,7 +295,7 @@ def sample(
 
 
 def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
-    """Return the latency and the rate that agree best with samples, both above zero."""
+    """Return the positive latency and rate that fit the samples best."""
     rows = [
         (
             hops(one.collective, ranks) / one.seconds,

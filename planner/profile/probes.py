@@ -1,4 +1,4 @@
-"""Lists the distinct ops of a graph that are worth measuring, and how their tensors lie."""
+"""Lists the distinct ops of a graph to measure, and the strides of their tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError,
 def strides_of(
     graph: Graph, *, batch: int, precision: Precision, device: str
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the strides of every tensor; what an op's kernel decides is decided by torch itself.
+    """Return the strides of every tensor; torch determines those that depend on a kernel.
 
-    Where an op cannot run without values, its results are taken to be contiguous.
+    If an op cannot run without values, its results are assumed to be contiguous.
     """
     strides: dict[str, tuple[int, ...]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -63,7 +63,7 @@ def callable_of(op: Op) -> Any:
 def arguments_of(
     op: Op, tensors: Mapping[str, Any], *, batch: int, precision: Precision, device: str
 ) -> dict[str, Any]:
-    """Return the arguments of an op by name, with these tensors in their places."""
+    """Return the arguments of an op by name, with these tensors inserted."""
 
     def plain(key: str, value: Value) -> Any:
         if isinstance(value, Ref):
@@ -117,10 +117,10 @@ def _empty(graph: Graph, name: str, batch: int, precision: Precision, device: st
 def local_strides(
     shape: Sequence[int], strides: Sequence[int], local: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the strides of a rank's part of a tensor that is laid out like the whole.
+    """Return the strides of a rank's part of a tensor with the whole one's layout.
 
-    The order of the dims stays, and so do gaps: where a row of the whole takes three times its own
-    length (the query inside a fused matrix), a row of the part takes three times its own.
+    The order of dims and gaps are kept: if a row of the whole takes three times its length (the
+    query inside a fused matrix), a row of the part takes three times its own.
     """
     placed: dict[int, int] = {}
     whole_end = local_end = 1
@@ -140,21 +140,21 @@ def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandForm:
-    """A tensor that a probe reads: as the op will find it in training."""
+    """A tensor that a probe reads, in the state that training has."""
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     requires_grad: bool
-    is_weight: bool  # last used a step ago; what is not was just written by the op before
-    below: int  # integers are smaller: rows of a table, classes
-    spacing: int = 0  # of integers that rise evenly: where bags of words begin
+    is_weight: bool  # last used a step ago; other tensors were just written by the previous op
+    below: int  # integers are smaller: table rows, classes
+    spacing: int = 0  # of evenly rising integers: the starts of bags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One op on one rank, ready to be called; `uses` of it are in the model."""
+    """An op on one rank, ready to be called; the model uses it `uses` times."""
 
     key: OpKey
     op: Op
@@ -171,14 +171,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Met:
-    """An op whose key was met first here."""
+    """The first op with its key."""
 
     op: Op
     split: OpSplit | None
 
 
 def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
-    """Return one probe for each key, whole ops first; what moves nothing (a view) has none."""
+    """Return a probe per key, whole ops first; an op that moves nothing (a view) has none."""
     whole: dict[OpKey, _Met] = {}
     split: dict[OpKey, _Met] = {}
     uses: dict[OpKey, int] = {}
@@ -195,7 +195,7 @@ def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...
         precision=pricer.precision,
         device="cpu" if pricer.rates.is_cpu else "cuda",
     )
-    found = {**split, **whole}  # a split that leaves the whole behind is the whole
+    found = {**split, **whole}  # a split that leaves everything on each rank equals the whole
     order = [*whole, *(key for key in split if key not in whole)]
     return tuple(_probe(pricer, key, found[key], strides, uses[key]) for key in order)
 
@@ -211,10 +211,10 @@ def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSpli
 
 
 def _moves_nothing(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
-    """Whether dispatching the op is all that it takes, or a rank's part is run by other code.
+    """Whether an op only takes its dispatch, or other code runs a rank's part of it.
 
-    A rank looks its own rows of a split table up, and takes its part in a split loss, by functions
-    of the runtime: the plain op's time would not be theirs.
+    For a split table or a split loss, ranks call functions of the runtime, whose time differs from
+    the plain op's.
     """
     if split is not None and _is_runtime_code(op, pricer, split):
         return True
@@ -278,7 +278,7 @@ def _operand(
 
 
 def _below(shapes: LocalShapes) -> int:
-    """Return what integers are smaller than, so that every one of them names a place."""
+    """Return the exclusive upper limit of integer inputs, so that each is a valid index."""
     rule = rule_of(shapes.op.target)
     sizes = shapes.shape(shapes.op.inputs[0]) if shapes.op.inputs else ()
     if rule.kind.reads_table:
@@ -292,7 +292,7 @@ def _below(shapes: LocalShapes) -> int:
 
 
 def _spacing(shapes: LocalShapes, name: str) -> int:
-    """Return how many words each bag has, for the tensor that says where they begin."""
+    """Return the number of entries per bag, for the tensor of bags' starts."""
     given = dict(shapes.op.arguments)
     if name not in refs(given.get("offsets")):
         return 0

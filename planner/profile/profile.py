@@ -1,4 +1,4 @@
-"""Turns a traced model into measurements of its ops, and of the host, on the device at hand."""
+"""Measures the ops of a traced model, and the host, on this machine's device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.rounds import LeftOut, Limits, Sampled, measure
 
 _MOST_GROUP_BYTES = 4 * 2**30
-_FREE_SHARE = 0.5  # of the memory that is free
+_FREE_SHARE = 0.5  # of the free memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to measure, and what the ops may take; the host takes seconds more."""
+    """What to measure, and the time for ops; the host takes seconds more."""
 
     batches: tuple[int, ...]  # rows of a microbatch
     degrees: tuple[int, ...]  # of the tensor axis
@@ -49,7 +49,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledDevice:
-    """A device at hand: its sheet, and what torch calls it."""
+    """A device of this machine: its data sheet, and torch's name."""
 
     device: Device
     torch_name: str
@@ -71,7 +71,7 @@ def profile(
     *,
     report: Callable[[str], None] = lambda _: None,
 ) -> Profiled:
-    """Measure the host and every distinct op of a model; each batch gets its share of the time."""
+    """Measure the host and every distinct op of a model; batches share the time equally."""
     began = time.perf_counter()
     place = place_at_hand()
     with threads_as_in_training(place):
@@ -101,7 +101,7 @@ def profile(
 
 @contextmanager
 def threads_as_in_training(place: ProfiledDevice) -> Iterator[None]:
-    """Compute with as many threads as a rank under torchrun; GPUs do not mind."""
+    """Use as many threads as a rank under torchrun; irrelevant for GPUs."""
     before = torch.get_num_threads()
     if place.torch_name == "cpu":
         torch.set_num_threads(threads_of_a_rank())

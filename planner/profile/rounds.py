@@ -1,8 +1,8 @@
-"""Measures probes in rounds: each op once forward in order, then each backward in reverse order.
+"""Measures probes in rounds: each op's forward in order, then each backward in reverse order.
 
-A round looks like a step of training to the caches and to the allocator: what an op reads was
-written just before (its inputs) or a round ago (weights), results stay until their backward. Other
-programs that run meanwhile disturb single samples of all ops alike, and medians leave them out.
+For caches and the allocator, a round resembles a training step: an op's inputs were written just
+before, its weights a round ago, and results stay until their backward. Other programs disturb
+single samples of all ops alike, which medians ignore.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from autopar.planner.profile.probes import Probe
 FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
 VISITS = 4  # of each group, one after another
-_CALLS_OF_A_VISIT = 4  # that warm it up, and a few to sample
-EVICTED_BYTES = 64 * 2**20  # as much as the last cache of a CPU or GPU holds
+_CALLS_OF_A_VISIT = 4  # to warm it up, and to take a few samples
+EVICTED_BYTES = 64 * 2**20  # the size of the last cache of a CPU or GPU
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What measuring may take."""
+    """Limits of measuring."""
 
     total_seconds: float
     op_seconds: float
     group_bytes: int
-    most_bytes: int  # that one op with its gradients may have
+    most_bytes: int  # for one op with its gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What was measured of one op."""
+    """The samples of an op."""
 
     key: OpKey
     timing: Timing
@@ -50,7 +50,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """An op that was not measured, and why; the formulas serve for it."""
+    """An op that was not measured, and why; formulas are used for it."""
 
     probe: Probe
     reason: str
@@ -58,7 +58,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a call that computes nothing takes by the same clock; dispatch is priced apart."""
+    """The time of a call that computes nothing, by the same clock.
+
+    Dispatch is priced separately.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -66,11 +69,11 @@ class Baseline:
 
 @dataclass(slots=True)
 class _RunningProbe:
-    """One probe while it is measured; between two visits of its group it holds no tensors."""
+    """A probe while it is measured; between visits of its group it has no tensors."""
 
     probe: Probe
     call: ProbeCall | None
-    again_seconds: float  # of a call that is warm
+    again_seconds: float  # of a warm call
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     spent_seconds: float = 0.0
@@ -85,10 +88,10 @@ def measure(
     baseline: Baseline,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[Sampled, ...], tuple[LeftOut, ...]]:
-    """Return the medians of all ops that ran within the limits, and what was left out.
+    """Return the medians of all ops that ran within the limits, and those left out.
 
-    Groups are visited in turns: a slow minute of the machine meets some samples of all of them, not
-    all samples of one batch, which would look worth avoiding.
+    Groups are visited alternately. A slow minute of the machine then affects some samples of all
+    groups, not all samples of one batch.
     """
     deadline = time.perf_counter() + limits.total_seconds
     fitting = [probe for probe in probes if probe.size_bytes <= limits.most_bytes]
@@ -100,7 +103,7 @@ def measure(
     for visit in range(visits):
         for group, own in zip(groups, running, strict=True):
             began = time.perf_counter()
-            gc.collect()  # as long as it takes in a process that holds much
+            gc.collect()  # takes time in a process with many objects
             deadline += time.perf_counter() - began
             expected = sum(probe.expected_seconds for probe in group)
             share = max(0.0, deadline - time.perf_counter()) * expected / (waiting or 1.0)
@@ -110,7 +113,7 @@ def measure(
                 started, faulty, warming = _started(group, device, share * visits)
                 own += started
                 left_out += faulty
-                deadline += warming  # what is loaded when an op is first called
+                deadline += warming  # libraries that are loaded at an op's first call
             elif not _restarted(own, device, share):
                 continue
             until = (visit + 1) / visits
@@ -120,10 +123,10 @@ def measure(
 
 
 def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
-    """Yield neighbours of one batch that fit into memory together.
+    """Yield consecutive probes of one batch that fit into memory together.
 
-    With all batches together a round has several times the memory of a step: the allocator gives
-    back to the system what a step would keep, and forwards take half as long again.
+    All batches in one round would need several times a step's memory: the allocator would return
+    memory that a step keeps, and forwards would take half as long again.
     """
     group: list[Probe] = []
     size = 0
@@ -149,7 +152,7 @@ def _visit(
     op_seconds: float,
     most_samples: float,
 ) -> None:
-    """Sample a group for its share of the time, the fewest samples that count in any case."""
+    """Sample a group for its share of the time; at least the minimum number of samples."""
     deadline = time.perf_counter() + share_seconds
     step_bytes = sum(one.probe.uses * one.probe.size_bytes for one in running)
     scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
@@ -172,10 +175,10 @@ def _is_wanted(one: _RunningProbe, op_seconds: float, most_samples: float) -> bo
 def _started(
     group: Sequence[Probe], device: str, share_seconds: float
 ) -> tuple[list[_RunningProbe], list[LeftOut], float]:
-    """Call every probe twice, which warms it up; return also what the first calls took longer.
+    """Call every probe twice to warm it up; also return the first calls' extra time.
 
-    Left out are those that cannot be called at these sizes, and those for whose fewest samples the
-    time does not suffice: the first ones come first.
+    Probes are left out if they cannot be called at these sizes, or if there is no time for the
+    minimum number of samples; the first probes have priority.
     """
     running: list[_RunningProbe] = []
     left_out: list[LeftOut] = []
@@ -199,7 +202,7 @@ def _started(
 
 
 def _restarted(running: Sequence[_RunningProbe], device: str, share_seconds: float) -> bool:
-    """Make the tensors of a group again and warm it up, if its share is enough to sample it too."""
+    """Recreate a group's tensors and warm it up, if its share suffices to sample it, too."""
     if share_seconds < _CALLS_OF_A_VISIT * sum(one.again_seconds for one in running):
         return False
     for one in running:
@@ -220,7 +223,7 @@ def _run_seconds(call: ProbeCall) -> float:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep Python's collector from running inside a measured call."""
+    """Disable Python's garbage collector."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -231,7 +234,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -> None:
-    scratch.add_(1.0)  # what the model does between two uses of a tensor: caches hold the latest
+    scratch.add_(1.0)  # between two uses of a tensor a model runs other ops: caches hold the latest
     calls = [(one, one.call) for one in turn if one.call is not None]
     for one, call in calls:
         call.prepare()

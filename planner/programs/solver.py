@@ -1,16 +1,13 @@
 """Solves an integer program through PuLP, and a linear program that gains rows.
 
-Solves an integer program through PuLP and says what came of it: solved, infeasible, timed out.
+The outcome is solved, infeasible, or timed out. HiGHS is used if it can be imported, else CBC. The
+outcome is read from `sol_status`, never from `status`: on a time-out PuLP sets the latter to
+"Optimal", and CBC leaves plausible numbers in an infeasible program. Both solvers run on one thread
+and to a gap of zero, so that a program has one answer. They have a feasibility tolerance of about
+1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
 
-HiGHS solves where it can be imported, CBC otherwise. The verdict is read from `sol_status`, never
-from `status`: on a time-out PuLP calls the latter "Optimal", and CBC leaves plausible numbers in an
-infeasible program. Both solvers run on one thread and to a gap of zero, so that a program has one
-answer; what remains is their tolerance of feasibility, about 1e-9 (HiGHS) and 1e-7 (CBC) in the
-units of the program: state it in units in which the numbers are near one.
-
-Solves a linear program that gains rows: each time from where the last optimum was.
-
-PuLP hands a program over anew whenever it is solved, so this one is given to HiGHS directly.
+PuLP passes the whole program on for every solve. A program that gains rows is therefore given to
+HiGHS directly, and each solve starts from the last optimum.
 """
 
 from __future__ import annotations
@@ -38,20 +35,20 @@ _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": _TOLERANCE,
     "primal_feasibility_tolerance": _TOLERANCE,
     "dual_feasibility_tolerance": _TOLERANCE,
-    # Programs are small and their relaxations close: preparing takes longer than it saves.
+    # Programs are small and their relaxations close: presolve takes longer than it saves.
     "presolve": "off",
     "mip_heuristic_run_feasibility_jump": False,
 }
 
 
 class SolverError(AutoparError):
-    """A solver broke down: neither a solution, nor a proof that there is none, nor a time-out."""
+    """A solver failed: no solution, no proof of infeasibility, no time-out."""
 
     exit_code = ExitCode.NO_PLAN
 
 
 class SolverName(StrEnum):
-    """The solvers that PuLP drives for us."""
+    """The solvers that PuLP supports here."""
 
     HIGHS = "HiGHS"
     CBC = "CBC"
@@ -59,7 +56,7 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """What was asked of the solvers: how often, how much in all, how long it took."""
+    """The solver's statistics: number of programs, their size, and time."""
 
     calls: int = 0
     variables: int = 0
@@ -80,10 +77,10 @@ NOTHING_SOLVED = SolverReport()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """The optimum was found and proved, up to the gap that was allowed; the variables hold it."""
+    """The optimum was found and proved, up to the allowed gap; the variables hold it."""
 
     objective: float
-    bound: float  # no more than the optimum
+    bound: float  # at most the optimum
     report: SolverReport
 
 
@@ -96,9 +93,9 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOut:
-    """The time limit came first; with an objective, the variables hold the best that was found.
+    """The time limit was reached; with an objective, the variables hold the best found.
 
-    The bound is what no assignment can beat, as far as the solver tells (CBC does not, here).
+    The bound is a lower bound of all assignments, if the solver reports one (CBC does not, here).
     """
 
     objective: float | None
@@ -110,22 +107,22 @@ Outcome = Solved | Infeasible | TimedOut
 
 
 def new_program(name: str) -> pulp.LpProblem:
-    """Return an empty program to minimise; PuLP refuses a second constraint of the same name."""
+    """Return an empty program to minimise; PuLP rejects a second constraint of the same name."""
     return pulp.LpProblem(name, pulp.LpMinimize)
 
 
 @cache
 def default_solver() -> SolverName:
-    """Return HiGHS where highspy can be imported, else CBC, which PuLP brings along."""
+    """Return HiGHS if highspy can be imported, else CBC, which is part of PuLP."""
     return SolverName.HIGHS if pulp.HiGHS(msg=False).available() else SolverName.CBC
 
 
 @cache
 def branching_solver() -> SolverName:
-    """Return CBC, where it runs: six times as fast as HiGHS where a program must branch early.
+    """Return CBC if it runs: six times as fast as HiGHS for programs that branch early.
 
     Measured on stage programs of 1,000 columns with memory rows, whose relaxation is 2 % off: 0.8
-    seconds against 4 to 5. HiGHS spends them on cuts at the root.
+    seconds instead of 4 to 5, which HiGHS spends on cuts at the root.
     """
     return SolverName.CBC if pulp.PULP_CBC_CMD(msg=False).available() else default_solver()
 
@@ -137,14 +134,14 @@ def solve(
     solver: SolverName | None = None,
     gap: float = 0.0,
 ) -> Outcome:
-    """Solve a program to a gap, as a share of the objective, within the time limit."""
+    """Solve a program to a relative gap, within the time limit."""
     assert program.sense == pulp.LpMinimize, "bounds are read as lower bounds"
     program.checkDuplicateVars()
     name = solver or default_solver()
     began = time.perf_counter()
     try:
         program.solve(_engine(name, time_limit_seconds, gap))
-    except (pulp.PulpSolverError, IndexError) as broken:  # PuLP reads what HiGHS refused to load
+    except (pulp.PulpSolverError, IndexError) as broken:  # HiGHS refused to load it
         raise SolverError(
             f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
         ) from broken
@@ -158,27 +155,27 @@ def solve(
 
 
 def is_chosen(variable: pulp.LpVariable) -> bool:
-    """Return whether a binary variable of a solved program is one, up to the solver's tolerance."""
+    """Whether a binary variable of a solved program is one, within the solver's tolerance."""
     return bool(variable.varValue > 0.5)
 
 
 def chosen(variables: Iterable[pulp.LpVariable]) -> list[int]:
-    """Return the positions of the binary variables that are one."""
+    """Return the indices of the binary variables that are one."""
     return [position for position, variable in enumerate(variables) if is_chosen(variable)]
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """HiGHS, given a program at once.
+    """HiGHS, given a whole program in one call.
 
-    PuLP gives it column by column, and HiGHS goes over all columns whenever one becomes integer.
+    PuLP adds columns one by one, and HiGHS visits all columns whenever one becomes an integer.
     """
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802, as PuLP calls it
-        """Hand over the columns, which of them are integer, and the rows."""
+        """Pass on the columns, their types, and the rows."""
         model, columns, rows = lp.solverModel, lp.variables(), list(lp.constraints.values())
         for every in (columns, rows):
             for number, one in enumerate(every):
-                one.index = number  # by which PuLP reads the solution
+                one.index = number  # PuLP reads the solution by it
         costs = [lp.objective.get(one, 0.0) for one in columns]
         lower = [-inf if one.lowBound is None else one.lowBound for one in columns]
         upper = [inf if one.upBound is None else one.upBound for one in columns]
@@ -225,7 +222,7 @@ def _outcome(
             objective, bound = _objective(program), _bound(program, solver)
             return TimedOut(objective=objective, bound=bound, report=report)
         case pulp.LpSolutionNoSolutionFound if (
-            report.seconds >= 0.9 * limit_seconds or solver is SolverName.CBC  # it gives up early
+            report.seconds >= 0.9 * limit_seconds or solver is SolverName.CBC  # CBC stops early
         ):
             return TimedOut(objective=None, bound=_bound(program, solver), report=report)
     raise SolverError(
@@ -259,9 +256,9 @@ class _ProgramRow(NamedTuple):
 
 
 class GrowingProgram:
-    """Columns of zero or more, rows over them, and the first column to make as small as may be.
+    """Columns ≥ 0, rows over them; minimises the first column.
 
-    State it in units in which the numbers are near one.
+    Its numbers should be near one.
     """
 
     def __init__(self) -> None:
@@ -269,9 +266,7 @@ class GrowingProgram:
         for name, value in (("output_flag", False), ("threads", 1), ("presolve", "off")):
             self._highs.setOptionValue(name, value)
         self._columns = 0
-        self._rows: list[
-            _ProgramRow
-        ] = []  # that HiGHS has not yet: it takes many as quickly as one
+        self._rows: list[_ProgramRow] = []  # not yet given to HiGHS, which adds many as fast as one
         self._values: Floats = np.zeros(0)
         self.least = self.column()
 
@@ -293,7 +288,7 @@ class GrowingProgram:
         self._rows.append(_ProgramRow(least, most, columns, factors))
 
     def solve(self, *, time_limit_seconds: float) -> float | None:
-        """Return the optimum; infinite: nothing satisfies the rows; None: time ran out."""
+        """Return the optimum; infinite if infeasible; None after a time-out."""
         self._hand_over()
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + time_limit_seconds)
         self._highs.run()
@@ -306,12 +301,12 @@ class GrowingProgram:
         return float(self._values[self.least])
 
     def values(self, columns: Sequence[int] | Numbers) -> Floats:
-        """Return some columns of the last optimum."""
+        """Return columns of the last optimum."""
         found: Floats = self._values[np.asarray(columns, dtype=np.int64)]
         return found
 
     def _hand_over(self) -> None:
-        """Give HiGHS the columns and rows that are new."""
+        """Give HiGHS the new columns and rows."""
         new = self._columns - self._highs.getNumCol()
         if new:
             self._highs.addVars(new, np.zeros(new), np.full(new, inf))

@@ -1,1 +1,1 @@
-"""One table: for each op what may be split, what it costs and what it keeps for the backward."""
+"""The table of ops: what may be split, what each costs, and what it saves for the backward."""

@@ -58,7 +58,7 @@ def attention(case: Case) -> Signature:
 
 
 def matmul(case: Case) -> Signature:
-    """A product of matrices, of which either may be a single row or column."""
+    """A product of matrices, either of which may be a vector."""
     ranks = tuple(len(case.shape(case.tensor(name) or "")) for name in ("self", "other"))
     return _PRODUCTS[ranks[0] == 1, ranks[1] == 1].signature(case)
 
@@ -75,7 +75,7 @@ _CLASSES = Pattern.parse("self n v …, target n …, weight? v ->")
 
 
 def cross_entropy(case: Case) -> Signature:
-    """Each row has one class; of targets that give every class a share nothing is said."""
+    """Each row has one class; class probabilities as targets are not supported."""
     target = case.tensors[case.tensor("target") or ""]
     return _CLASSES.signature(case) if target.is_whole_numbered else opaque(case)
 
@@ -84,7 +84,7 @@ _ENTRIES = Pattern.parse("weight v d, indices … -> … d")
 
 
 def embedding(case: Case) -> Signature:
-    """Rows of a table; gradients by how often a row is taken need all that is taken of it."""
+    """Rows of a table. scale_grad_by_freq needs all indices, so it excludes splits."""
     is_counted = case.argument("scale_grad_by_freq")
     return opaque(case) if is_counted else _ENTRIES.signature(case)
 
@@ -95,9 +95,9 @@ _MAX = 2  # the mode of bags
 def bags(case: Case) -> Signature:
     """Sums, means or maxima of rows of a table: weight v d, … -> b d.
 
-    Columns of the table are columns of the result. Rows of it may lie on several ranks where the
-    result is a sum. So is a mean, once each rank divides by how many entries a bag has. Bags begin
-    at places among the indices, so these are not split.
+    Columns of the table are columns of the result. Rows may be split if the result is a sum, or a
+    mean, which each rank then divides by the bag's number of entries. Bags start at positions among
+    the indices, so these are not split.
     """
     if case.argument("scale_grad_by_freq"):
         return opaque(case)
@@ -166,8 +166,8 @@ def einsum(case: Case) -> Signature:
 def _terms(equation: str, ranks: list[int]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """Return the letters of each operand of an equation, and those of its result.
 
-    What `...` stands for is numbered from the right, where such dims are aligned. An equation that
-    names no result has what it names once, in the order of the alphabet.
+    The dims of `...` are numbered from the right, because they are aligned there. The result of an
+    equation without `->` has the letters that occur once, in alphabetical order.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     given = left.split(",")
@@ -197,7 +197,7 @@ def split(case: Case) -> Signature:
     dims = list(letters.of(shape))
     parts = [letters.new(s[dim]) for s in shapes]
     rest = _size_sum(s[dim] for s in shapes)
-    if rest != shape[dim]:  # some parts are unused and were dropped
+    if rest != shape[dim]:  # unused parts were dropped
         return opaque(case)
     dims[dim] = concat(parts)
     results = tuple(
@@ -239,7 +239,7 @@ def stack(case: Case) -> Signature:
 
 
 def sliced(case: Case) -> Signature:
-    """A cut along one dim: a part of a concatenation where its fellows tile the dim."""
+    """A slice of one dim: part of a concatenation, if other slices tile the rest of the dim."""
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dim = case.number("dim") % len(shape)
     letters = Letters()
@@ -263,7 +263,7 @@ def sliced(case: Case) -> Signature:
 
 
 def selected(case: Case) -> Signature:
-    """One position of a dim; the dim goes away and may not be split."""
+    """One position of a dim; the dim disappears and may not be split."""
     dims = Letters().of(case.shape(case.first))
     dim = case.number("dim") % len(dims)
     out = (*dims[:dim], *dims[dim + 1 :])
@@ -272,12 +272,12 @@ def selected(case: Case) -> Signature:
 
 
 def padded(case: Case) -> Signature:
-    """Dims that are padded, or cut off, may not be split; the others are kept."""
+    """Padded or cropped dims may not be split; the others are kept."""
     letters = Letters()
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dims, out, whole = letters.of(shape), [], frozenset[str]()
     ends = case.argument("pad")
-    assert isinstance(ends, tuple)  # of the last dim first
+    assert isinstance(ends, tuple)  # the last dim first
     for i, (dim, size, total) in enumerate(zip(dims, shape, out_shape, strict=True)):
         place = 2 * (len(shape) - 1 - i)
         is_kept = size == total and all(end == 0 for end in ends[place : place + 2])
@@ -291,7 +291,7 @@ def padded(case: Case) -> Signature:
 
 
 def indexed(case: Case) -> Signature:
-    """Gathers by index tensors: indexed dims may not be split, the indices' dims are kept."""
+    """Gathers by index tensors: indexed dims may not be split; the indices' dims are kept."""
     letters = Letters()
     shape = case.shape(case.first)
     if case.tiles is not None:
@@ -336,7 +336,7 @@ def gathered(case: Case) -> Signature:
     """gather along `dim`: that dim may not be split, the others belong together."""
     letters = Letters()
     out_shape, shape = case.shape(case.result), case.shape(case.first)
-    if len(shape) != len(out_shape):  # of one number, or at one place
+    if len(shape) != len(out_shape):  # of one number, or at one position
         return opaque(case)
     out = letters.of(out_shape)
     dim = case.number("dim") % max(len(shape), 1)
@@ -351,7 +351,7 @@ def gathered(case: Case) -> Signature:
 
 
 def scattered(case: Case) -> Signature:
-    """A part of a dim (or one position of it) is written anew: the other dims are kept."""
+    """A part of a dim (or one position) is overwritten: the other dims are kept."""
     letters = Letters()
     out = letters.of(case.shape(case.result))
     dim = case.number("dim") % len(out)

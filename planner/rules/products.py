@@ -1,10 +1,8 @@
 """The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra.
 
-Turns sizes into the FLOPs of linear algebra and Fourier transforms: textbook counts.
-
-Source: Golub and Van Loan, Matrix Computations, for an m × n matrix with n ≤ m; backwards by the
-products and solves in their formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers
-count as real ones.
+Linear algebra and Fourier transforms have textbook counts of FLOPs. Source: Golub and Van Loan,
+Matrix Computations, for an m × n matrix with n ≤ m; backwards by the products and solves in their
+formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers count as real ones.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
     A layer multiplies all rows by its input weights at once, then each step's state by its hidden
     weights (and by its projection), one step after the other: T·B × in by in × gates·H, and T times
-    B × H by H × gates·H. `kept` elements of each row and hidden unit are kept for the backward,
-    `unfused` kernels are what a step takes beside its products on a CPU.
+    B × H by H × gates·H. `kept` elements per row and hidden unit are saved for the backward;
+    `unfused` is the number of kernels per step beside products on a CPU.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -55,7 +53,7 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
 
 def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
-    """Return the input with its rows and steps; one that is packed has the sizes of its steps."""
+    """Return the input with its rows and steps; a packed one has the sizes of its steps."""
     packed = tensors(sizes, "data")
     if packed:
         return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
@@ -68,7 +66,7 @@ def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
 def _layer(
     sizes: OpSizes, source: str, weights: tuple[str, ...], *, rows: int, steps: int
 ) -> Iterator[MatrixProducts]:
-    """Of the states of a layer only the first is given, and may need no gradient."""
+    """Yield the products; only the first state of a layer is an input, and may need no gradient."""
     of_input, of_state, *more = weights
     together = rows // steps
     (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
@@ -77,7 +75,7 @@ def _layer(
         yield MatrixProducts(
             left=left, right=of_state, batch=1, m=together, n=wide, k=states, times=times
         )
-    if len(more) % 2:  # a projection stands behind the biases
+    if len(more) % 2:  # a projection follows the biases
         out, hidden = sizes.shape(more[-1])
         yield MatrixProducts(
             left="", right=more[-1], batch=1, m=together, n=out, k=hidden, times=steps
@@ -85,7 +83,7 @@ def _layer(
 
 
 def cell(gates: int, *, kept: int) -> Computing:
-    """One step of one layer: input and state by their weights."""
+    """One step of one layer: input and state times their weights."""
 
     def computation(sizes: OpSizes) -> Computation:
         products = []
@@ -102,8 +100,10 @@ def cell(gates: int, *, kept: int) -> Computing:
 
 
 def convolution(sizes: OpSizes) -> Computation:
-    """Each result is a sum over the weights of one output channel; transposed, each input of one
-    input channel is spread over the weights. Says the same as the letters do, for any dims.
+    """A convolution, for any number of dims; equal to the count by letters.
+
+    Each result is a sum over the weights of one output channel. Transposed, each input of one input
+    channel is spread over the weights.
     """
     source, weight = tensor(sizes, "input", "self"), tensor(sizes, "weight")
     spread = "transpose" in sizes.op.target or bool(given(sizes, "transposed"))
@@ -135,7 +135,7 @@ def matrices(left: str, right: str) -> Computing:
 
 
 def grouped(left: str, right: str) -> Computing:
-    """Matrices or groups of rows by matrices: each row meets one matrix, each column one group."""
+    """Matrices or groups of rows times matrices: a row meets one matrix, a column one group."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -173,7 +173,7 @@ def summed_products(sizes: OpSizes) -> Computation:
 
 
 def over_dims(sizes: OpSizes) -> Computation:
-    """A tensordot: what is summed are the listed dims of both."""
+    """A tensordot: sums over the listed dims of both."""
     left, right = tensor(sizes, "self"), tensor(sizes, "other")
     a, b, dims = sizes.shape(left), sizes.shape(right), given(sizes, "dims_self")
     k = prod(a[d] for d in dims if isinstance(d, int)) if isinstance(dims, tuple) else 1
@@ -182,7 +182,7 @@ def over_dims(sizes: OpSizes) -> Computation:
 
 
 def chain(sizes: OpSizes) -> Computation:
-    """A product of several matrices, in the order that takes the fewest FLOPs, as torch's does."""
+    """A product of several matrices in the order with the fewest FLOPs, as torch chooses it."""
     names = tensors(sizes, "matrices") or tensors(sizes, "tensors")
     shapes = [sizes.shape(name) for name in names]
     rows = [shape[0] if i or len(shape) > 1 else 1 for i, shape in enumerate(shapes)]
@@ -191,7 +191,7 @@ def chain(sizes: OpSizes) -> Computation:
 
 
 def _cheapest(names: tuple[str, ...], edges: list[int]) -> tuple[MatrixProducts, ...]:
-    """Return the products of the best bracketing; what is a product already has no name."""
+    """Return the products of the best order; intermediate products have no name."""
     count = len(names)
     best: dict[tuple[int, int], tuple[MatrixProducts, ...]] = {(i, i): () for i in range(count)}
     for length in range(1, count):
@@ -219,17 +219,17 @@ def bilinear(sizes: OpSizes) -> Computation:
 
 
 def bags(sizes: OpSizes) -> Computation:
-    """Each row that is looked up is added to its bag, times its weight where it has one."""
+    """Each row that is looked up is added to its bag, times its weight if it has one."""
     rows = sum(prod(sizes.shape(name)) for name in tensors(sizes, "per_sample_weights"))
     flops = 2 * rows * sizes.shape(tensor(sizes, "weight"))[1]
     return Computation(flops=flops, backward_flops=flops)
 
 
 def attention(sizes: OpSizes) -> Computation:
-    """Scores of each query and key, and sums of values; the backward computes 5 products for 2.
+    """Scores of queries and keys, and sums of values; the backward computes 5 products for 2.
 
-    Of the kernels that a model calls by their own names: heads before rows in those of
-    scaled_dot_product_attention, behind them in the others.
+    For kernels that a model calls directly. Heads come before rows in those of
+    scaled_dot_product_attention, after rows in the others.
     """
     query, key, value = (
         sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))
@@ -242,7 +242,7 @@ def attention(sizes: OpSizes) -> Computation:
 
 
 def power(sizes: OpSizes) -> Computation:
-    """A matrix to a whole power: squared for each bit of it, and once more for each that is set."""
+    """An integer power of a matrix: one square for each bit, and one product for each set bit."""
     source = tensor(sizes, "self")
     *lead, n, _ = sizes.shape(source)
     exponent = abs(number(sizes, "n", 1))
@@ -251,13 +251,13 @@ def power(sizes: OpSizes) -> Computation:
     return Computation(flops=flops, backward_flops=2 * flops)
 
 
-_PANEL = 32  # columns that LAPACK's blocked algorithms finish before they go on
+_PANEL = 32  # columns of a block in LAPACK's algorithms
 
 
 def factored(
     forward: Callable[[int, int], float], backward: Callable[[int, int], float]
 ) -> Computing:
-    """FLOPs by the larger and the smaller extent of each matrix, panel after panel."""
+    """FLOPs by the larger and the smaller size of each matrix, block by block."""
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
@@ -272,13 +272,16 @@ def factored(
 
 
 def cubic(forward: float, backward: float) -> Computing:
-    """So many n³ of a square matrix."""
+    """A multiple of n³ for a square matrix."""
     return factored(lambda _, n: forward * n**3, lambda _, n: backward * n**3)
 
 
 def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
-    """`factor`·n³ to factor the matrix, n² twice for each column of the right side; a single solve
-    with a triangle takes half of that. The backward solves once more, and multiplies."""
+    """A factorisation and solves.
+
+    `factor`·n³ to factor the matrix, n² twice for each column of the right side; a triangular solve
+    takes half of that. The backward solves once more, and multiplies.
+    """
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, n, _ = sizes.shape(tensor(sizes, *matrix))
@@ -296,7 +299,7 @@ def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Co
 
 
 def folded(forward: float, backward: float) -> Computing:
-    """A tensor that is a square matrix once its dims are joined."""
+    """A tensor that is a square matrix after its dims are flattened."""
 
     def computation(sizes: OpSizes) -> Computation:
         n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
@@ -339,7 +342,7 @@ def short_time_fourier(sizes: OpSizes) -> Computation:
 
 
 def connectionist(sizes: OpSizes) -> Computation:
-    """CTC: for each row and step, sums of three ways into each of 2·S + 1 states, twice."""
+    """CTC: for each row and step, sums of three transitions into each of 2·S + 1 states, twice."""
     steps, *_ = sizes.shape(tensor(sizes, "log_probs"))
     targets = sizes.shape(tensors(sizes, "targets")[0])
     rows = sizes.shape(tensor(sizes, "log_probs"))[1] if len(targets) > 1 else 1

@@ -1,4 +1,4 @@
-"""One line of the table: an op's signature, what it computes, what it keeps for the backward."""
+"""A row of the table: an op's signature, its computation, and what it saves for the backward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from autopar.planner.rules.signature import Case, Pattern, Signature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixProducts:
-    """`batch` products of m × k by k × n, made `times` times one after the other.
+    """`batch` products of m × k by k × n, done `times` times in sequence.
 
-    `left` and `right` name the factors among the op's inputs, "" is what the op itself has made.
+    `left` and `right` name the factors among the op's inputs; "" is an intermediate result of the
+    op.
     """
 
     left: str
@@ -37,12 +38,12 @@ class MatrixProducts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """What one op computes on one rank.
+    """What an op computes on one rank.
 
-    `flops` and `backward_flops` are those beside the products, whose backward is one product for
-    each factor that needs a gradient. `steps` follow each other, each with an elementwise kernel
-    beside its products, or so many as `unfused` where no library has one for all; `kept` elements
-    are made for the backward alone.
+    `flops` and `backward_flops` exclude products, whose backward is one product for each factor
+    that needs a gradient. There are `steps` in sequence, each with an element-wise kernel beside
+    its products, or `unfused` kernels if no library fuses them. `kept` elements are made only for
+    the backward.
     """
 
     products: tuple[MatrixProducts, ...] = ()
@@ -71,28 +72,28 @@ Computing = Callable[[OpSizes], Computation]
 
 
 def given(sizes: OpSizes, name: str) -> Value:
-    """Return an argument of the op, None where it has none of this name."""
+    """Return an argument of the op, or None."""
     return dict(sizes.op.arguments).get(name)
 
 
 def number(sizes: OpSizes, name: str, default: int = 0) -> int:
-    """Return an argument that is a whole number."""
+    """Return an integer argument."""
     value = given(sizes, name)
     return value if isinstance(value, int) else default
 
 
 def tensors(sizes: OpSizes, name: str) -> tuple[str, ...]:
-    """Return the tensors that are an argument, or stand in it."""
+    """Return the tensors in an argument."""
     return tuple(refs(given(sizes, name)))
 
 
 def tensor(sizes: OpSizes, *names: str) -> str:
-    """Return the tensor that is the first of these arguments that the op has."""
+    """Return the tensor in the first of these arguments that is given."""
     return next(found for name in names for found in tensors(sizes, name))
 
 
 class OpKind(StrEnum):
-    """What sort of op it is, where the letters do not tell how it is priced, split or printed."""
+    """The kind of an op, if letters do not determine its price, splits or printed form."""
 
     OTHER = ""
     CONVOLUTION = "convolution"
@@ -103,7 +104,7 @@ class OpKind(StrEnum):
     BATCH_NORM = "batch norm"
     SOFTMAX = "softmax"
     DROPOUT = "dropout"
-    EXPONENTIAL = "exponential"  # takes at least one for each element
+    EXPONENTIAL = "exponential"  # computes at least one exponential per element
     CROSS_ENTROPY = "cross entropy"
     CLASS_LOSS = "class loss"  # of given log-probabilities
     LOSS = "loss"
@@ -111,42 +112,42 @@ class OpKind(StrEnum):
     MEAN = "mean"
     ADDITION = "addition"
     SUBTRACTION = "subtraction"
-    NEGATION = "negation"  # of what may be taken from something else
+    NEGATION = "negation"  # of something that may be subtracted instead
     MULTIPLICATION = "multiplication"
     DIVISION = "division"
     POWER = "power"
-    QUOTIENT = "quotient"  # or its remainder, in whole numbers
-    CLAMP = "clamp"  # from below
+    QUOTIENT = "quotient"  # or its remainder, in integers
+    CLAMP = "clamp"  # to a minimum
     RECURRENT = "recurrent"
-    GROUPED = "grouped"  # products of groups of rows by matrices of their own
+    GROUPED = "grouped"  # products of groups of rows with one matrix each
     ALONG = "along"  # works along a dim
     SORT = "sort"
     ARGSORT = "argsort"
     COUNT = "count"  # how often numbers occur
-    VALUES = "values"  # that occur
+    VALUES = "values"  # distinct values
     VIEW = "view"
     COPY = "copy"
-    CAST = "cast"  # to another type or device, where it is not of it
-    CONTIGUOUS = "contiguous"  # the same in a plain order in memory, where it is not
-    DIAGONAL = "diagonal"  # or what lies on one side of it, or its sum
+    CAST = "cast"  # to another dtype or device, if needed
+    CONTIGUOUS = "contiguous"  # a contiguous copy, if needed
+    DIAGONAL = "diagonal"  # also triangles and the trace
     INDEX = "index"
-    WRITE = "write"  # over all of a tensor
-    WRITE_AT = "write at"  # places
-    ADD_AT = "add at"  # places
+    WRITE = "write"  # of a whole tensor
+    WRITE_AT = "write at"  # indices
+    ADD_AT = "add at"  # indices
     SCATTER = "scatter"  # of a part, into a new tensor
     FILL = "fill"  # with a plain number
     PART = "part"  # of a tensor
-    PARTS = "parts"  # that tile a tensor
+    PARTS = "parts"  # parts that tile a tensor
     EXPAND = "expand"
     REPEAT = "repeat"
     RANGE = "range"
-    NEW = "new"  # of a given shape, in the type of a tensor
-    LIKE = "like"  # a tensor in shape and type
-    GRADIENT = "gradient"  # of some tensors for others, as torch.autograd.grad takes it
+    NEW = "new"  # with a given shape, and the dtype of a tensor
+    LIKE = "like"  # with the shape and dtype of a tensor
+    GRADIENT = "gradient"  # as torch.autograd.grad computes it
 
     @property
     def is_class_loss(self) -> bool:
-        """Whether it is a loss over classes, of which each row has one."""
+        """Whether it is a loss over classes with one class per row."""
         return self in (OpKind.CROSS_ENTROPY, OpKind.CLASS_LOSS)
 
     @property
@@ -156,12 +157,12 @@ class OpKind(StrEnum):
 
     @property
     def reads_table(self) -> bool:
-        """Whether it takes rows of a table: ranks that have other rows make a sum together."""
+        """Whether it reads rows of a table, so that ranks with different rows produce a sum."""
         return self in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
     def keeps_entries(self) -> bool:
-        """Whether the result has the entries of the first input, each once, or casts of them."""
+        """Whether the result has the elements of the first input, perhaps cast, each once."""
         return self in (OpKind.VIEW, OpKind.COPY, OpKind.CAST, OpKind.CONTIGUOUS)
 
 
@@ -169,29 +170,29 @@ class Traffic(StrEnum):
     """What an op moves through memory."""
 
     ALL = "all"  # reads its inputs, writes its results
-    NONE = "none"  # another look at the same memory
+    NONE = "none"  # a view
     GATHERED = "gathered"  # reads as much of a table as it writes
     BAGGED = "bagged"  # reads a row of a table for each index, and writes one for each bag
 
 
 class Linear(StrEnum):
-    """In which inputs an op is linear, so that a partial sum may pass through it."""
+    """The inputs in which an op is linear, so that a partial sum can pass through it."""
 
     UNTOLD = "untold"
     NO = "no"
-    FIRST = "first"  # in the first, for the others only tell a place, a shape or a type
+    FIRST = "first"  # in the first; the others only give an index, a shape or a dtype
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
-    EACH = "each"  # in each input while the others are whole: a product
+    EACH = "each"  # in each input if the others are whole: a product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedForBackward:
-    """One thing kept for the backward: `what` is an argument, "out" or letters with a type."""
+    """A tensor saved for the backward: `what` is an argument, "out", or letters with a dtype."""
 
     what: str
-    needs: str = ""  # the argument that must need a gradient; "" is any
-    dtype: str = ""  # for letters: their element type, "" is the result's
-    only: str = ""  # the condition on the kernel or the arguments under which it is kept
+    needs: str = ""  # the argument that must need a gradient; "" means any
+    dtype: str = ""  # for letters: their dtype, "" is the result's
+    only: str = ""  # a condition on the kernel or the arguments
 
     @staticmethod
     def parse_all(text: str) -> tuple[SavedForBackward, ...]:
@@ -215,20 +216,19 @@ class SavedForBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is known of an op.
+    """Facts about an op.
 
-    `flops` is the product of these letters' sizes, twice (multiply and add); "*" stands for all
-    letters of the operands and results. Where no letters tell, `computes` does: the products of an
-    LSTM, the FLOPs of a Cholesky factor. `saves` lists what the backward needs: `x if y` is
-    the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)`
-    is a tensor of that type over these letters, `own(computed)` what `computes` says is kept, in
-    the type of the first input. `added` is the argument that is added to what the op makes of the
-    others: a plain number there makes a linear op affine. `sizes` is the argument that tells the
-    sizes of the result, `cuts` are those that tell sizes or places along the argument `dim`.
-    `written_by` is the op that makes a new tensor with this part of it written anew; `updates` are
-    arguments that the op writes to without saying so in its schema. torch wants the arguments
-    `alike` to be of one type ("*inputs": all tensors), and has no kernel of what `is_wide` in 16
-    bits. `names` proposes what people call a letter.
+    `flops` is twice the product of these letters' sizes; "*" stands for all letters of operands and
+    results. If letters do not determine it, `computes` does: the products of an LSTM, the FLOPs of
+    a Cholesky factor. `saves` lists what the backward needs: `x if y` is the tensor argument x if
+    the argument y needs a gradient, `out` is the result, `f32(a b)` is a tensor with that dtype
+    over these letters, `own(computed)` is what `computes` says, in the dtype of the first input.
+    `added` is the argument that is added to the op's linear part: a plain number there makes the op
+    affine. `sizes` is the argument with the result's sizes; `cuts` are arguments with sizes or
+    positions along the argument `dim`. `written_by` is the op that makes a new tensor with this
+    part replaced; `updates` are arguments that the op writes to, although its schema does not say
+    so. torch requires the arguments `alike` to have one dtype ("*inputs": all tensors), and has no
+    16-bit kernel if `is_wide`. `names` proposes names of letters.
     """
 
     target: str
@@ -250,11 +250,11 @@ class Rule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The arguments that a product multiplies: these, and these alone, it keeps."""
+        """The arguments that a product multiplies; it saves only these."""
         return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:
-        """Return the op's signature; one that the rule does not fit is opaque."""
+        """Return the op's signature; opaque if the rule does not fit."""
         read = self.shape.signature if isinstance(self.shape, Pattern) else self.shape
         try:
             found = read(case)
@@ -268,7 +268,7 @@ _CHANCES = ("p", "dropout", "dropout_p")
 
 
 def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers: torch marks it so, and it is not turned off."""
+    """Whether an op draws random numbers: torch tags it as random, and it is not disabled."""
     if not _draws(op.target):
         return False
     arguments = dict(op.arguments)
@@ -278,7 +278,7 @@ def is_random(op: Op) -> bool:
 
 @lru_cache(maxsize=4096)
 def _draws(target: str) -> bool:
-    import torch  # seconds, which commands that draw nothing do without
+    import torch  # takes seconds, and other commands do not need it
 
     found: Any = torch.ops
     for part in target.split("."):
@@ -296,7 +296,7 @@ def lines(
     alike: str = "",
     **facts: Any,
 ) -> list[Rule]:
-    """Return a rule for each op of a line of the table, which may have further columns (`facts`).
+    """Return a rule for each op of a table row, which may have further columns (`facts`).
 
     A group of letters in `contracts` is 2·∏(letters) FLOPs.
     """
@@ -321,12 +321,12 @@ def computing(
     saves: str = "*inputs, out",
     **facts: Any,
 ) -> list[Rule]:
-    """Return rules of ops of which nothing is known but their batch, and what they compute."""
+    """Return rules of ops of which only the batch and the computation are known."""
     return lines(targets, opaque, saves, computes=computes, **facts)
 
 
 def _full_name(target: str) -> str:
-    """Complete an op's name; one of a library stands with all three parts."""
+    """Complete an op's name; a library's op has all three parts."""
     if target.count(".") == 2:
         return target
     return f"aten.{target}" if "." in target else f"aten.{target}.default"

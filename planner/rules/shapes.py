@@ -30,7 +30,7 @@ def elementwise(case: Case) -> Signature:
 
 
 def of_type(case: Case) -> Signature:
-    """The result is as the first tensor; another one only tells a type."""
+    """The result is like the first tensor; another one only gives a dtype."""
     dims = Letters().of(case.shape(case.first))
     return Signature(operands=of_first(case, dims), results=((case.result, dims),))
 
@@ -42,7 +42,7 @@ def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
 
 
 def paired(case: Case) -> Signature:
-    """Operands of one shape, or broadcast to one, compared; the result has it, or is one number."""
+    """Operands of one shape, or broadcast to one; the result has it, or is a scalar."""
     letters = Letters()
     shapes = [case.shape(name) for name in case.op.inputs]
     sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=ONE)
@@ -53,7 +53,7 @@ def paired(case: Case) -> Signature:
 
 
 def broadcast(case: Case) -> Signature:
-    """Each tensor of a list gets the shape of all of them together."""
+    """Each tensor of a list is broadcast to their common shape."""
     out = Letters().of(case.shape(case.result))
     operands = tuple((name, aligned(out, case.shape(name))) for name in case.op.inputs)
     return Signature(operands=operands, results=tuple((name, out) for name in case.op.outputs))
@@ -63,7 +63,7 @@ def over(*names: str) -> ShapeFunction:
     """The dims in the argument may not be split; the result has the others (softmax, topk)."""
 
     def signature(case: Case) -> Signature:
-        if len(case.op.inputs) > 1:  # what is put before and behind, of which nothing is said
+        if len(case.op.inputs) > 1:  # prepended and appended tensors are not supported
             return opaque(case)
         letters = Letters()
         dims = letters.of(case.shape(case.first))
@@ -99,7 +99,7 @@ def _chosen(case: Case, names: tuple[str, ...], rank: int) -> frozenset[int]:
 
 
 def reshape(case: Case) -> Signature:
-    """Dims are regrouped: each group of input dims with the size of a group of result dims."""
+    """Dims are regrouped: each group of input dims has the size of a group of result dims."""
     return regrouped(case, case.shape(case.first), case.shape(case.result))
 
 
@@ -119,7 +119,7 @@ def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> 
             j, rest_right = j + 1, after[j + 1] if j + 1 < len(after) else ONE
             continue
         shared = _shared(rest_left, rest_right)
-        if shared is None:  # the borders do not meet: nothing here can be told apart
+        if shared is None:  # the borders do not meet: dims cannot be matched
             next_i, next_j, next_left, next_right = _after_mismatch(before, after, i, j)
             passed_left = letters.of((rest_left, *before[i + 1 : next_i]))
             passed_right = letters.of((rest_right, *after[j + 1 : next_j]))
@@ -154,7 +154,7 @@ def _shared(a: Extent, b: Extent) -> Extent | None:
 def _after_mismatch(
     before: Sequence[Extent], after: Sequence[Extent], i: int, j: int
 ) -> tuple[int, int, Extent, Extent]:
-    """Return the next place at which both shapes have passed the same number of elements."""
+    """Return the next position at which both shapes have the same number of elements."""
     for end_i in range(i + 1, len(before) + 1):
         for end_j in range(j + 1, len(after) + 1):
             if numel(tuple(before[end_i:])) == numel(tuple(after[end_j:])):
@@ -195,12 +195,12 @@ def matrix_order(_: Case, rank: int) -> Sequence[int]:
 
 
 def reversed_order(_: Case, rank: int) -> Sequence[int]:
-    """Turn all dims round."""
+    """Reverse all dims."""
     return list(range(rank))[::-1]
 
 
 def expanded(case: Case) -> Signature:
-    """Dims of size one, and new leading ones, are repeated: letters of the result alone."""
+    """Dims of size one, and new leading ones, are repeated: letters of the result only."""
     out = Letters().of(case.shape(case.result))
     operand = _aligned_where_equal(out, case.shape(case.result), case.shape(case.first))
     return Signature(operands=of_first(case, operand), results=((case.result, out),))
@@ -254,7 +254,7 @@ def interleaved(case: Case) -> Signature:
 
 
 def made(case: Case) -> Signature:
-    """Tensors made from nothing: any dim may be split, for each rank makes its own part."""
+    """New tensors: any dim may be split, because each rank makes its own part."""
     letters = Letters()
     results = tuple((name, letters.of(case.shape(name))) for name in case.op.outputs)
     operands = tuple((name, letters.of(case.shape(name))) for name in case.op.inputs)
@@ -262,7 +262,7 @@ def made(case: Case) -> Signature:
 
 
 def opaque(case: Case) -> Signature:
-    """An op of which nothing is known but, where it is recognisable, its batch."""
+    """An op about which nothing is known except, if recognisable, its batch."""
     letters = Letters()
     batch: dict[Extent, Dim] = {}
     operands = tuple((name, by_batch(case.shape(name), letters, batch)) for name in case.op.inputs)
@@ -273,7 +273,7 @@ def opaque(case: Case) -> Signature:
 
 
 def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Dim]) -> Dims:
-    """Return new letters, but for a first size that depends on the batch: equal ones share one."""
+    """Return new letters; first sizes that depend on the batch and are equal share one."""
     dims = list(letters.of(shape))
     if shape and not shape[0].is_constant:
         dims[0] = batch.setdefault(shape[0], dims[0])
@@ -281,5 +281,5 @@ def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Di
 
 
 def of_first(case: Case, dims: Dims) -> tuple[tuple[str, Dims], ...]:
-    """Return the operands of an op of which only the first tensor matters."""
+    """Return the operands of an op for which only the first tensor matters."""
     return ((case.first, dims),)

@@ -20,7 +20,7 @@ Tiles = tuple[tuple[Extent, ...], int]
 
 
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
-    """Return, for each slice whose fellows tile the dim, all the tiles and its own position."""
+    """Return, for each slice of several that tile a dim, all the tiles and its position."""
     cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
     source: dict[str, str] = {}  # x[:] → x
     for op in graph.ops:
@@ -46,7 +46,7 @@ def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
 
 
 def _cut(op: Op, graph: Graph) -> tuple[int, int, int] | None:
-    """Return dim, start and end of a slice with step one, or of an index of one constant."""
+    """Return dim, start and end of a slice with step one, or of a constant index."""
     if op.target == "aten.slice.Tensor":
         shape = graph.tensors[op.inputs[0]].shape
         dim, step = op.argument("dim"), op.argument("step")
@@ -90,14 +90,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedDims:
-    """Dims flattened into one, the outermost first; the empty product is a dim of size one."""
+    """Dims flattened into one, the outermost first; the empty product has size one."""
 
     factors: tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Dims laid end to end; `name` where people have one name for the whole."""
+    """Concatenated dims; `name` if the whole has one."""
 
     parts: tuple[Dim, ...]
     name: str = ""
@@ -175,7 +175,7 @@ _MANY = ("…", "[…]")
 class Signature:
     """The dims of an op's tensors in letters; a letter in `whole` may not be split.
 
-    Where `is_opaque`, nothing is known of the op but its batch.
+    If `is_opaque`, nothing is known about the op except its batch.
     """
 
     operands: tuple[tuple[str, Dims], ...]
@@ -185,7 +185,7 @@ class Signature:
     is_opaque: bool = False
 
     def fits(self, case: Case) -> bool:
-        """Whether the dims have the sizes that the tensors have."""
+        """Whether the dims have the tensors' sizes."""
         return all(
             tuple(map(size_of, dims)) == tuple(case.shape(name))
             for name, dims in (*self.operands, *self.results)
@@ -195,10 +195,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One op with the shapes of its tensors, as the functions of the table see it.
+    """An op with the shapes of its tensors, for the functions of the table.
 
-    `tiles` holds, for a slice whose fellows tile the whole dim, the sizes of all the tiles and the
-    position of this one.
+    For a slice that is one of several tiling a dim, `tiles` holds the sizes of all of them and its
+    position.
     """
 
     op: Op
@@ -217,12 +217,12 @@ class Case:
         return None
 
     def number(self, *names: str, default: int = 0) -> int:
-        """Return an argument that is a whole number."""
+        """Return an integer argument."""
         value = self.argument(*names)
         return value if isinstance(value, int) else default
 
     def numbers(self, *names: str) -> tuple[int, ...]:
-        """Return an argument that is a list of whole numbers (or one of them)."""
+        """Return an argument that is a list of integers, or one integer."""
         value = self.argument(*names)
         items = value if isinstance(value, tuple) else (value,)
         return tuple(item for item in items if isinstance(item, int))
@@ -243,7 +243,7 @@ class Case:
 
 
 class Letters:
-    """Makes letters, each with its size; a dim of size one needs none."""
+    """Creates letters with sizes; a dim of size one needs none."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -284,7 +284,7 @@ class Pattern:
         return Pattern(tuple(operands), results)
 
     def signature(self, case: Case) -> Signature:
-        """Return the signature of one op, or raise ValueError where the pattern does not fit."""
+        """Return the signature of an op; raises ValueError if the pattern does not fit."""
         reading = _Reading(case)
         operands = []
         for name, optional, tokens in self.operands:
@@ -310,7 +310,7 @@ class Pattern:
 
 
 class _Reading:
-    """The letters met so far while a pattern is laid over the shapes of one op."""
+    """The letters found so far while a pattern is matched with an op's shapes."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

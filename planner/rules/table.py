@@ -1,8 +1,8 @@
-"""The table of rules: one line per op, in the manner of einsum.
+"""The table of rules: one row per op, similar to einsum.
 
-The letters say what may be split: a letter of operands and results is split in all of them alike; a
-letter of operands alone is summed over, so a split of it leaves a partial sum; `[d]` is not split.
-What is not here is never wrong, only slower: it is split along a recognisable batch, or not at all.
+The letters say what may be split: a letter of operands and results is split in all of them; a
+letter of operands only is summed over, so splitting it leaves a partial sum; `[d]` is not split. An
+op without a row is never wrong, only slower: it is split along a recognisable batch, or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _convolution = partial(
 )
 _elementwise = partial(lines, shape=s.elementwise)
 _views = partial(lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE)
-# Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move.
+# Ops without matrix products and with unknown dims: priced by the bytes they move.
 _moving = partial(lines, shape=s.opaque, saves="*inputs, out")
 _NORM_SAVES = "input, weight if input"
 _RUNNING = ("running_mean", "running_var")
@@ -72,7 +72,7 @@ _RULES = (
         "matmul", c.matmul, contracts="… m k n",
         saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
     ),
-    *_contraction(  # of each group of rows by a matrix of its own
+    *_contraction(  # of each group of rows with its own matrix
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
         kind=OpKind.GROUPED, alike="self mat2",
@@ -99,7 +99,7 @@ _RULES = (
         "conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
         "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", names="c=channels o=channels",
     ),
-    *_convolution(  # each input is spread over the weights of its channel
+    *_convolution(  # each input is spread over its channel's weights
         "conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
         contracts="n g o c x k", names="c=channels o=channels",
     ),
@@ -115,7 +115,7 @@ _RULES = (
     ),
     *computing("convolution _convolution convolution_overrideable cudnn_convolution "
                 "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
-    # --- recurrent layers and cells: what is kept are the gates, and the states between steps
+    # --- recurrent layers and cells: gates, and states between steps, are saved
     *computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES,
                 kind=OpKind.RECURRENT),
     *computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES,
@@ -370,30 +370,30 @@ _UNKNOWN = Rule(target="", shape=s.opaque, saves=SavedForBackward.parse_all("*in
 
 
 def rule_of(target: str) -> Rule:
-    """Return the rule of an op; an op that has none gets the one that knows only the batch."""
+    """Return the rule of an op, or the rule that only knows the batch."""
     return TABLE.get(target, _UNKNOWN)
 
 
 def rule_out_of_place(target: str) -> Rule:
-    """Return the rule of an op; one that writes in place has that of the op that does not."""
+    """Return the rule of an op; for an in-place op, that of its out-of-place form."""
     return TABLE.get(target) or rule_of(re.sub(r"_(?=\.)", "", target))
 
 
 def kind_of(op: Op) -> OpKind:
-    """Return what sort of op it is."""
+    """Return the kind of an op."""
     return rule_of(op.target).kind
 
 
 def takes_statistics(op: Op) -> bool:
-    """Whether an op is a batch norm that normalises by the statistics of the rows it is given."""
+    """Whether an op is a batch norm that normalises by the statistics of its input."""
     return kind_of(op) is OpKind.BATCH_NORM and bool(op.argument("training"))
 
 
 def has_rule(target: str) -> bool:
-    """Whether the table says what the dims of an op are."""
+    """Whether the table has an op's dims."""
     return rule_of(target).shape is not s.opaque
 
 
 def has_line(target: str) -> bool:
-    """Whether the table says what an op computes, even if not what its dims are."""
+    """Whether the table has an op's computation, even if not its dims."""
     return target in TABLE

@@ -1,4 +1,4 @@
-"""Turns a model file into a Graph: torch.export under the meta device, then plain data."""
+"""Turns a model file into a Graph: torch.export on the meta device, then plain data."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types, tr
 
 __all__ = ["trace", "trace_for_rows"]
 
-# A model that cannot be built or traced without memory is built for real, up to this size.
+# The size up to which a model is built for real, if it cannot be built or traced on meta.
 _LARGEST_REAL_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One way to hold the model while it is traced."""
+    """How the model is held while it is traced."""
 
     device: str
     dtype: torch.dtype | None
 
 
-# Some models decide by the type of their weights whether to cast, and float32 that meets 16-bit
-# weights shows in 16 bits alone.
+# Some models decide by their weights' dtype whether to cast, and an fp32 tensor that meets 16-bit
+# weights only shows with 16 bits.
 _HALF_WAYS = (
     _Way(device="meta", dtype=torch.bfloat16),
     _Way(device="cpu", dtype=torch.bfloat16),
 )
-# In float64, what the model itself pins to float32 stays visible: in float32 `x.float()` leaves no
-# mark that tells it from the model's own type. A model that mixes types in a way that float64
-# breaks, or that reads values while it is built, is traced as it comes.
+# In float64, a cast to float32 by the model itself stays visible; in float32, `x.float()` does
+# nothing. A model whose mix of dtypes fails with float64, or that reads values while it is built,
+# is traced in its own dtype.
 _WAYS = (
     _Way(device="meta", dtype=torch.float64),
     _Way(device="meta", dtype=None),
@@ -67,7 +67,7 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss, for every batch size at once.
 
-    A model that has been traced on another batch has the buffers in 16 bits that it had then.
+    With `like`, the same buffers are 16-bit as in that earlier trace.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _WAYS)
@@ -79,7 +79,7 @@ def trace(
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
-        graph = _traced(model_file, batch_size, _WAYS)  # fails by itself for any other reason
+        graph = _traced(model_file, batch_size, _WAYS)  # fails itself for any other reason
         if isinstance(error, UnlikeTypesError):
             raise error.in_half(precision) from None
         return graph
@@ -126,19 +126,19 @@ def _traced(
 
 
 def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision) -> Graph:
-    """Trace a model for every batch size, or for so many rows where it takes one number alone."""
+    """Trace a model for every batch size, or for one if it only accepts one."""
     graph = trace(model_file, precision=precision)
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
     try:
         return trace(model_file, precision=precision, batch_size=rows, like=graph)
-    except (InputError, TraceError):  # the number itself stands in the model's code
+    except (InputError, TraceError):  # the model's code contains the number
         return graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Converted:
-    """A graph, and what the run that gave it changed outside the model, and left there."""
+    """A graph, and the run's side effects outside the model."""
 
     graph: Graph
     traces: Traces
@@ -164,10 +164,10 @@ def _converted(
 
 
 def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
-    """Return the graph of a subject whose steps find nothing that an earlier one has made.
+    """Return the graph of a subject whose steps do not depend on earlier steps.
 
-    A second run tells: it reads no tensor that the first one has left, counts no number on, and
-    computes the same. So caches pass, which are filled once.
+    A second run checks this: it must read no tensor that the first one left, advance no counter,
+    and compute the same. Caches that are filled once are allowed.
     """
     how = partial(_converted, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
     first = how()
@@ -188,13 +188,13 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
 
 
 def _computed_in(graph: Graph) -> Graph:
-    """Return a graph without what its calls leave outside: the first one fills the caches."""
+    """Return a graph without its calls' changes outside. Only the first call fills caches."""
     calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return the graph of a subject, and which of its parts do otherwise than they would train."""
+    """Return the graph of a subject, and which parts compute otherwise in training mode."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:
@@ -208,9 +208,9 @@ def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) 
 
 
 def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
-    """Refuse a step that writes to an entry of the batch which lies in the memory of another.
+    """Raise for a step that writes to an entry of the batch that shares another's memory.
 
-    One device would change both: here two entries are two tensors, as rows of a dataset are.
+    One device would change both. Here two entries are two tensors, like rows of a dataset.
     """
     for op in graph.ops:
         for name in op.writes:

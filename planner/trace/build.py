@@ -1,4 +1,4 @@
-"""Builds the model and its batch for a trace, without memory, in the types that scripts have."""
+"""Builds the model and its batch for a trace, without memory, in the dtypes of scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopar.planner.trace.model_checks import (
 
 
 def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the buffers of more than 16 bits by their first names, but for statistics of norms."""
+    """Return buffers of more than 16 bits by their first names, without norms' statistics."""
     norms = (module for module in model.modules() if isinstance(module, _NormBase))
     kept = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
     return {
@@ -40,16 +40,16 @@ def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Give floating tensors of a model a type, in place: other modules may have them too."""
+    """Cast floating tensors of a model in place, because other modules may hold them, too."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-        elif tensor.is_complex():  # pairs of numbers of the type
+        elif tensor.is_complex():  # with components of that dtype
             tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
 
 
-# Prime and above two: a size that equals the batch by chance is unlikely, and torch
-# specialises sizes 0 and 1.
+# Prime and above two: a size is unlikely to equal it by chance, and torch specialises sizes 0 and
+# 1.
 TRACED_BATCH = 7
 
 
@@ -57,7 +57,7 @@ Loss = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class TracedStep(nn.Module):
-    """What is traced: one batch to one loss. The model is its only child, named `model`."""
+    """The traced module: from a batch to its loss. The model is its only child, named `model`."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class TracedStep(nn.Module):
     def run(
         self, batch: Mapping[str, Any], *, noted: Callable[[Loss], Loss] = lambda loss: loss
     ) -> torch.Tensor:
-        """Return the loss of a batch; `noted` is put around the loss function."""
+        """Return the loss of a batch; `noted` wraps the loss function."""
         outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
         where = f"loss of {self.path}"
         loss = noted(self._wide_loss)(outputs, batch)
-        if isinstance(loss, (Mapping, tuple, list)):  # scripts take what it returns as it is
+        if isinstance(loss, (Mapping, tuple, list)):  # scripts pass on what the model returns
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
             )
@@ -103,8 +103,8 @@ class TracedSubject:
     batch_size: int
     path: Path
     model_dtype: torch.dtype
-    narrowed: frozenset[str] = frozenset()  # buffers that were cast to it, in 16 bits
-    shared: frozenset[str] = frozenset()  # keys of the batch whose tensors lie in one memory
+    narrowed: frozenset[str] = frozenset()  # buffers cast to 16 bits
+    shared: frozenset[str] = frozenset()  # keys of the batch whose tensors share memory
 
     @property
     def model(self) -> nn.Module:
@@ -120,11 +120,11 @@ def build(
     batch_size: int,
     narrowed: Collection[str] = (),
 ) -> TracedSubject:
-    """Build the model on a device ("meta" takes no memory) and check it and its batch.
+    """Build the model on a device ("meta" takes no memory), and check it and its batch.
 
-    With a dtype, everything of the model's own floating type is cast to it, unless the batch holds
-    float64: among float64 weights it would not be seen that the two do not match. With one of 16
-    bits parameters are cast, as scripts do, and of buffers those that `narrowed` names.
+    With a dtype, all tensors of the model's own floating dtype are cast to it, unless the batch
+    holds float64, whose mismatch with the weights would be hidden. With 16 bits, parameters are
+    cast as in scripts, and the buffers that `narrowed` names.
     """
     model = _model(model_file, device)
     own = own_dtype(model)
@@ -171,7 +171,7 @@ def _look_through(model: nn.Module, path: Path) -> None:
 
 
 def _take_dense_gradients(model: nn.Module) -> None:
-    """Have tables of embeddings take dense gradients, as scripts do: ranks add them up."""
+    """Make embeddings use dense gradients, as scripts do, because ranks sum them."""
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False
@@ -195,7 +195,7 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
 
 
 def _shared(batch: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of entries that lie in the memory of another one."""
+    """Return the keys of entries that share another's memory."""
     memory = {
         key: value.untyped_storage().data_ptr()
         for key, value in batch.items()
@@ -236,7 +236,7 @@ def _accepted(
 ) -> frozenset[str]:
     """Return the keys that the model's forward takes; the others must be for the loss.
 
-    A forward of `**batch` takes all, unless it names some and there is a loss for the others.
+    A forward with `**batch` takes all keys, unless it names some and a loss takes the others.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -273,7 +273,7 @@ _LOSS = "a scalar tensor with gradient"
 
 
 def _in_float32(values: Any) -> Any:
-    """Return the outputs of a model as its loss takes them: no sum or mean fits 16 bits."""
+    """Return the outputs of a model in float32 for the loss: 16 bits hold no sums or means."""
     return tree_map_only(torch.Tensor, _wide, values)
 
 
@@ -286,7 +286,7 @@ _ODD_LOSS = "return one number that backward can start from, such as the mean ov
 
 
 def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch.Tensor:
-    """Return the loss in what a model or a loss function returned."""
+    """Return the loss from the output of a model or a loss function."""
     loss = outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
         loss = outputs["loss"]
@@ -307,9 +307,9 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
 
 
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Return an entry of the batch as a tensor of its own: the exporter finds inputs by identity.
+    """Return a copy of a batch's entry, because the exporter identifies inputs by object.
 
-    One tensor may stand under several keys, and several may be views of one.
+    One tensor may be under several keys, and several may be views of one.
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -1,4 +1,4 @@
-"""Reads values and the calls of modules and functions from a trace, and drops what nobody uses."""
+"""Reads values and calls of modules and functions from a trace, and removes unused ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from autopar.planner.trace.symbols import Ledger, ModelNames
 
 
 class CannotReplayError(Exception):
-    """A folded block reads tensors from elsewhere, or leaves some there, other than its result."""
+    """A folded block exchanges tensors with other code, except for its arguments and result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scope:
-    """Where nodes are being read: their values, and in a replay which call stands for which."""
+    """Where nodes are being read: their values, and in a replay the mapping of calls."""
 
     values: dict[fx.Node, Value]
     storages: dict[int, str]
@@ -56,7 +56,7 @@ class Scope:
     site: str = ""
 
     def inner(self, **changes: Any) -> Scope:
-        """Return a scope for a nested graph that starts with no values."""
+        """Return a scope for a nested graph, without values."""
         return replace(self, values={}, storages=dict(self.storages), **changes)
 
 
@@ -74,7 +74,7 @@ class Values:
         }
 
     def read_placeholders(self, scope: Scope) -> None:
-        """Read what comes from outside the program: parameters and buffers, then the batch."""
+        """Read the program's inputs: parameters and buffers, then the batch."""
         keys = (key for key, value in self.batch.items() if isinstance(value, torch.Tensor))
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
@@ -92,7 +92,7 @@ class Values:
             self.bind_outside(node, name, origin, scope)
 
     def bind_outside(self, node: fx.Node, name: str, origin: TensorOrigin, scope: Scope) -> None:
-        """Make a node what comes from outside the program."""
+        """Bind a node to a tensor from outside the program."""
         val = node.meta["val"]
         scope.values[node] = Ref(name)
         if name not in self.ledger.tensors:
@@ -104,18 +104,18 @@ class Values:
         scope.storages[storage_of(val)] = name
 
     def bind(self, node: fx.Node, value: Value, scope: Scope) -> None:
-        """Make a node a value, and its memory that of the value."""
+        """Bind a node to a value and its memory."""
         scope.values[node] = value
         self.remember_storage(node, value, scope)
 
     def remember_storage(self, node: Any, value: Value, scope: Scope) -> None:
-        """Note whose memory the tensor of a node lies in."""
+        """Record which tensor owns the memory of a node's tensor."""
         val = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(val, torch.Tensor) and isinstance(value, Ref):
             scope.storages[storage_of(val)] = value.tensor
 
     def arguments(self, node: fx.Node, scope: Scope) -> tuple[tuple[str, Value], ...]:
-        """Return the arguments by schema name, defaults filled in."""
+        """Return the arguments by schema name, including defaults."""
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             positional = [(f"arg{i}", self.value(a, scope)) for i, a in enumerate(node.args)]
@@ -157,9 +157,9 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return what the replaying module has where the template has this parameter or buffer."""
+        """Return the replaying module's parameter or buffer that corresponds to the template's."""
         spec = self.specs.get(node.name)
-        if spec is None:  # of a region with names of its own, around several blocks
+        if spec is None:  # a region around several blocks, with names of its own
             raise CannotReplayError(node.name)
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             target = (spec.target or "").removeprefix("model.")
@@ -180,7 +180,7 @@ class Values:
         return self.ledger.latest_value(scope.values[node])
 
     def leaf(self, leaf: Any) -> Value:
-        """Return what is neither a tensor nor a container."""
+        """Return an argument that is neither a tensor nor a container."""
         if isinstance(leaf, torch.SymInt):
             return self.ledger.symbols.extent(leaf)
         if isinstance(leaf, torch.dtype):
@@ -192,7 +192,7 @@ class Values:
 
 
 def structured(value: Any) -> Value:
-    """Return a nest of containers as tuples; keys of mappings stand before their values."""
+    """Return nested containers as tuples; keys of mappings come before their values."""
     if isinstance(value, Mapping):
         is_object = is_dataclass(value) or isinstance(value, Attributes)
         is_plain = not is_object and all(isinstance(key, str) for key in value)
@@ -209,9 +209,9 @@ def structured(value: Any) -> Value:
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
-    """Yield the calls around dead ones, up to those in which something lives.
+    """Yield the calls around unused ones, up to those with used results.
 
-    Their code calls what is dead, perhaps with what is not computed.
+    Their code calls the unused ones, perhaps with arguments that are not computed.
     """
     needed = {around for call in live for around in graph.index.around(call)}
     for call in unused:
@@ -222,7 +222,7 @@ def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterat
 
 
 def pruned(graph: Graph) -> Graph:
-    """Return the graph without dead ops and without tensors that nothing uses."""
+    """Return the graph without unused ops and tensors."""
     buffers = (t.name for t in graph.tensors.values() if t.origin is TensorOrigin.BUFFER)
     kept = graph.index.needed_for([graph.loss, *buffers])
     live = {graph.loss}.union(*((*op.inputs, *op.outputs) for op in kept))
@@ -267,7 +267,7 @@ class Calls:
         self._begun: dict[str, tuple[FunctionCall, int]] = {}  # with the number of ops before it
 
     def read(self, node: fx.Node, scope: Scope) -> bool:
-        """Read a node if it is a marker, and say so."""
+        """Read a node if it is a marker; returns whether it is."""
         readers = {
             record.ENTER: self._enter,
             record.LEAVE: self._leave,
@@ -280,7 +280,7 @@ class Calls:
         return reader is not None
 
     def is_in_function(self, scope: Scope) -> bool:
-        """Whether the code of a custom autograd.Function is being read."""
+        """Whether a custom autograd.Function is being read."""
         return scope.call in self.modules and self.modules[scope.call].is_function
 
     def _enter(self, node: fx.Node, scope: Scope) -> None:
@@ -338,7 +338,7 @@ class Calls:
             self.functions.append(replace(function, result=result, ops=names))
 
     def _given(self, node: fx.Node, scope: Scope) -> tuple[Any, Any]:
-        """Return the arguments of a call, those without and those with a name."""
+        """Return the positional and the keyword arguments of a call."""
         tensors, recorded = operands_of(node)
         border = self.recording.entered[str(recorded)]
         given: tuple[Any, Any] = pytree.tree_unflatten(
@@ -359,13 +359,13 @@ class Calls:
         ]
 
     def _renamed(self, recorded: str, scope: Scope) -> str:
-        """Return a call key as it is at the place where it is replayed."""
+        """Return a call's key at the place where it is replayed."""
         paths, template = self.recording.paths, scope.template
         if template is None or not paths[recorded].startswith(paths[template]):
             return recorded
         if recorded == template:
             return scope.site
-        path = paths[recorded]  # what is behind it in a key counts the calls of the module
+        path = paths[recorded]  # the rest of the key counts the module's calls
         return scope.site + path.removeprefix(paths[template]) + recorded.removeprefix(path)
 
     def _module_path(self, recorded: str, scope: Scope) -> str:

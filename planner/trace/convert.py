@@ -41,7 +41,7 @@ from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Ledger, ModelNames, Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 
-# Ops that say nothing about the computation: the tracer's checks, and names for the same tensor.
+# Ops without effect on the result: the tracer's checks, and aliases.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.detach_.default"})
 _KEEPING = MappingProxyType(
@@ -146,10 +146,10 @@ class _Converter:
             self._read_op(node, target, scope)
 
     def _gives_its_input(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether an op gives the tensor it got, under another name at most.
+        """Whether an op returns its input, perhaps as an alias.
 
-        In an autograd.Function none does: were the result its argument, nothing would call it, and
-        its backward be lost.
+        Inside an autograd.Function none does: if its result were its argument, it would not be
+        called, and its backward would be lost.
         """
         return not self.calls.is_in_function(scope) and (
             target in _ALIASES
@@ -160,14 +160,14 @@ class _Converter:
         )
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a dropout gives the very tensor it got: code around it may go on with that."""
+        """Whether a dropout returns its input itself, which other code may rely on."""
         if rule_of(target).kind is not OpKind.DROPOUT:
             return False
         arguments = dict(self.values.arguments(node, scope))
         return arguments["p"] == 0.0 or arguments["train"] is False
 
     def _keeps_type(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a conversion gives the tensor it got, under every precision."""
+        """Whether a cast returns its input under every precision."""
         if not _SAME_IF_TYPE_IS_SAME.match(target):
             return False
         (source,) = refs(self.values.value(node.args[0], scope))
@@ -176,7 +176,7 @@ class _Converter:
         return same_type and not asks_copy
 
     def _keeps_numbers(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether `x + 0` or `x * 1.0` is x, of which nobody writes to either."""
+        """Whether an op is `x + 0` or `x * 1.0` and neither tensor is written to."""
         first, *others = (*operands_of(node), None)
         if others != [_KEEPING.get(target), None] or node.kwargs or not isinstance(first, fx.Node):
             return False
@@ -240,13 +240,13 @@ class _Converter:
             self.ledger.supersede(written, name)
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
-        """Return where an op stands."""
+        """Return the line of an op."""
         return next(iter(places(node)), self.loss_at if scope.call == LOSS_CALL else "")
 
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
     ) -> None:
-        """A mask picks no more entries than it has, or where it is broadcast, than there are."""
+        """Bound a data-dependent size: a mask selects at most its elements, or broadcast ones."""
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
                 tensors = self.ledger.tensors
@@ -270,7 +270,7 @@ class _Converter:
         return written
 
     def _read_region(self, node: fx.Node, scope: Scope) -> None:
-        """Inline a region: no_grad and autocast are wrapped as graphs of their own."""
+        """Inline a region: no_grad and autocast are nested graphs."""
         target = str(node.target)
         position = next(i for i, a in enumerate(node.args) if region_graph(a) is not None)
         if "wrap_with_set_grad_enabled" in target:
@@ -301,7 +301,7 @@ class _Converter:
         scope.values[node] = results
 
     def _first_location(self, region: Any, scope: Scope) -> str:
-        """Return where a region begins; its own node has no line."""
+        """Return where a region begins, from its first op; its own node has no line."""
         graph = region_graph(region)
         places = (self._location(node, scope) for node in (graph.nodes if graph else ()))
         return next(filter(None, places), scope.call)

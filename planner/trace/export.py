@@ -1,4 +1,4 @@
-"""Runs torch.export on a subject, quietly, and tells its failures in one message."""
+"""Runs torch.export without its output, and reports failures in one message."""
 
 from __future__ import annotations
 
@@ -60,33 +60,33 @@ from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTrace:
-    """What the exporter gave, with the record of the module calls."""
+    """The exported program, with the recorded module calls."""
 
     program: ExportedProgram
     recording: TraceRecording
     subject: TracedSubject
-    fixed_at: str  # where the model took the number of rows for a constant, if it did
-    recomputed_at: str  # where it has torch compute something again, if it does
+    fixed_at: str  # where the model treated the number of rows as a constant, or ""
+    recomputed_at: str  # where the model uses checkpointing itself, or ""
     was_noticed: bool
     traces: Traces
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch of the trace where the model fixed it, that is, where no symbol is left."""
+        """The batch size of the trace if the model fixed it, so that no symbol is left."""
         wanted = self.program.graph_signature.user_inputs
         nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         sizes = [nodes[name].meta["val"].shape[0] for name in wanted if name in nodes]
-        # A symbol that the model compared with a number is still one here, but has that value.
+        # A symbol that the model compared with a number still exists, but has that value.
         is_fixed = any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
         return self.subject.batch_size if is_fixed else None
 
 
 class DecidedByValuesError(TraceError):
-    """A model that runs something else for other values of a tensor."""
+    """The model runs other code for other values of a tensor."""
 
 
 class DevicesMeetError(TraceError):
-    """A model that creates tensors on the CPU, wherever it is itself."""
+    """The model creates tensors on the CPU, wherever it is itself."""
 
 
 def export(
@@ -97,9 +97,9 @@ def export(
     has_fixed_rows: bool = False,
     found: LeftBehind | None = None,
 ) -> ExportedTrace:
-    """Export the step of a subject, with the batch as a symbol unless its rows are fixed.
+    """Export a subject's step; the batch size is a symbol unless rows are fixed.
 
-    The model may notice that it is traced, or not. The step finds what an earlier one has left.
+    With `is_noticed` the model can detect tracing. `found` is what an earlier step left behind.
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
@@ -120,7 +120,7 @@ def export(
             own_weights_alone(),
             contextlib.nullcontext() if is_noticed else unnoticed(),
             saving_noted(recording),
-            outside.kept(),  # the exporter gives modules copies of the containers that they hold
+            outside.kept(),  # the exporter gives modules copies of their containers
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
@@ -147,11 +147,11 @@ def export(
 
 
 class _OnMeta(TorchFunctionMode):
-    """Has what the meta device would forget, and the exporter.
+    """Preserves information that the meta device or the exporter would lose.
 
     The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept,
-    `x.type(dtype)` stays on its device, and `x.data` comes from x. What works on gradients is
-    noted, for it leaves no op.
+    `x.type(dtype)` stays on its device, and `x.data` depends on x. Work on gradients is recorded,
+    because it leaves no op.
     """
 
     def __init__(self, recording: TraceRecording, found: LeftBehind) -> None:
@@ -161,11 +161,12 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Make tensors of plain numbers on the CPU, and change types by `to`."""
+        """Make tensors of plain numbers on the CPU, and cast with `to`."""
         del types
         kwargs = kwargs or {}
         if type(func) is _OF_AN_ATTRIBUTE and func not in _ATTRIBUTES:
-            return self._attribute(func, args, kwargs)  # most calls by far, such as x.shape
+            # by far the most frequent calls, such as x.shape
+            return self._attribute(func, args, kwargs)
         refuse_call(func)
         if self.recording.is_running:
             refuse_learning_outside(args)
@@ -205,7 +206,7 @@ class _OnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Swallow what the exporter prints: on failure it dumps the whole graph."""
+    """Suppress the exporter's output: on failure it prints the whole graph."""
     sink = io.StringIO()
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -331,7 +332,7 @@ def told(error: BaseException, subject: TracedSubject) -> TraceError:
     where = failing_place(error, subject.model) or failing_place(root, subject.model)
     text, fix = f"running the model failed: {type(root).__name__}: {summary}", ""
     kind, expected = TraceError, ""
-    if isinstance(root, RuntimeError | ValueError | IndexError):  # as torch tells sizes
+    if isinstance(root, RuntimeError | ValueError | IndexError):  # torch's errors about sizes
         expected = f"sizes that go with the batch, where {_in_words(subject)}"
     for pattern, found, remedy in _REASONS:
         if re.search(pattern, f"{type(root).__name__} {text_of(root)}"):
@@ -342,7 +343,7 @@ def told(error: BaseException, subject: TracedSubject) -> TraceError:
 
 
 def _in_words(subject: TracedSubject) -> str:
-    """Return the sizes of each tensor of the batch, its rows as B."""
+    """Return the sizes of each tensor of the batch, with its rows as B."""
     shapes = (
         f"{key} is [{', '.join(['B', *map(str, value.shape[1:])])}]"
         for key, value in subject.batch.items()
@@ -352,13 +353,13 @@ def _in_words(subject: TracedSubject) -> str:
 
 
 def _line(where: str) -> str:
-    """Return the line of code that a place of failing_place is."""
+    """Return the line of code at a place from failing_place."""
     place = re.match(r"(.+):(\d+)(, in module|$)", where)
     return linecache.getline(place[1], int(place[2])).strip() if place else ""
 
 
 def _summary(error: BaseException) -> str:
-    """Return the first telling line of a torch error, its symbol for the batch as B."""
+    """Return the first informative line of a torch error, with the batch's symbol as B."""
     lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     first = re.sub(r"\bs\d+\b", "B", lines[0]) if lines else type(error).__name__
     return first if len(first) <= 200 else first[:197] + "…"

@@ -1,9 +1,8 @@
-"""Tells which calls of modules must trace alike, so that a repeated block is traced once.
+"""Finds module calls that must trace alike, so that a repeated block is traced once.
 
-Large models repeat one block. Modules are equal when their class, their plain attributes and the
-shapes of their parameters are equal; two calls of equal modules trace alike when the forms of their
-arguments are equal too. What a module reads from elsewhere, or leaves there, is not seen here;
-`convert` notices it.
+Large models repeat one block. Modules are equal if their class, plain attributes, and shapes of
+parameters are equal. Two calls of equal modules trace alike if the forms of their arguments are
+equal, too. Reads and writes of other state are not seen here; `convert` detects them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The form of a tensor: all that a trace can depend on."""
+    """The form of a tensor: everything that a trace can depend on."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -35,7 +34,7 @@ class TensorForm:
         return TensorForm(shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
 
     def key(self) -> Hashable:
-        """Return the form as something to compare (symbolic sizes by their expression)."""
+        """Return a comparable key (symbolic sizes by their expression)."""
         return (*map(str, self.shape), "|", *map(str, self.stride), self.dtype)
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -45,17 +44,17 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A leaf that is no tensor."""
+    """A leaf that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A traced call that others replay: its key, and the form of what it returned.
+    """A traced call that others replay: its key, and the form of its result.
 
-    A leaf of the result is a fresh tensor (Form), an argument returned as it came (its index among
-    the leaves of the arguments), or no tensor.
+    A leaf of the result is a new tensor (its form), an unchanged argument (its index among the
+    arguments' leaves), or not a tensor.
     """
 
     call: str
@@ -64,17 +63,17 @@ class Template:
 
     @property
     def forms(self) -> tuple[TensorForm, ...]:
-        """The forms of the fresh tensors."""
+        """The forms of new tensors."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
 
     def result(self, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
-        """Return a result of the template's structure with other tensors."""
+        """Return a result with the template's structure and other tensors."""
         leaves = [_leaf(leaf, inputs, fresh) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call, or None where its result holds objects we cannot see into."""
+    """Return the template of a call, or None if its result has opaque objects."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None
@@ -89,8 +88,9 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
-    """Return the outermost modules with children that have an equal elsewhere, by path."""
-    modules = dict(model.named_modules())  # those of several names by the first, outer before inner
+    """Return the outermost modules with children that occur more than once, by path."""
+    # under the first of several names, outer modules before inner ones
+    modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}
     counts = Counter(structures.values())
     found: dict[str, Hashable] = {}
@@ -105,7 +105,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
 
 
 def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable | None:
-    """Return what is equal for calls that trace alike; None where that cannot be told."""
+    """Return a key that is equal for calls that trace alike, or None if unknown."""
     positions: dict[int, int] = {}
     parts: list[Hashable] = []
     for leaf in leaves:
@@ -130,7 +130,7 @@ def _leaf(
 
 
 def _structure(module: nn.Module, positions: dict[int, int]) -> Hashable:
-    """Return what two modules must have in common to compute alike, parameters' values aside.
+    """Return a key that is equal for modules that compute alike, regardless of parameters' values.
 
     `positions` numbers the tensors of the outermost module, so that ties inside it count.
     """
@@ -152,7 +152,7 @@ def _tensor_key(tensor: torch.Tensor | None) -> Hashable:
 
 
 def _comparable(value: Any) -> Hashable:
-    """Return a comparable copy of an attribute; an object without one is equal to itself alone."""
+    """Return a comparable form of an attribute; other objects are only equal to themselves."""
     if isinstance(value, PLAIN):
         return (type(value), value)
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Tells a cache from state, by what a step finds that an earlier one has left outside the model.
+"""Distinguishes a cache from state, by what a step finds of an earlier one outside the model.
 
-A step is run twice. What the first one has left (see `outside`) is there for the second: numbers as
-they are, and in the place of tensors made of the batch or of weights others that nobody may read.
-A tensor made of constants is left out, for a cache is filled again.
+A step is run twice. Changes of the first one outside the model (see `outside`) stay for the second:
+numbers unchanged, and tensors computed from the batch or from weights replaced by others that must
+not be read. A tensor made of constants is removed, because a cache is filled again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from autopar.planner.model.outside import ABSENT, Holder, OutsideSnapshot, Outsi
 
 @dataclass(slots=True)
 class LeftBehind:
-    """What a step has left in what held something before, some tensors replaced."""
+    """A step's changes outside the model, with some tensors replaced."""
 
     changed: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
     replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # by identity
-    read: bool = False  # whether a later step has read one of the tensors
+    read: bool = False  # whether a later step has read one of these tensors
 
     def put(self) -> None:
-        """Have it found by the next step."""
+        """Put the changes in place for the next step."""
         for holder, changed in self.changed:
             holder.put(changed)
 
     def note_read(self, given: Any) -> None:
-        """Note whether a function is given a tensor that an earlier step has left."""
+        """Record whether a function gets a tensor that an earlier step left."""
         if self.replaced and not self.read:
             self.read = any(id(one) in self.replaced for one in pytree.tree_leaves(given))
 
 
 def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[OutsideValue, ...]:
-    """Return what a call has left between two snapshots, but what follows from constants alone."""
+    """Return a call's changes between two snapshots, except those from constants alone."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
     tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
     made = [one for one in tensors if _is_made_of_step(one.held)]
@@ -49,7 +49,7 @@ def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[Outsi
 
 
 def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
-    """Return what the step between two snapshots has left; it must still be traced."""
+    """Return a step's changes between two snapshots; the trace must still be active."""
     left = LeftBehind()
     for key, holder in before.holders.items():
         later = after.holders.get(key)
@@ -62,9 +62,9 @@ def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
 
 
 def _is_stale(function: Any) -> bool:
-    """Whether a function has cached what the next step must compute anew.
+    """Whether a function has cached something that the next step must compute again.
 
-    What is found by the identity of a tensor, which it is given, is found in this step alone.
+    Entries found by the identity of an argument tensor only matter in this step.
     """
     held = gc.get_referents(function)
     tables = [one for one in held if isinstance(one, dict)]
@@ -79,7 +79,7 @@ def _is_stale(function: Any) -> bool:
 def _changed(
     before: Mapping[Any, Any], after: Mapping[Any, Any], replaced: dict[int, torch.Tensor]
 ) -> Mapping[Any, Any]:
-    """Return what something holds otherwise for the next step."""
+    """Return the values that a holder has for the next step, if changed."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
     return {
         key: _kept(value, old, replaced) for key, (old, value) in pairs.items() if value is not old
@@ -87,7 +87,7 @@ def _changed(
 
 
 def _kept(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """Return a new value as the next step finds it."""
+    """Return a new value in the form for the next step."""
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:
         return value
@@ -99,13 +99,13 @@ def _kept(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
 
 
 def _real(fake: FakeTensor) -> torch.Tensor:
-    """Return a tensor of the sizes and the type of one that a trace has made."""
+    """Return a real tensor with the sizes and dtype of a traced one."""
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in fake.shape]
     return torch.zeros(sizes, dtype=fake.dtype, device=fake.device)
 
 
 def _is_made_of_step(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor follows from the batch or from weights, or is drawn at random."""
+    """Whether a traced tensor depends on the batch or weights, or is random."""
     mode = proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
     return slot is None or any(map(_is_of_step, _ancestors(slot.proxy.node)))

@@ -1,8 +1,9 @@
-"""Traces a model once more, on a batch of other lengths: what differs then follows the lengths.
+"""Traces a model again with other lengths of rows: sizes that change depend on the lengths.
 
 A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows. Two
-traces tell them apart, for no more than another trace; a symbol for each length takes the exporter
-two to four times as long, and models that ask for a length (`if t > self.block_size`) fix it.
+traces distinguish them, for the price of one more trace. A symbol for each length would take the
+exporter two to four times as long, and models that compare a length (`if t > self.block_size`) fix
+it.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from autopar.planner.trace.build import TRACED_BATCH
 
 _Place = tuple[str, int]  # the name of an input, and the dim
 _Sizes = Mapping[_Place, int]
-_SHORTEST = 3  # of half of which nothing is left
+_SHORTEST = 3  # shorter rows have no useful half
 
 
 def with_other_lengths(
     file: ModelFile, graph: Graph, axes: GraphAxes, precision: Precision
 ) -> Graph | None:
-    """Return the graph of a model on longer or shorter rows; None where no other lengths do.
+    """Return the graph of a model on longer or shorter rows, or None if neither works.
 
-    Its ops are those of the given graph, one by one, with the same names. Lengths that have nothing
-    to do with each other become unlike, if the model takes that.
+    Its ops are those of the given graph, one by one, with the same names. Independent lengths
+    become different, if the model allows it.
     """
     for sizes in _other_sizes(graph, axes):
         try:
@@ -52,10 +53,10 @@ def with_other_lengths(
 
 
 def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
-    """Yield other sizes of the inputs' dims, those first that tell most.
+    """Yield other sizes of the inputs' dims, the most informative first.
 
-    Twice as many and one tell halves that are rounded down from those that are rounded up. Twice as
-    many divide as the model's own do, but there may be a longest; then half as many.
+    Twice as many plus one distinguishes halves that are rounded down and up. Twice as many divides
+    like the model's own length, but may exceed a maximum; then half as many.
     """
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
     dims = {
@@ -73,7 +74,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
-    """Return larger sizes of some dims, and smaller ones."""
+    """Return larger and smaller sizes of some dims."""
     groups: list[Dim] = list(dict.fromkeys(chosen.values()))
     sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
     if not chosen or min(sizes.values()) <= _SHORTEST:
@@ -90,7 +91,7 @@ def _and_one(sizes: _Sizes) -> _Sizes:
 
 
 def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
-    """Return an example batch whose numbers are repeated, or cut off, to other lengths."""
+    """Return an example batch whose values are repeated or cut to other lengths."""
     batch = dict(file.example_batch(rows))
     for (name, dim), size in sizes.items():
         value = batch[batch_key(name)]
@@ -100,7 +101,7 @@ def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
 
 
 def _is_alike(graph: Graph, other: Graph) -> bool:
-    """Whether two graphs compute the same, but for numbers."""
+    """Whether two graphs compute the same, except for numbers."""
     ops = [
         [(op.name, op.target, op.inputs, op.outputs, op.call) for op in g.ops]
         for g in (graph, other)

@@ -1,8 +1,7 @@
-"""Checks what a model is before it is traced: its parts and their modes; names the user's line.
+"""Checks a model before it is traced, and names lines of the user's code.
 
-Looks at which modules train and which evaluate, as the constructor has left them.
-
-A training leaves modes as they are, as a plain loop does that never calls `model.train()`.
+Also finds which modules are in training and in evaluation mode. Scripts leave modes as the
+constructor set them, like a plain loop that never calls `model.train()`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LIBRARIES = (
 
 @cache
 def is_library_file(filename: str) -> bool:
-    """Whether a frame in this file is torch's, Python's or ours, and not the model's."""
+    """Whether a file belongs to torch, Python or autopar, and not to the model."""
     in_packages = "site-packages" in filename or "dist-packages" in filename
     if filename.startswith(_LIBRARIES):
         return not in_packages or filename.startswith(_LIBRARIES[0])
@@ -42,7 +41,7 @@ def is_library_file(filename: str) -> bool:
 
 
 def failing_place(error: BaseException, model: nn.Module) -> str:
-    """Return `file:line, in module path` of the innermost frame of the model's own code."""
+    """Return `file:line, in module path` of the innermost frame in the model's code."""
     paths = {id(module): path for path, module in model.named_modules()}
     place, module_path = "", ""
     traceback: TracebackType | None = error.__traceback__
@@ -58,7 +57,7 @@ def failing_place(error: BaseException, model: nn.Module) -> str:
 
 
 def calling_place() -> str:
-    """Return `file:line` of the innermost frame of the model; nothing where there is none."""
+    """Return `file:line` of the innermost frame in the model's code, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -66,7 +65,7 @@ def calling_place() -> str:
 
 
 def defined_at(function: Callable[..., Any] | None) -> str:
-    """Return file:line of a function's definition, "" where it has none of its own."""
+    """Return file:line of a function's definition, or ""."""
     function = function and inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
@@ -74,8 +73,8 @@ def defined_at(function: Callable[..., Any] | None) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
-# What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
-# what to do. By their names, for torch imports some when they are used.
+# Wrappers of a model or of its parts, by the name of a class or base class: what they are, what is
+# expected, and what to do. By name, because torch imports some lazily.
 _REFUSED = (
     (
         "SyncBatchNorm",
@@ -105,13 +104,13 @@ _REFUSED = (
 
 
 def check_structure(model: nn.Module, where: str) -> None:
-    """Raise an error where parts of a model cannot be found as torch finds them."""
+    """Raise if parts of a model cannot be found as torch finds them."""
     _check_nesting(model, "", (), where)
     _check_own_methods(model, where)
 
 
 def check_model(model: nn.Module, where: str) -> None:
-    """Raise an error for the first thing that stands in the way of training a model."""
+    """Raise for the first obstacle to training a model."""
     _check_parameters(model, where)
     _check_type(model, where)
     _refuse_wrapped(model, where)
@@ -119,7 +118,7 @@ def check_model(model: nn.Module, where: str) -> None:
 
 
 def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], where: str) -> None:
-    """Refuse a module that is among its own parts: nothing could go through all of them."""
+    """Raise for a module that contains itself."""
     if any(module is one for one in around):
         raise InputError(
             f"{name} is a module that contains itself",
@@ -131,7 +130,7 @@ def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], 
             _check_nesting(part, f"{name}.{own}".lstrip("."), (*around, module), where)
 
 
-# Methods by which torch, optimizers and scripts find what a model holds, as they call them.
+# Methods by which torch, optimizers and scripts find a model's parts.
 _FINDING = {
     "named_modules": {"remove_duplicate": False},
     "modules": {},
@@ -145,7 +144,7 @@ _FINDING = {
 
 
 def _check_own_methods(model: nn.Module, where: str) -> None:
-    """Refuse a method of the model's own that finds something else than torch's does."""
+    """Raise for a model's own method that finds other parts than torch's does."""
     for module in _parts(model):
         for name, keywords in _FINDING.items():
             torchs = getattr(nn.Module, name)
@@ -180,7 +179,7 @@ def _found(things: Iterable[Any]) -> list[object]:
 
 
 def check_same_parameters(model: nn.Module, before: Collection[str], where: str) -> None:
-    """Refuse a model whose forward makes or removes parameters; `before` are those it had."""
+    """Raise if the forward adds or removes parameters; `before` are the original ones."""
     after = dict(model.named_parameters())
     for name in sorted(after.keys() ^ set(before)):
         raise InputError(
@@ -192,7 +191,7 @@ def check_same_parameters(model: nn.Module, before: Collection[str], where: str)
 
 
 def own_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating type that most of the parameters have."""
+    """Return the floating dtype of most parameters."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -211,7 +210,7 @@ def _refuse_wrapped(model: nn.Module, where: str) -> None:
 
 
 def _refuse_global_hooks(where: str) -> None:
-    """Refuse hooks of torch that run in every module: none of these has them when it is printed."""
+    """Raise for torch's global hooks, which printed modules would not have."""
     for hook in global_hooks():
         raise InputError(
             "a hook is registered for all modules of the process",
@@ -222,7 +221,7 @@ def _refuse_global_hooks(where: str) -> None:
 
 
 def _check_type(model: nn.Module, where: str) -> None:
-    """Refuse a model that scripts would train in 64 bits."""
+    """Raise for a model that would be trained in float64."""
     if own_dtype(model) is torch.float64:
         raise InputError(
             "the model is in float64",
@@ -255,7 +254,7 @@ def _check_parameters(model: nn.Module, where: str) -> None:
 
 
 def _check_hooks(name: str, parameter: nn.Parameter, where: str) -> None:
-    """Refuse what runs when a gradient is there: a rank has a part of it, of some rows."""
+    """Raise for gradient hooks: a rank has only a part of a gradient, or of its rows."""
     hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         called = getattr(hook, "__qualname__", type(hook).__name__)
@@ -268,13 +267,13 @@ def _check_hooks(name: str, parameter: nn.Parameter, where: str) -> None:
         )
 
 
-_LONGEST = 60  # characters of code that an error shows
+_LONGEST = 60  # characters of code in an error message
 
 
 def check_root_trains(
     model: nn.Module, build_model: Callable[..., Any], name: str, where: str
 ) -> None:
-    """Refuse a model that evaluates as a whole, as from_pretrained returns it; show what to write.
+    """Raise for a model in eval mode as a whole, as from_pretrained returns it.
 
     Its dropout would be off, and its batch norms would keep their statistics.
     """
@@ -290,7 +289,7 @@ def check_root_trains(
 
 
 def _last_return(function: Callable[..., Any]) -> tuple[int, str]:
-    """Return the line of a function's last `return`, and what stands there if that is short."""
+    """Return the line of a function's last `return`, and its expression if that is short."""
     try:
         lines, first = inspect.getsourcelines(function)
         (tree,) = ast.parse(dedent("".join(lines))).body
@@ -306,7 +305,7 @@ def _last_return(function: Callable[..., Any]) -> tuple[int, str]:
 
 
 def _returns(tree: ast.AST) -> Iterator[ast.Return]:
-    """Yield the returns of a function, and not those of functions inside it."""
+    """Yield the returns of a function, without those of nested functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Return):
             yield node
@@ -315,9 +314,9 @@ def _returns(tree: ast.AST) -> Iterator[ast.Return]:
 
 
 def parts_in_eval_mode(model: nn.Module) -> tuple[str, ...]:
-    """Return the outermost parts that evaluate and yet learn, by name.
+    """Return the outermost trainable parts in eval mode, by name.
 
-    A single layer that evaluates was put so on purpose: batch norms that keep their statistics.
+    A single layer in eval mode is deliberate: a batch norm that keeps its statistics.
     """
     return tuple(_evaluating(model, ""))
 

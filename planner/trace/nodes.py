@@ -1,4 +1,4 @@
-"""Small questions about nodes of an exported program."""
+"""Questions about nodes of an exported program."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from autopar.planner.trace import record
 from autopar.planner.trace.model_checks import is_library_file
 
 _FEW = 64
-_DETACHES = "aten.detach_.default"  # in place, but not the numbers
-_DIGITS_OF_SINGLE = 9  # that tell every float32 from its neighbours
+_DETACHES = "aten.detach_.default"  # in place, but does not change the values
+_DIGITS_OF_SINGLE = 9  # enough digits to distinguish all float32 numbers
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one of several results of another."""
+    """Whether a node selects one of several results."""
     return node.target is operator.getitem
 
 
 def operands_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return the positional arguments of a node, which torch types as nearly anything."""
+    """Return the positional arguments of a node, which torch types as almost anything."""
     return tuple(node.args)
 
 
@@ -41,12 +41,12 @@ def has_tensor(val: Any) -> bool:
 
 
 def storage_of(val: torch.Tensor) -> int:
-    """Return the identity of the memory that a traced tensor lies in."""
+    """Return the identity of a traced tensor's memory."""
     return int(val.untyped_storage()._cdata)
 
 
 def region_graph(argument: Any) -> fx.Graph | None:
-    """Return the nested graph that an argument of a wrapped region stands for."""
+    """Return the nested graph of a wrapped region."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         owner: Any = argument.graph.owning_module
         for part in str(argument.target).split("."):
@@ -56,14 +56,14 @@ def region_graph(argument: Any) -> fx.Graph | None:
 
 
 def written_arguments(node: fx.Node) -> tuple[str, ...]:
-    """Return the arguments that an op changes in place, as its schema declares."""
+    """Return the arguments that an op writes to, by its schema."""
     schema = getattr(node.target, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def is_mapped(val: Any) -> bool:
-    """Whether a tensor is what torch.vmap hands to a function: one row that stands for all."""
+    """Whether a tensor comes from torch.vmap: one row that stands for all."""
     return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
 
 
@@ -73,14 +73,14 @@ def is_sparse(val: Any) -> bool:
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Return the identities of the memory that the values of nodes lie in."""
+    """Return the identities of the memory of nodes' values."""
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {storage_of(one) for one in tensors if not is_mapped(one) and not is_sparse(one)}
 
 
 def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
-    """Return by the identity of memory the ops of a graph that change its numbers in place."""
+    """Return the ops that write to each memory, by its identity."""
     found = defaultdict[int, list[fx.Node]](list)
     for node in graph.nodes:
         written = written_arguments(node) if str(node.target) != _DETACHES else ()
@@ -94,9 +94,9 @@ def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
 
 
 def places(node: fx.Node) -> tuple[str, ...]:
-    """Return file:line of the innermost frame that is the user's, and of those around it.
+    """Return file:line of the innermost frame of the user, and of the frames around it.
 
-    The last one is in the forward that runs; what that calls is no module.
+    The last one is in the forward that runs; the functions it calls are not modules.
     """
     return _places(node.meta.get("stack_trace") or "")
 
@@ -116,7 +116,7 @@ _FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def keeps_shapes(node: fx.Node) -> bool:
-    """Whether tensors of equal shapes are broadcast, as F.mse_loss does to begin with."""
+    """Whether the node broadcasts tensors of equal shape, as F.mse_loss does."""
     if str(node.target) != "aten.broadcast_tensors.default":
         return False
     (given,) = operands_of(node)
@@ -125,7 +125,7 @@ def keeps_shapes(node: fx.Node) -> bool:
 
 
 def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
-    """Return, for each recorded call, its nodes from enter to leave, where one graph has both."""
+    """Return, for each recorded call, its nodes from enter to leave, if both are in one graph."""
     found: dict[str, tuple[fx.Node, ...]] = {}
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
@@ -141,9 +141,9 @@ def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
 
 
 def leaves_tensors(body: Sequence[fx.Node]) -> bool:
-    """Whether tensors that a call makes are read after it though it does not return them.
+    """Whether tensors of a call are read after it, although it does not return them.
 
-    It left them elsewhere: with a hook of a child, in a list of a class, in a context variable.
+    It stored them elsewhere: in a hook of a child, a list of a class, a context variable.
     """
     inside, returned = set(body), set(operands_of(body[-1])[0])
     made = (n for n in body[1:-1] if n not in returned and has_tensor(n.meta.get("val")))
@@ -151,7 +151,7 @@ def leaves_tensors(body: Sequence[fx.Node]) -> bool:
 
 
 def constant(name: str, tensor: Any) -> Constant:
-    """Return a constant with its values, where they are known and few."""
+    """Return a constant with its values, if they are known and few."""
     fake = isinstance(tensor, torch._subclasses.FakeTensor)
     if not isinstance(tensor, torch.Tensor) or fake or tensor.is_meta or tensor.numel() > _FEW:
         return Constant(name=name, values=None)
@@ -166,7 +166,7 @@ def _nested(values: Any, *, is_single: bool) -> Value:
 
 
 def _shortest(single: float) -> float:
-    """Return the number with the fewest digits that is this one in float32: 0.3, as written."""
+    """Return the shortest number equal to this one in float32: 0.3, as written."""
     rounded = (float(f"{single:.{digits}g}") for digits in range(1, _DIGITS_OF_SINGLE + 1))
     return next((one for one in rounded if _as_single(one) == single), single)
 

@@ -1,4 +1,4 @@
-"""Reads what entries a tensor has that were picked by a mask: `x[mask]`, `torch.where(mask)`."""
+"""Finds tensors whose entries were selected by a mask: `x[mask]`, `torch.where(mask)`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NUMBERS = (
 
 
 def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what `masked_select` gives as an index does, so that torch knows two picks for alike.
+    """Return `masked_select` as an index, so that torch recognises equal selections.
 
-    None where another function is called.
+    None for other functions.
     """
     if func not in _PICKING:
         return None
     whole, mask = (*args, *kwargs.values())
-    if whole.shape != mask.shape:  # broadcast masks are two for torch
+    if whole.shape != mask.shape:  # torch cannot match broadcast masks
         return None
     return Tensor.__getitem__(whole, mask)
 
@@ -41,10 +41,10 @@ def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor 
 def mask_of(
     target: str, arguments: Mapping[str, Value], tensors: Mapping[str, Traced]
 ) -> str | None:
-    """Return the mask whose true entries an op picks, None where it picks otherwise, or nothing."""
+    """Return the mask whose true entries an op selects, or None."""
     if target in _COUNTING:
         return next(refs(tuple(arguments.values())))
-    if target == "aten.masked_select.default":  # a mask that is broadcast picks all the more
+    if target == "aten.masked_select.default":  # a broadcast mask selects more
         return next(refs(arguments["mask"]))
     if target != "aten.index.Tensor":
         return None
@@ -54,7 +54,7 @@ def mask_of(
 
 
 def refuse_counted(node: fx.Node, target: str, where: str) -> None:
-    """Refuse to compute with how many entries were picked: no plan has that number."""
+    """Raise if the model computes with the number of selected entries, which no plan knows."""
     if rule_of(target).kind not in _NUMBERS:
         return
     for argument in node.args:

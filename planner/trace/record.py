@@ -1,13 +1,13 @@
-"""Records every call of a module while the exporter runs, and replays the calls of equal blocks.
+"""Records every module call while the exporter runs, and replays the calls of equal blocks.
 
-For the time of a trace each module's forward is wrapped. The wrapper puts two nodes without effect
-into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross
-the border of the call; `convert` reads them and drops them. A repeated block is not run again: one
-node `autopar::replay` stands for its ops. Of a module with hooks the whole call is wrapped: what
-its hooks compute belongs to the call.
+During a trace each module's forward is wrapped. The wrapper adds two nodes without effect to the
+graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross the call's
+border; `convert` reads and removes them. A repeated block is not run again: a node
+`autopar::replay` stands for its ops. For a module with hooks, the whole call is wrapped, because
+the hooks belong to it.
 
-A custom autograd.Function is recorded like a module: the exporter inlines its forward and would
-lose its backward without a word.
+A custom autograd.Function is recorded like a module: the exporter would inline its forward and
+silently lose its backward.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
 BEGIN, END = "autopar.begin.default", "autopar.end.default"  # of a plain function
 _BACKWARD_HOOK = "Module.register_full_backward_hook"
-_CALL = "_call_impl"  # the method of a module that runs its hooks and its forward
+_CALL = "_call_impl"  # the method of a module that runs hooks and forward
 
 
 class Attributes(dict[str, Any]):
-    """The attributes of a dataclass that a call has returned."""
+    """The attributes of a dataclass returned by a call."""
 
 
 pytree.register_pytree_node(
@@ -57,7 +57,7 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """What crosses into or out of a call: leaves and their structure; tensors are in the graph."""
+    """The values crossing into or out of a call, and their structure; tensors are in the graph."""
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -65,7 +65,7 @@ class Border:
 
 @dataclass(slots=True, kw_only=True)
 class TraceRecording:
-    """The record of one trace; filled while the exporter runs, read by `convert` afterwards."""
+    """The record of a trace; filled while the exporter runs, then read by `convert`."""
 
     outside: Outside
     blocks: Mapping[str, Hashable]
@@ -83,14 +83,14 @@ class TraceRecording:
     own_gradients: list[OwnGradient] = field(default_factory=list)
     kept: dict[str, tuple[OutsideValue, ...]] = field(
         default_factory=dict
-    )  # what calls have left outside
+    )  # changes of calls outside
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
-    modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode is another one
-    at_end: frozenset[Any] = frozenset()  # by what things are told that are there after the step
-    is_running: bool = False  # the step, and not the exporter before or after it
+    modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode has changed
+    at_end: frozenset[Any] = frozenset()  # keys of things that exist after the step
+    is_running: bool = False  # whether the step itself is running
 
     def restart(self) -> None:
-        """Forget what an earlier pass saw: the exporter may run the model more than once."""
+        """Forget an earlier pass: the exporter may run the model more than once."""
         self.counts.clear()
         self.open_calls.clear()
         self.functions.clear()
@@ -112,17 +112,17 @@ class TraceRecording:
         return self.outside.modules
 
     def seen_by(self, call: str) -> OutsideSnapshot:
-        """Return what a call may change outside itself, as it is now."""
+        """Return the current state that a call may change."""
         return self.outside.around(self.paths[call]).snapshot()
 
     def left_by(self, call: str) -> Left:
-        """Return whether a call has left something outside, and whether that was taken away."""
+        """Return whether a call has changed something outside, and whether that was undone."""
         left = self.kept.get(call, ())
         stays = all(one.is_number or one.told_by in self.at_end for one in left)
         return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
 
     def held_by(self, call: str) -> Hashable:
-        """Return the identities of what the attributes of a called module hold, children's too."""
+        """Return the identities of a module's attributes, including its children's."""
         return tuple(
             (id(module), name, tuple(map(id, pytree.tree_leaves(value))))
             for module in self.modules[self.paths[call]].modules()
@@ -131,13 +131,13 @@ class TraceRecording:
         )
 
     def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
-        """Note the first way in which the innermost call, or the loss, works on gradients."""
+        """Record the first use of gradients by the innermost call, or by the loss."""
         call = self.open_calls[-1] if self.open_calls else LOSS_CALL
         if all((one.call, one.use) != (call, use) for one in self.own_gradients):
             self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))
 
     def noting_loss(self, loss: Loss) -> Loss:
-        """Return the model file's loss function as one whose call is noted."""
+        """Wrap the model file's loss function so that its call is recorded."""
         return _noting(loss, LOSS_FUNCTION, self)
 
     def open(self, path: str, class_name: str) -> str:
@@ -153,7 +153,7 @@ class TraceRecording:
 
 @contextmanager
 def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[TraceRecording]:
-    """Wrap the modules of a model while a trace runs."""
+    """Wrap the modules of a model during a trace."""
     modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
@@ -169,13 +169,13 @@ def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[Trac
         finally:
             for path, module in modules.items():
                 module.__dict__.pop(names[path], None)
-                if own[path] is not None:  # one that was assigned to it alone
+                if own[path] is not None:  # a forward assigned to the instance
                     module.__dict__[names[path]] = own[path]
 
 
 @contextmanager
 def _marker_ops(recording: TraceRecording) -> Iterator[None]:
-    """Define the marker ops for the time of a trace."""
+    """Define the marker ops during a trace."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define("enter(Tensor[] tensors, str call) -> ()")
     library.define("leave(Tensor[] tensors, str call) -> ()")
@@ -201,7 +201,7 @@ def _marker_ops(recording: TraceRecording) -> Iterator[None]:
         torch.library.register_fake(f"autopar::{name}", nothing, lib=library)
         markers.add(getattr(torch.ops.autopar, name).default)
     for marker in markers:
-        fx_node.has_side_effect(marker)  # else dead code elimination takes them
+        fx_node.has_side_effect(marker)  # otherwise dead code elimination removes them
     try:
         yield
     finally:
@@ -249,8 +249,8 @@ def _as_fields(leaf: Any) -> Any:
 
 @contextmanager
 def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
-    """Record the uses of autograd Functions that are not torch's own."""
-    original = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C
+    """Record uses of autograd Functions other than torch's."""
+    original = inspect.getattr_static(torch.autograd.Function, "apply")  # may be Python or C
 
     def apply(cls: type, *args: Any) -> Any:
         plain = original.__get__(None, cls)
@@ -275,7 +275,7 @@ def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
 
 @contextmanager
 def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
-    """Have each call of a plain function of the model's files noted, with the ops that it runs."""
+    """Record each call of a plain function in the model's files, with its ops."""
     files = {type(module).__module__ for module in recording.modules.values()}
     with ExitStack() as patches:
         for file in (sys.modules[name] for name in files if name in sys.modules):
@@ -287,7 +287,7 @@ def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
 
 
 def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
-    """Return the functions of Python that a file has by name and another file can import."""
+    """Return a file's Python functions that another file can import by name."""
     found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
     return [(name, function) for name, function in found if _is_importable(function)]
 
@@ -330,7 +330,7 @@ def _run_or_replay(
     before, seen = recording.held_by(call), recording.seen_by(call)
     result = function(*args, **kwargs)
     made = template_of(call, leaves, result)
-    # A block that leaves tensors elsewhere than in its result (a list, an attribute such as
+    # A block that stores tensors outside of its result (a list, an attribute such as
     # `self.aux_loss`) must run each time.
     leaves_after, _ = pytree.tree_flatten((args, kwargs))
     is_pure = before == recording.held_by(call) and not seen.changes_to(recording.seen_by(call))
@@ -349,9 +349,9 @@ def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
 
 
 def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
-    """Put a marker straight into the graph, if the exporter has a node for each of the tensors.
+    """Add a marker directly to the graph, if the exporter has a node for each tensor.
 
-    Calling the op does the same by way of every mode, which takes as long as an op of the model.
+    Calling the op would pass through every mode, which takes as long as an op of the model.
     """
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
@@ -361,6 +361,6 @@ def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
     nodes = [one.proxy.node for one in tracked if one is not None]
     if len(nodes) < len(tensors):
         return False
-    with patch.object(tracer, "record_stack_traces", False):  # which nobody reads of a marker
+    with patch.object(tracer, "record_stack_traces", False):  # nobody reads a marker's
         tracer.create_node("call_function", op, (nodes, call), {}).meta["val"] = None
     return True

@@ -1,17 +1,13 @@
-"""Calls of torch that a trace takes otherwise than a training does, or refuses.
+"""Calls of torch that tracing changes, or refuses.
 
-Gives the losses of single rows their shape, which torch has wrong on the meta device.
-
-Where the number of rows is a symbol, `cross_entropy(…, reduction="none")` of [rows, classes] has
-no dims there; of [rows, classes, 1] it has the right ones.
-
-Keeps slices of constants that take all of a dim: for shorter rows they take a part of it.
-
-`self.mask[:, :, :t, :t]` leaves no mark in a trace whose rows are as long as the mask.
-
-Runs what a model checkpoints by itself as if it did not, and notes where it does.
-
-The plan chooses which layers run again. What a model computes again besides, `autopar plan` tells.
+- Losses of single rows get their correct shape. With a symbolic number of rows,
+  `cross_entropy(…, reduction="none")` of [rows, classes] has no dims on meta;
+  of [rows, classes, 1] it has the right ones.
+- Slices of constants that take a whole dim are kept: for shorter rows,
+  `self.mask[:, :, :t, :t]` takes a part.
+- A model's own checkpointing runs once, and is recorded. The plan chooses which layers are
+recomputed;
+  `autopar plan` prints a note about the model's own.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 @contextmanager
 def ctc_traced() -> Iterator[None]:
-    """Have the op inside the CTC loss give a loss per row, and nothing that it keeps."""
+    """Make the op inside the CTC loss return a loss per row, and nothing for its backward."""
     with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
         yield
 
@@ -57,7 +53,7 @@ _LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 def loss_of_each_row(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the losses of all rows, None where another function or reduction is called."""
+    """Return the losses of all rows; None for another function or reduction."""
     if func not in _LOSSES or kwargs.get("reduction") != "none" or len(args) < 2:
         return None
     scores, classes, *rest = args
@@ -68,7 +64,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return what such slices take of a tensor that has no rows, None where there are none."""
+    """Return such slices of a tensor without rows; None if there are none."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -98,7 +94,7 @@ _OP = torch.ops.aten._grouped_mm.default
 
 @contextmanager
 def grouped_products_traced() -> Iterator[None]:
-    """Give products of the rows of each group by its matrix their shape; kernels take float32."""
+    """Give grouped matrix products their correct shape; their kernels take float32."""
     with patch.dict(fake_impls.op_implementations_dict, {_OP: _result}):
         yield
 
@@ -110,9 +106,9 @@ def _result(mode: Any, _op: Any, rows: Tensor, matrices: Tensor, *_: Any, **__: 
 
 @contextmanager
 def inference_without_gradients() -> Iterator[None]:
-    """Have regions of inference be ones without gradients: the exporter does not tell the former.
+    """Make inference_mode act as no_grad, because the exporter does not distinguish them.
 
-    The class itself is changed: a decorator was made with it long before.
+    The class itself is changed, because decorators were created with it before.
     """
 
     def enter(self: Any) -> None:
@@ -126,7 +122,7 @@ def inference_without_gradients() -> Iterator[None]:
 
 
 def without_outs(program: torch.nn.Module) -> None:
-    """Replace every op that is given the one tensor to write to, in a graph and those within."""
+    """Replace every op with an `out` argument, in a graph and nested ones."""
     for part in program.modules():
         if isinstance(part, fx.GraphModule):
             for node in list(part.graph.nodes):
@@ -136,7 +132,7 @@ def without_outs(program: torch.nn.Module) -> None:
 
 
 def _plain(node: fx.Node) -> torch._ops.OpOverload | None:
-    """Return the overload of an op that takes the same but the tensor to write to."""
+    """Return the overload of an op without the `out` argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or "out" not in node.kwargs:
         return None
     given = _taken(node.target)
@@ -169,7 +165,7 @@ _AROUND_A_FORWARD = (
 
 @contextmanager
 def own_checkpoints_noted() -> Iterator[list[str]]:
-    """Gather `file:line` of the model wherever it has torch compute something again."""
+    """Collect `file:line` of the model's own checkpointing."""
     places: list[str] = []
 
     def around(*_: Any, **__: Any) -> Iterator[None]:
@@ -177,7 +173,7 @@ def own_checkpoints_noted() -> Iterator[list[str]]:
         yield
 
     class Reentrant:
-        """In the place of the Function, whose forward keeps no graph."""
+        """Replaces the reentrant checkpoint Function, whose forward keeps no graph."""
 
         @staticmethod
         def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -229,7 +225,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def refuse_call(func: Callable[..., Any]) -> None:
-    """Raise a TraceError where a function has no part in a plan, or runs where none has."""
+    """Raise TraceError for a function that no plan supports."""
     refused = _REFUSED.get(func) or (_DERIVES if _is_derived() else None)
     if refused is not None:
         found, expected, fix = refused
@@ -237,9 +233,9 @@ def refuse_call(func: Callable[..., Any]) -> None:
 
 
 def refuse_learning_outside(args: Iterable[Any]) -> None:
-    """Raise a TraceError where code computes with a parameter that learns and is not the model's.
+    """Raise TraceError if code computes with a trainable parameter outside of the model.
 
-    While a model is traced its own parameters are stand-ins.
+    During a trace the model's own parameters are replaced by stand-ins.
     """
     if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
         found, expected, fix = _LEARNS_OUTSIDE
@@ -247,7 +243,7 @@ def refuse_learning_outside(args: Iterable[Any]) -> None:
 
 
 def _is_derived() -> bool:
-    """Whether torch.func takes a derivative of what runs."""
+    """Whether torch.func is computing a derivative."""
     outer = torch._C._functorch.peek_interpreter_stack()
     kinds = torch._C._functorch.TransformType
     return outer is not None and outer.key() in (kinds.Grad, kinds.Jvp)
@@ -255,7 +251,7 @@ def _is_derived() -> bool:
 
 @contextmanager
 def own_weights_alone() -> Iterator[None]:
-    """Refuse, while the body runs, that a model swaps the weights of a module of its own."""
+    """Refuse, inside, that a model replaces the weights of its own modules."""
     plain = stateless._functional_call
 
     @wraps(plain)
@@ -270,7 +266,7 @@ def own_weights_alone() -> Iterator[None]:
 
 
 def _is_of_model(frame: FrameType | None) -> bool:
-    """Whether the next frame that is not torch's is the model's, and not of who traces it."""
+    """Whether the next frame outside torch is the model's."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is not None and not is_library_file(frame.f_code.co_filename)

@@ -1,9 +1,7 @@
-"""Runs a model while it is traced, and notes what it changes outside itself.
+"""Runs a model during a trace, and records its effects outside of the graph.
 
-Notes where a model changes gradients, or takes some: code that is printed anew would not.
-
-What `torch.autograd.grad` makes is one op in the graph, `autopar::gradient`, which nobody looks
-into. Hooks leave no op at all.
+Also records where a model changes or takes gradients, because printed code would not. The result of
+`torch.autograd.grad` is one op in the graph, `autopar::gradient`. Hooks leave no op.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from autopar.planner.trace.traps import attributes_kept
 
 @contextmanager
 def every_frame_told() -> Iterator[None]:
-    """Keep of the stack of each op all that is called in the first forward."""
+    """Keep the full Python stack of each op."""
     plain = TracerBase._filter_traceback_frames
 
     def whole(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
@@ -58,7 +56,7 @@ def worked_on(
     kwargs: Mapping[str, Any],
     recording: TraceRecording,
 ) -> tuple[Tensor, ...] | None:
-    """Note a call that changes or takes a gradient; return what it takes, None for any other."""
+    """Record a call that changes or takes a gradient; returns the taken one, else None."""
     if func in _USES:
         use, how = _USES[func]
         recording.note_gradient(use, how, calling_place())
@@ -76,7 +74,7 @@ def _taken(
     create_graph: bool = False,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Return gradients as one op makes them; they learn if a graph of them is asked for."""
+    """Return gradients as one op; they need gradients if create_graph is set."""
     given = [list(_listed(one)) for one in (outputs, inputs, grad_outputs)]
     gradients: list[Tensor] = torch.ops.autopar.gradient(*given)
     return tuple(gradients if create_graph else (one.detach() for one in gradients))
@@ -91,9 +89,9 @@ def _listed(tensors: Tensor | Iterable[Tensor | None] | None) -> Iterator[Tensor
 
 @contextmanager
 def saving_noted(recording: TraceRecording) -> Iterator[None]:
-    """Note where a model packs what its backward needs: printed code would keep it as it is.
+    """Record where a model uses saved-tensor hooks, which printed code would not run.
 
-    `save_on_cpu` keeps the same numbers elsewhere, so it may be left out.
+    `save_on_cpu` does not change values, so it is ignored.
     """
     plain = autograd_graph.saved_tensors_hooks.__enter__
 
@@ -108,22 +106,23 @@ def saving_noted(recording: TraceRecording) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Traces:
-    """What a run of a step changes outside the model, and leaves there for the next one."""
+    """What a step changes outside the model, and leaves for the next one."""
 
-    changed: Mapping[str, bool] = field(default_factory=dict)  # places: is it another number?
+    # places, and whether a number changed
+    changed: Mapping[str, bool] = field(default_factory=dict)
     left: LeftBehind = field(default_factory=LeftBehind)
 
 
 @dataclass(slots=True)
 class TracedRun:
-    """What runs of a step are noted in, and what they find."""
+    """The record of a step's runs, and the state that they find."""
 
     recording: TraceRecording
     traces: Traces
     found: LeftBehind | None
 
     def loss_of(self, step: TracedStep, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Run a step, and put back what it changes outside the model."""
+        """Run a step, and undo its changes outside the model."""
         self.recording.restart()
         outside = self.recording.outside
         at_first = outside.snapshot()
@@ -150,7 +149,7 @@ class TracedRun:
 def traced_step(
     step: TracedStep, tensors: dict[str, Any], constants: dict[str, Any], runs: TracedRun
 ) -> torch.nn.Module:
-    """Return a module whose forward names the batch's keys, as the exporter wants it."""
+    """Return a module whose forward names the batch's keys, as the exporter requires."""
 
     class Traced(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,24 +1,15 @@
-"""Answers what a model asks of its tensors while it is traced, where one answer is possible.
+"""Answers questions about values while a model is traced, if only one answer is possible.
 
-Answers a model that decides by numbers which the batch and the weights have no part in.
-
-`(positions.diff() != 1).any()` of positions that an arange made, or `mask.all()` of ones: what was
-recorded so far computes it, for several numbers of rows, which must agree.
-
-Lets a model ask for the length of a tensor without fixing its number of rows.
-
-Python's own `len` makes a plain number of whatever it is told: `len(x)`, said in place of
-`x.shape[0]`, held for the rows of the trace alone.
-
-Takes the checks of a model as passed: they decide on values, which a trace does not have.
-
-`assert ids.min() >= 0` and `if labels.max() >= self.vocab: raise ValueError(…)` ask a tensor for a
-truth. Where the statement can do nothing but raise, the answer is the one that does not. Where
-torch asks whether a mask that it applies anyway is the causal one, the answer is that it may not.
-
-Notes which numbers a model draws at random, and refuses to have it decide by them.
-
-Dropping a layer where `torch.rand([]) < p` makes every step, and every rank, run other code.
+- Numbers that do not depend on the batch and weights: `(positions.diff() != 1).any()` of an arange,
+or
+  `mask.all()` of ones. The recorded ops compute them for several numbers of rows, which must agree.
+- `len(x)` of a tensor is a symbol, like `x.shape[0]`; Python's own `len` would fix the number of
+rows. - Checks count as passed, because they depend on values: `assert ids.min() >= 0` and
+  `if labels.max() >= self.vocab: raise ValueError(…)`. If the statement can only raise,
+  the answer is the one that does not. If torch asks whether a mask that it applies anyway
+  is causal, the answer is no.
+- A decision by a random number is refused: dropping a layer if `torch.rand([]) < p` would
+  run other code in every step and on every rank.
 """
 
 from __future__ import annotations
@@ -51,12 +42,12 @@ from autopar.planner.trace.model_checks import calling_place
 from autopar.planner.trace.nodes import is_getitem, storages_of, writers_of
 
 _ROWS = (2, 7, 64)
-_MOST_ELEMENTS = 2**26  # of a tensor on the way
+_MOST_ELEMENTS = 2**26  # of any intermediate tensor
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
 
 def known_number(asked: Tensor) -> Any:
-    """Return the one number that a traced tensor holds whatever the batch, None if unknown."""
+    """Return the number in a traced tensor if it is the same for every batch, else None."""
     mode: Any = proxy_tensor.get_proxy_mode()
     if mode is None or asked.numel() != 1:
         return None
@@ -70,9 +61,9 @@ def known_number(asked: Tensor) -> Any:
 
 
 def _known(last: fx.Node) -> Sequence[fx.Node]:
-    """Return the nodes that a value is computed by, in order; none where one is not known.
+    """Return the nodes that compute a value, in order; empty if one is unknown.
 
-    Those that write to the memory of another among them are among them.
+    Nodes that write to the memory of one of them are included.
     """
     flow, writers = nx.DiGraph(), writers_of(last.graph)
     flow.add_node(last)
@@ -87,7 +78,7 @@ def _known(last: fx.Node) -> Sequence[fx.Node]:
 
 
 def _is_steady(node: fx.Node) -> bool:
-    """Whether a node gives the same for the same at every step, and not too much."""
+    """Whether a node is deterministic in every step, and not too large."""
     values = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
     if any(_at(one.numel(), _ROWS[-1]) > _MOST_ELEMENTS for one in values):
         return False
@@ -104,7 +95,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _computed(nodes: Sequence[fx.Node], rows: int, root: torch.nn.Module) -> Any:
-    """Compute nodes on the CPU, the batch having so many rows, and return the last one's number."""
+    """Run nodes on the CPU with so many rows, and return the last one's number."""
     values: dict[fx.Node, Any] = {}
 
     def given(leaf: Any) -> Any:
@@ -116,7 +107,7 @@ def _computed(nodes: Sequence[fx.Node], rows: int, root: torch.nn.Module) -> Any
         if _is_number(node):
             values[node] = _at(node.meta["val"], rows)
         elif node.op == "get_attr":
-            values[node] = getattr(root, str(node.target)).clone()  # which may be written to
+            values[node] = getattr(root, str(node.target)).clone()  # may be written to
         else:
             args, kwargs = pytree.tree_map(given, (node.args, node.kwargs))
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -124,7 +115,7 @@ def _computed(nodes: Sequence[fx.Node], rows: int, root: torch.nn.Module) -> Any
 
 
 def _at(value: Any, rows: int) -> Any:
-    """Return a number with every symbol in it, all of which count rows, put in."""
+    """Return a number with every symbol replaced by the number of rows."""
     if not isinstance(value, _SYMBOLIC):
         return value
     expression = value.node.expr
@@ -144,7 +135,7 @@ _ASKING: Mapping[Callable[..., Any], Callable[[Any], Any]] = MappingProxyType(
 
 
 def answered(func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Return the number that a call asks for; None where it asks for none, or nobody knows."""
+    """Return the number that a call asks for; None if it asks for none, or it is unknown."""
     if func not in _ASKING:
         return None
     asked = args[0]
@@ -163,7 +154,7 @@ _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 def tensor_of_numbers(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return a tensor without memory whose numbers are known; None where no such one is made."""
+    """Return a meta tensor made of known numbers, or None for other calls."""
     if func is Tensor.new_tensor:
         like, *args = args
         kwargs = {"dtype": like.dtype, "device": like.device, **kwargs}
@@ -181,7 +172,7 @@ _len = len
 
 @contextmanager
 def lengths_as_sizes() -> Iterator[None]:
-    """Have `len` of a tensor be its first size, which may be a symbol."""
+    """Make `len` of a tensor return its first size, which may be a symbol."""
     with patch.object(builtins, "len", _length):
         yield
 
@@ -194,7 +185,7 @@ def _length(one: Sized, /) -> Any:
 
 @contextmanager
 def fixing_noted() -> Iterator[list[str]]:
-    """Gather `file:line` of the model wherever the exporter gives a symbol of a size one value."""
+    """Collect `file:line` of the model wherever the exporter fixes a symbolic size."""
     places: list[str] = []
     original = ShapeEnv._set_replacement
 
@@ -212,7 +203,7 @@ _ONLY_FASTER = (transformer.__file__, "_detect_is_causal_mask")
 
 
 def passing_answer(asked: torch.Tensor) -> bool | None:
-    """Return what a check that asks a tensor passes with; None where no plain check asks."""
+    """Return the answer with which a check of a tensor passes; None if it is no plain check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame):
         frame = frame.f_back
@@ -226,7 +217,7 @@ def passing_answer(asked: torch.Tensor) -> bool | None:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether a frame is of the modes through which a question goes."""
+    """Whether a frame belongs to the modes that intercept a question."""
     is_own = frame.f_code.co_filename.startswith(_OWN)
     return is_own or frame.f_code.co_name == "__torch_function__"
 
@@ -253,14 +244,14 @@ def _only_raises(node: ast.If) -> bool:
 
 
 def _answer(test: ast.expr, *, passes: bool) -> bool | None:
-    """Return the truth of all parts under which a test passes; None where parts differ in it."""
+    """Return the value of all parts with which a test passes; None if parts differ."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _answer(test.operand, passes=not passes)
     differ = any(isinstance(one, ast.Not | ast.IfExp) for one in ast.walk(test))
     return None if differ else passes
 
 
-AT_RANDOM = "a decision at random"  # of the error by which such a decision is told
+AT_RANDOM = "a decision at random"  # identifies the error of such a decision
 
 _DRAWS = frozenset(
     {torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.rand_like, torch.randn_like,
@@ -270,7 +261,7 @@ _MARK = "_autopar_is_drawn"
 
 
 def note_drawn(func: Callable[..., Any], args: Iterable[Any], result: Any) -> None:
-    """Mark a result that is one number, if it was drawn or computed from one that was."""
+    """Mark a scalar result that is random, or computed from a random one."""
     if not isinstance(result, Tensor) or any(type(n) is not int or n != 1 for n in result.shape):
         return
     if func in _DRAWS or any(_is_drawn(one) for one in args):
@@ -278,7 +269,7 @@ def note_drawn(func: Callable[..., Any], args: Iterable[Any], result: Any) -> No
 
 
 def refuse_drawn(asked: Tensor) -> None:
-    """Raise an error where a number that was drawn is asked for its truth."""
+    """Raise if a random number is used in a decision."""
     if _is_drawn(asked):
         raise RuntimeError(AT_RANDOM)
 

@@ -1,17 +1,13 @@
-"""Reads writes into parts of tensors, and counts of rows that differ by one.
+"""Finds writes to parts of tensors, and masks that partition rows.
 
-Gives what masks pick the share of its entries that is expected: where masks part the entries.
+A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. Each may
+select all rows, which no plan can know, but together they select every row once. Each is priced
+with an equal share.
 
-A loop over experts picks by `chosen == 0`, `chosen == 1`, … the rows of each: any may be all
-rows, which no plan can know, but together they are all rows once. Each is priced with its even
-share.
-
-Turns writes into a part of a tensor into new tensors: `x[:, 1:] = y` becomes a slice_scatter.
-
-A split may convert a view, and what is written to the converted view is lost to the tensor that it
-shows. So where gradients flow, a copy into slices and selections of a tensor makes a new tensor,
-and what comes later reads that one. Where another view, made before, is read after the write, the
-write is left as it stands.
+Writes to a part of a tensor become new tensors: `x[:, 1:] = y` becomes a slice_scatter. A split may
+convert a view, and a write to the converted copy would be lost. So where gradients flow, a copy
+into slices or selections makes a new tensor, which later ops read. If another view, made before, is
+read after the write, the write stays as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def with_expected_rows(graph: Graph) -> Graph:
-    """Return the graph with `Tensor.expected` where masks part what they pick."""
+    """Return the graph with `Tensor.expected` for masks that partition what they select."""
     counted = {tensor.counted_by for tensor in graph.tensors.values()} - {""}
     if not counted:
         return graph
@@ -40,7 +36,7 @@ def with_expected_rows(graph: Graph) -> Graph:
 
 
 def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
-    """Yield masks of one family, which differ in one number alone, with the share of each."""
+    """Yield masks that differ in one number only, with each one's share."""
     families: dict[object, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
     times: dict[str, int] = {}
     for mask in sorted(counted & graph.index.made_by.keys()):
@@ -55,10 +51,10 @@ def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
 
 
 def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
-    """Return what a mask compares, the number that it looks for, and how often a row may have it.
+    """Return what a mask compares, the number it looks for, and how often a row may match.
 
-    That is `classes == number`, any of several of a row (`(chosen == number).any(-1)`), or the part
-    of a one-hot tensor that belongs to a number.
+    These are `classes == number`, any of several per row (`(chosen == number).any(-1)`), or a
+    number's column of a one-hot tensor.
     """
     op = _behind_views(mask, graph)
     times = 1
@@ -81,7 +77,7 @@ def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
 
 
 def _behind_views(name: str, graph: Graph) -> Op | None:
-    """Return the op that made a tensor, views of it and casts left aside."""
+    """Return the op that made a tensor, ignoring views and casts."""
     op = graph.index.made_by.get(name)
     while op is not None and kind_of(op).keeps_entries:
         op = graph.index.made_by.get(op.inputs[0])
@@ -92,15 +88,15 @@ _COPY = "aten.copy_.default"
 
 
 def with_scatters(graph: Graph) -> Graph:
-    """Return the graph with copies into views as ops that make new tensors."""
+    """Return the graph with copies into views replaced by ops that make new tensors."""
     written = _Written(graph).storages()
     return _Scattering(graph, written).scattered() if written else graph
 
 
 class _Written:
-    """Finds the storages that are written by copies into views alone, and read as if they were new.
+    """Finds storages that are only written by copies into views, and then read as a whole.
 
-    Positions in the list of ops tell what is made before a write and read after it.
+    Positions in the list of ops show what is made before a write and read after it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -124,12 +120,12 @@ class _Written:
             tensors[root].origin is TensorOrigin.OP
             and tensors[op.outputs[0]].requires_grad
             and tensors[source].dtype == tensors[root].dtype
-            and not tensors[root].dtype.startswith("complex")  # torch has no gradient of that
+            and not tensors[root].dtype.startswith("complex")  # torch has no gradient for these
             and tensors[root].storage == root
         )
 
     def _is_stale(self, storage: str, first: Op) -> bool:
-        """Whether a view that was made before the first write is read after it."""
+        """Whether a view made before the first write is read after it."""
         written = self.index.places[first.name]
         return any(
             written < self.index.places[op.name]
@@ -140,7 +136,7 @@ class _Written:
         )
 
     def _is_first(self, view: str) -> bool:
-        """Whether a view shows its storage without another view between them."""
+        """Whether a view is taken directly from its storage's tensor."""
         return view in self.views and self.views[view].inputs[0] not in self.views
 
     def _root(self, view: str) -> str:
@@ -160,7 +156,7 @@ class _Scattering:
         self.calls = dict(graph.calls)
 
     def scattered(self) -> Graph:
-        """Read the ops in order; each reads the newest tensors."""
+        """Read the ops in order, each with the newest tensors."""
         spans = _spans(self.graph)
         for i, op in enumerate(self.graph.ops):
             for key in spans.begin.get(i, ()):
@@ -208,7 +204,7 @@ class _Scattering:
         self.newest[view] = source
 
     def _put(self, op: Op, source: str, cut: Op) -> str:
-        """Return a tensor that has the source where a view was cut out."""
+        """Return a tensor with the source inserted at a view's place."""
         base = cut.inputs[0]
         name = f"{op.name}_in_{base}"
         given = [(key, value) for key, value in cut.arguments if not isinstance(value, Ref)]
@@ -218,7 +214,7 @@ class _Scattering:
         return name
 
     def _widened(self, op: Op) -> str:
-        """Return the source of a copy, repeated to the shape of what it is copied to."""
+        """Return the source of a copy, expanded to the shape of the destination."""
         source, shape = self._name(op.inputs[1]), self.tensors[op.writes[0]].shape
         if self.tensors[source].shape == shape:
             return source
@@ -278,5 +274,5 @@ def _spans(graph: Graph) -> _Spans:
 
 
 def views_of(graph: Graph) -> Mapping[str, Op]:
-    """Return the ops that show a part of a tensor, by the names of the views."""
+    """Return the ops that take a part of a tensor, by the names of the views."""
     return {op.outputs[0]: op for op in graph.ops if rule_of(op.target).written_by}

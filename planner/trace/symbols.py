@@ -1,4 +1,4 @@
-"""The names and sizes that a graph has while it is made."""
+"""Names and sizes of a graph that is being read."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MAX_POWER = 3
 
 
 class Symbols:
-    """Reads sizes of one trace: every symbol is the batch, because only batch dims are symbolic.
+    """Reads the sizes of a trace: every symbol is the batch, because only batch dims are symbolic.
 
-    Sizes that depend on data (unbacked symbols) have no value at planning time; `bounds` holds what
-    is known of them: no more elements than the tensor they were counted in, and `counters` by what
-    they were counted.
+    Sizes that depend on data (unbacked symbols) have no value while planning. `bounds` are their
+    upper limits: the elements of the tensor in which they were counted. `counters` are what they
+    were counted by.
     """
 
     def __init__(self, *, fixed_batch: int | None) -> None:
@@ -64,15 +64,15 @@ class Symbols:
         return extent if found == exact else None
 
     def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
-        """Note the largest value of a size that depends on data, and what counts it."""
+        """Record the largest value of a size that depends on data, and its counter."""
         for symbol in _unbacked(size):
             self.bounds.setdefault(symbol, limit)
             self.counters.setdefault(symbol, counter)
 
     def counter(self, sizes: Sequence[int | torch.SymInt], name: str) -> str:
-        """Return what counts the entries of a tensor, "" where its sizes are those of the batch.
+        """Return the counter of a tensor's entries, or "" if its sizes are known.
 
-        Sizes that are no multiple of one count count for themselves, by the name of the tensor.
+        Sizes that are no multiple of one count are their own counter, with the tensor's name.
         """
         counted = [size for size in sizes if _unbacked(size)]
         if not counted:
@@ -109,11 +109,11 @@ class Symbols:
 
 
 class RowsInNumberError(TraceError):
-    """A model that computes with what its number of rows makes, and that is no polynomial."""
+    """The model computes with a non-polynomial function of its number of rows."""
 
 
 def check_numbers(node: fx.Node, symbols: Symbols, where: str) -> None:
-    """Raise where an op computes with a root of the number of rows, with one over it, and so on."""
+    """Raise if an op computes with a root of the number of rows, a reciprocal, and so on."""
     values = (one.meta.get("val") for one in node.all_input_nodes)
     numbers = (value for value in values if isinstance(value, torch.SymFloat))
     if any(symbols.number(value) is None for value in numbers):
@@ -121,7 +121,7 @@ def check_numbers(node: fx.Node, symbols: Symbols, where: str) -> None:
 
 
 def depends_on_numbers(size: Any) -> bool:
-    """Whether a size, or what was computed of it, depends on what tensors hold."""
+    """Whether a size, or a number computed from it, depends on data."""
     return bool(_unbacked(size))
 
 
@@ -174,9 +174,9 @@ class Ledger:
         origin: TensorOrigin,
         requires_grad: bool,
     ) -> None:
-        """Add a tensor as it was traced; gradients flow through complex numbers too.
+        """Add a traced tensor; gradients flow through complex numbers, too.
 
-        Its name is its own: a buffer may be called `mean`, as an op is.
+        Its name is made unique: a buffer may be called `mean`, like an op.
         """
         self._used_names.setdefault(name, 1)
         has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
@@ -191,17 +191,17 @@ class Ledger:
         )
 
     def learn(self, written: Iterable[str]) -> None:
-        """Have gradients flow through what was written, and so through all that is read of it."""
+        """Mark written tensors as needing gradients, and all that is read from them."""
         for name in (self.tensors[one].storage for one in written):
             if self.tensors[name].origin is TensorOrigin.OP:
                 self.tensors[name] = replace(self.tensors[name], requires_grad=True)
 
     def supersede(self, written: Iterable[str], name: str) -> None:
-        """Have what was written in place read as a new tensor."""
+        """Make later reads of tensors written in place read a new tensor."""
         self._latest.update(dict.fromkeys(written, name))
 
     def latest_value(self, value: Value) -> Value:
-        """Return a value in which every tensor is its newest version."""
+        """Return a value with every tensor in its newest version."""
         if isinstance(value, Ref):
             return Ref(self.newest(value.tensor))
         if isinstance(value, tuple):
@@ -219,11 +219,11 @@ class Ledger:
         return tuple(self.symbols.extent(size) for size in val.shape)
 
     def dtype(self, dtype: torch.dtype) -> str:
-        """Return the name of a type, one that stands for the model's own."""
+        """Return the name of a dtype; MODEL_DTYPE for the model's own."""
         return MODEL_DTYPE if dtype == self.model_dtype else str(dtype).removeprefix("torch.")
 
     def unique(self, name: str) -> str:
-        """Return a name that no op or tensor has yet, and keep it."""
+        """Return a name that no op or tensor has yet, and reserve it."""
         stem = re.sub(r"(_\d+)+$", "", name)
         if name not in self._used_names:
             self._used_names[name] = 1
@@ -241,7 +241,7 @@ TypeOf = Callable[[torch.dtype], str]
 
 
 class ModelNames:
-    """Looks up canonical names; the exporter may report any alias of a tied weight."""
+    """Finds canonical names; the exporter may use any alias of a tied weight."""
 
     def __init__(self, model: nn.Module, narrowed: Collection[str] = ()) -> None:
         self._model, self._narrowed = model, narrowed
@@ -266,7 +266,7 @@ class ModelNames:
         return self._parameters[name].requires_grad
 
     def corresponding(self, name: str, template: str, site: str) -> str | None:
-        """Return the tensor that is to module `site` what `name` is to its equal `template`."""
+        """Return the tensor of module `site` that corresponds to `name` in its equal `template`."""
         wanted: Any = self._parameters.get(name, self._buffers.get(name))
         owner, other = self._model.get_submodule(template), self._model.get_submodule(site)
         for kind in ("named_parameters", "named_buffers"):
@@ -291,7 +291,7 @@ class ModelNames:
         )
 
     def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
-        """Return every buffer once; `written` names those that the forward changes."""
+        """Return every buffer once; `written` are those that the forward changes."""
         passing = {
             f"{prefix}.{name}" if prefix else name
             for prefix, module in self._model.named_modules(remove_duplicate=False)

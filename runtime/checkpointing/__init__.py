@@ -1,4 +1,4 @@
-"""What stays of a training: its weights, and all that it takes to go on.
+"""What remains of a training: the weights, and everything needed to resume it.
 
 Scripts import from here; files import from each other.
 """

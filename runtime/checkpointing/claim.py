@@ -1,10 +1,9 @@
-"""Opens the folder of checkpoints for one training alone.
+"""Claims the folder of checkpoints for one training, so that two trainings do not mix.
 
-Claims a folder for one training: two that write checkpoints into it notice each other.
-
-A file in the folder says which process has it. On the same machine it is seen at once whether that
-process still runs. Elsewhere only its heartbeat tells: it counts up the number in the file. No
-clocks are compared, and nothing but files is needed, so that shared disks and stores will do.
+A file in the folder names the process that holds it. On the same machine, the process table shows
+whether that process still runs. For a process elsewhere, a heartbeat shows it: the holder counts up
+a number in the file. No clocks are compared and only files are used, so shared disks and object
+stores work.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
-_MISSED = 4  # beats, after which a process elsewhere is taken for dead
-_SETTLING_SECONDS = 1.0  # in which whoever writes at the same time has done so
+_MISSED = 4  # beats without a change, after which a process elsewhere is taken for dead
+_SETTLING_SECONDS = 1.0  # after which a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
 _SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # clocks of two machines differ
 _MOST_BYTES = 2**14
@@ -52,14 +51,14 @@ _MOST_BYTES = 2**14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderHolder:
-    """The process that has a folder."""
+    """The process that holds a folder."""
 
     written_by: str = MARK["written_by"]
-    word: str  # that no other claim has
+    word: str  # unique to this claim
     host: str
-    machine: str  # what process numbers belong to: a boot, and a container
+    machine: str  # the scope of process numbers: one boot of a machine, or one container
     process: int
-    began: int | None  # ticks since the boot, where that is known
+    began: int | None  # ticks since the boot; None where the system does not say
     folder: str  # as that process sees it
     beats: int = 0
 
@@ -68,17 +67,17 @@ class FolderHolder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its processes are those that are seen here."""
+        """Whether the process number can be looked up here: same machine, same container."""
         return (self.host, self.machine) == (socket.gethostname(), _machine())
 
     @property
     def may_live(self) -> bool:
-        """Whether it may still run: of processes elsewhere nobody here can tell."""
+        """Whether the holder may still run; a holder on another machine always may."""
         return not self.is_here or is_alive(self.process, self.began)
 
 
 class TakenError(Exception):
-    """A folder that another process has."""
+    """Another process holds the folder."""
 
     def __init__(self, holder: FolderHolder) -> None:
         super().__init__(str(holder))
@@ -86,7 +85,7 @@ class TakenError(Exception):
 
 
 class Claim:
-    """A folder that this process has, until it gives it back or ends."""
+    """A folder that this process holds, until it releases it or ends."""
 
     def __init__(self, folder: Location, holder: FolderHolder) -> None:
         self._lost, ended = threading.Event(), threading.Event()
@@ -96,16 +95,19 @@ class Claim:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the folder, as this one gave no heartbeat for long."""
+        """Whether another process has taken the folder because this one missed its heartbeats."""
         return self._lost.is_set()
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         self._release()
 
 
 def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
-    """Take a folder, or raise TakenError; `note` is told why that takes long, if it does."""
+    """Take a folder, or raise TakenError.
+
+    `note` gets a message if the wait for a holder is long.
+    """
     holder = _own(folder)
     before = holder_of(folder)
     if before is None and _created(folder, holder):
@@ -122,7 +124,7 @@ def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> 
 
 
 def holder_of(folder: Location) -> FolderHolder | None:
-    """Return who has a folder, as far as its file says; a copy of one that is had is free."""
+    """Return the holder named in a folder's file. The copy of a claimed folder has no holder."""
     try:
         found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
         is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
@@ -132,7 +134,10 @@ def holder_of(folder: Location) -> FolderHolder | None:
 
 
 def is_held(folder: Location) -> bool:
-    """Whether a process has a folder, as far as that is seen at once; elsewhere by the clock."""
+    """Whether a process holds a folder.
+
+    A holder elsewhere is judged by its last heartbeat's age.
+    """
     holder = holder_of(folder)
     if holder is None or not holder.may_live:
         return False
@@ -142,12 +147,12 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether a folder is there under the other name, too; if it is gone, it has been moved."""
+    """Whether the folder still exists under the path `seen`. If it does not, it has been moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
 def is_alive(process: int, begin: int | None) -> bool:
-    """Whether a process that began then still runs."""
+    """Whether the process with this number and this start still runs."""
     if Path("/proc/self/stat").exists():
         return begin is not None and began(process) == begin
     try:
@@ -158,11 +163,12 @@ def is_alive(process: int, begin: int | None) -> bool:
 
 
 def began(process: int) -> int | None:
-    """Return when a process began, where that is known: its number may be another one's by now."""
+    """Return when a process began, or None if unknown. A reused number has another start."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
-        return None if state in "ZX" else int(rest[18])  # it has ended, and nobody has asked for it
+        # a zombie has ended, but its parent has not waited for it
+        return None if state in "ZX" else int(rest[18])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -180,7 +186,7 @@ def _own(folder: Location) -> FolderHolder:
 
 
 def _machine() -> str:
-    """Return what sets machines and containers of one host name apart, where that is known."""
+    """Return an identifier that differs between machines and containers of one host name."""
     found = []
     with suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -190,11 +196,11 @@ def _machine() -> str:
 
 
 def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]) -> bool:
-    """Whether another process has a folder: this one may have it from an earlier training."""
+    """Whether another process holds a folder. This process may hold it from an earlier training."""
     if holder.is_here:
         return holder.process != os.getpid() and holder.may_live
     seconds = _MISSED * BEAT_SECONDS
-    note(f"{holder} had {folder}; {seconds:.0f} s will show whether it still runs")
+    note(f"{folder} is claimed by {holder}: waiting {seconds:.0f} s to see whether it still runs")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         now = holder_of(folder)
@@ -207,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Whether the file could be made where none was: a disk lets one process alone do so."""
+    """Whether the file was created. On a disk only one of several processes succeeds."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"
@@ -222,7 +228,7 @@ def _created(folder: Location, holder: FolderHolder) -> bool:
 
 
 def _put(folder: Location, holder: FolderHolder) -> None:
-    """Write the file, whatever is there, so that a reader never finds half of it."""
+    """Write the file over any old one, so that a reader never finds half of it."""
     if isinstance(folder, Path):
         aside = folder / f"{NAME}.{holder.word}"
         write(aside, [_text(holder)])
@@ -238,19 +244,19 @@ def _text(holder: FolderHolder) -> bytes:
 def _beat(
     folder: Location, holder: FolderHolder, ended: threading.Event, lost: threading.Event
 ) -> None:
-    """Count up the number in the file until the claim ends, or another process has the folder."""
+    """Count up the number in the file until the claim ends or another process takes the folder."""
     while not ended.wait(BEAT_SECONDS):
         now = holder_of(folder)
         if now is not None and now.word != holder.word:
             lost.set()
             return
         holder = replace(holder, beats=holder.beats + 1)
-        with suppress(OSError):  # a full disk has no say in it
+        with suppress(OSError):  # a full disk does not end the training
             _put(folder, holder)
 
 
 def _give_back(folder: Location, holder: FolderHolder, ended: threading.Event) -> None:
-    if os.getpid() != holder.process:  # a fork, which ends
+    if os.getpid() != holder.process:  # a forked child does not hold the folder
         return
     ended.set()
     with suppress(OSError):
@@ -259,20 +265,20 @@ def _give_back(folder: Location, holder: FolderHolder, ended: threading.Event) -
             (folder / NAME).unlink()
 
 
-FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
+FOLDER = "checkpoints"  # the default: --resume auto looks here if --checkpoint names no folder
 _FIX = "name another place with --checkpoint, or --checkpoint none to keep nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedFolder:
-    """What a training goes on from, if anything, and the claim of the first rank."""
+    """The checkpoint to resume from, if any, and the first rank's claim on the folder."""
 
     found: Checkpoint | None = None
     claim: Claim | None = None
 
 
 def folder_of(options: argparse.Namespace) -> Location | None:
-    """Return where checkpoints are; who wants to resume need not name the usual folder."""
+    """Return the folder of checkpoints: the one named, or the default if --resume is given."""
     resume, text = options.resume, options.checkpoint
     if text != NONE:
         return location(text).resolve()
@@ -287,11 +293,11 @@ def opened(
     mesh: Mesh,
     last_step: Callable[[Moment], int],
 ) -> OpenedFolder:
-    """Return what a training goes on from; leave where another one writes into its folder.
+    """Return the checkpoint to resume from; exit if another training writes to the folder.
 
-    `last_step` tells how many steps the training has that goes on from a moment.
-    With nothing left to train, nothing is written: a checkpoint that is named may be evaluated
-    while the training that wrote it goes on.
+    `last_step` returns the last step of a training that resumes from a moment. If that step is done
+    already, the folder is not claimed: a named checkpoint can be evaluated while the training that
+    wrote it still runs.
     """
     if folder is None:
         return OpenedFolder()
@@ -311,14 +317,14 @@ def opened(
 
 
 def _claimed(folder: Location, mesh: Mesh) -> Claim | None:
-    """Have the first rank take a folder; leave where another process has it."""
+    """Claim a folder on the first rank; exit if another process holds it."""
     if mesh.rank != 0 or mesh.is_dry_run:
         return None
     wait = "wait until that has ended, or name another folder with --checkpoint"
     try:
         own = claim(folder, note=lambda text: say(f"note: {text}"))
     except TakenError as error:
-        refuse(f"{folder} is in use: {error.holder} keeps its training there", fix=wait)
+        refuse(f"{folder} is in use: {error.holder} writes its checkpoints there", fix=wait)
     except OSError as error:
         refuse(f"nothing can be written to {folder}: {error.strerror}", fix=_FIX)
     return own

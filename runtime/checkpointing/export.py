@@ -1,4 +1,4 @@
-"""Turns the weights that the ranks hold into .safetensors of the user's whole model."""
+"""Turns the weights that the ranks hold into .safetensors files of the user's whole model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _INDEX = ".safetensors.index.json"
 
 
 class SavedModel:
-    """The tensors of an export, of which those that share a source are made together.
+    """The tensors of an export. Tensors that are made from the same weights are made together.
 
     `weight_of` returns a weight of the training. It is called once for each name in `weights`, in
     that order.
@@ -76,14 +76,14 @@ class SavedModel:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Return the names of the weights that are needed, in the order of their use."""
+        """Return the names of the weights that the export needs, in the order of their use."""
         numbers = dict.fromkeys(
             self._number[file.name, one.name] for file in self.files.weights for one in file.entries
         )
         return tuple(name for number in numbers for name in _sources(self._groups[number]))
 
     def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:
-        """Return a tensor of a file; each is asked for once."""
+        """Return a tensor of a file. It can be asked for once."""
         key = file.name, entry.name
         if key not in self._made:
             group = self._groups[self._number[key]]
@@ -93,7 +93,7 @@ class SavedModel:
         return self._made.pop(key)
 
     def _file(self, file: SavedFile) -> WeightsFile:
-        """Return a file whose tensors stand group by group, wide numbers first."""
+        """Return a file with its tensors ordered by group, and in a group by width."""
         tensors = sorted(
             file.tensors,
             key=lambda one: (-one.view.dtype.itemsize, self._number[one.file, one.name], one.name),
@@ -108,7 +108,7 @@ class SavedModel:
 
 
 def _groups(tensors: Iterable[SavedTensor]) -> Iterable[tuple[SavedTensor, ...]]:
-    """Part tensors into groups, none of which needs a source of another one."""
+    """Split tensors into groups that share no source weight."""
     every: dict[int, list[SavedTensor]] = {}
     of_source: dict[str, list[SavedTensor]] = {}
     for one in tensors:
@@ -126,7 +126,7 @@ def _sources(group: Iterable[SavedTensor]) -> tuple[str, ...]:
 
 
 def _marked(index: bytes) -> str:
-    """Return the JSON of an index that says who has written it."""
+    """Return the JSON of an index, marked as written by autopar."""
     said = json.loads(index)
     metadata: Mapping[str, object] = said.get("metadata", {})
     return f"{json.dumps({**said, 'metadata': {**metadata, **MARK}}, indent=2)}\n"
@@ -134,14 +134,14 @@ def _marked(index: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporting:
-    """Where the trained weights go, and what the model itself would write there."""
+    """Where the trained weights go, and the files that `save_pretrained` would write there."""
 
     place: Destination
-    form: SavedForm | None  # None: the weights under their names in the model
+    form: SavedForm | None  # None: each weight is written under its name in the model
 
 
 def exporting(place: Destination | None, recipe: Recipe, mesh: Mesh) -> Exporting | None:
-    """Ask the model what it would write to a folder, before anything is trained."""
+    """Record what `save_pretrained` would write to a folder, before training begins."""
     if place is None:
         return None
     form = _form(recipe) if place.is_folder and mesh.rank == 0 else None
@@ -166,12 +166,11 @@ def export(
     to: Exporting | None,
     mesh: Mesh,
 ) -> None:
-    """Write the weights of the whole model, of which each rank holds a part.
+    """Write the weights of the whole model.
 
-    The first rank writes. It is sent one tensor at a time, so no rank ever holds the whole model.
-    Types are those that the model was built in, of fp32 copies where the training has them: a
-    person who built a model in fp32 and trains it in 16 bits gets what the optimizer has. Weights
-    that are frozen, of which the training has 16 bits, are what they began with.
+    The first rank writes. It receives one tensor at a time, so no rank ever holds the whole model.
+    Each weight has the dtype that the constructor gave it. A model built in fp32 and trained in 16
+    bits is exported from the optimizer's fp32 copies; its frozen weights keep their initial values.
     """
     if to is None:
         return
@@ -190,11 +189,12 @@ def export(
 def _write(
     whole_model: _Whole, to: Exporting, exported: Mapping[str, ExportedWeight], mesh: Mesh
 ) -> None:
-    """Have the first rank write, and all others send it what it asks for."""
+    """Write the files on the first rank; the other ranks send it the tensors."""
     saved = SavedModel(to.form, whole_model.gathered) if to.form is not None else None
     entries = whole_model.entries
     wanted = saved.weights if saved is not None else tuple(one.name for one in entries)
-    (wanted, *_) = every_rank(wanted, mesh)  # of the first rank, which alone knows the form
+    # the first rank's list: it alone knows the files of the export
+    (wanted, *_) = every_rank(wanted, mesh)
     if mesh.rank != 0:
         for name in wanted:
             whole_model.gathered(name)
@@ -211,7 +211,7 @@ def _write(
 
 
 class _Whole:
-    """The tensors of the whole model, which the first rank is sent one by one."""
+    """The tensors of the whole model. The first rank receives them one by one."""
 
     def __init__(
         self,
@@ -221,23 +221,23 @@ class _Whole:
         begun: Begun,
         mesh: Mesh,
     ) -> None:
-        self.rounded: list[str] = []  # names of what no one knows more exactly any more
+        self.rounded: list[str] = []  # names of weights that exist only rounded to 16 bits
         self._owned = {key: list(own) for key, own in groupby(owned, key=lambda one: one.key)}
         self._here, self._exported = here, exported
         self._begun, self._mesh = begun, mesh
 
     @property
     def entries(self) -> list[Entry]:
-        """Return them as files have them: under every plan in the same order."""
+        """Return the entries of the files, in the same order under every plan."""
         return in_file_order(
             Entry(name=key, dtype=self._dtype(own[0]), shape=own[0].held.global_shape)
             for key, own in self._owned.items()
         )
 
     def gathered(self, name: str) -> Tensor:
-        """Return a whole tensor on the first rank; others send it what they own, and get nothing.
+        """Return a whole tensor on the first rank. The others send their shards and get nothing.
 
-        All ranks come here for the same tensors, in one order.
+        Every rank calls this for the same tensors in the same order.
         """
         owned = self._owned[name]
         shape, first = owned[0].held.global_shape, self._mesh.rank == 0
@@ -249,11 +249,11 @@ class _Whole:
         return self._as_built(full, owned[0]) if first else full
 
     def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:  # noqa: ARG002 - of any file
-        """Return a tensor of a file that has the model's own names."""
+        """Return a tensor of a file that uses the model's own names."""
         return self.gathered(entry.name)
 
     def _moved(self, one: Owned) -> Tensor:
-        """Return a piece, once it has come from its rank to the first."""
+        """Return a shard on the first rank, sent there by its owner."""
         mesh, shape = self._mesh, one.chunks.local_shape
         if one.rank == mesh.rank:
             piece = self._here.tensor(one)
@@ -269,9 +269,9 @@ class _Whole:
         return sent.cpu().view(one.dtype).view(shape)
 
     def _as_built(self, full: Tensor, own: Owned) -> Tensor:
-        """Return a tensor in the type that the constructor gave it.
+        """Return a tensor in the dtype that the constructor gave it.
 
-        What the training has rounded to 16 bits and not changed is as it was in the beginning.
+        A frozen weight that the training rounded to 16 bits gets its initial value back.
         """
         dtype = self._dtype(own)
         if full.dtype in HALF_DTYPES and dtype.itemsize > full.dtype.itemsize:

@@ -1,10 +1,10 @@
-"""Finds the checkpoint to go on from, and which to let go of.
+"""Finds the checkpoint to resume from, and deletes old ones.
 
-Tells the folders of a training apart: whole checkpoints, unfinished ones, broken ones.
+Tells the folders of a training apart: complete checkpoints, unfinished ones, broken ones.
 
-On a disk a checkpoint is written as `step-N.tmp` and renamed when it is whole. In a store, which
-cannot rename, it has its name from the start, and is whole once it has its manifest, which is
-written last and removed first. Folders of that name without any file of a checkpoint are others'.
+On a disk, a checkpoint is written as `step-N.tmp` and renamed when it is complete. An object store
+cannot rename: there it has its final name from the start, and its manifest is written last and
+deleted first. A `step-N` folder that holds no file of a checkpoint belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ _OF_A_RANK = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def step_folder(folder: Location, step: int) -> Location:
-    """Return where the checkpoint of a step is."""
+    """Return the folder of the checkpoint of a step."""
     return folder / f"{STEP}{step}"
 
 
 def is_step(name: str) -> bool:
-    """Whether the folder of a checkpoint has that name."""
+    """Whether a checkpoint's folder can have that name."""
     return name.startswith(STEP) and name.removeprefix(STEP).isdecimal()
 
 
 def step_of(path: Location) -> int:
-    """Return the step of a checkpoint's folder."""
+    """Return the step in a checkpoint folder's name."""
     return int(path.name.removeprefix(STEP))
 
 
 def checkpoints_in(folder: Location) -> list[Location]:
-    """Return the checkpoints in a folder, the newest first, but for unfinished ones."""
+    """Return the finished checkpoints in a folder, the newest first."""
     named = ((one, {file.name for file in one.iterdir()}) for one in _named_folders(folder))
     found = (
         one
@@ -78,12 +78,12 @@ def checkpoints_in(folder: Location) -> list[Location]:
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a file of a checkpoint has that name."""
+    """Whether a file of a checkpoint can have that name."""
     return name == NAME or _OF_A_RANK.fullmatch(name) is not None
 
 
 def unfinished_in(folder: Location) -> list[Location]:
-    """Return what is being written, or was when a training was killed."""
+    """Return unfinished checkpoints: being written now, or left by a training that was killed."""
     if isinstance(folder, StorePath):
         return [one for one in _named_folders(folder) if not (one / NAME).exists()]
     every = folder.glob(f"{STEP}*{UNFINISHED}") if folder.is_dir() else ()
@@ -97,7 +97,7 @@ def _is_ours(folder: Location) -> bool:
 
 
 def remove(folder: Location) -> None:
-    """Remove a checkpoint, as far as that can be done; files of others in its folder stay."""
+    """Remove a checkpoint's files. Other files in its folder stay, and keep the folder."""
     with suppress(OSError):
         for one in located(folder, "*"):
             if is_of_checkpoint(one.name):
@@ -107,18 +107,18 @@ def remove(folder: Location) -> None:
 
 
 def begin(place: Location) -> Location:
-    """Return an empty folder to write a checkpoint to, which gets its place when it is whole."""
+    """Return an empty folder to write a checkpoint to; `put_in_place` gives it its final name."""
     fresh = _unfinished(place)
     if (place / NAME).exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
-    if fresh.exists():  # of a run that was killed while it wrote
+    if fresh.exists():  # left by a run that was killed while writing
         remove(fresh)
     fresh.mkdir(parents=True)
     return fresh
 
 
 def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
-    """Make a checkpoint of a folder that all ranks have written to."""
+    """Give a folder its final name, after all ranks have written to it."""
     write(fresh / NAME, [manifest.encode()])
     if isinstance(fresh, Path) and isinstance(place, Path):
         _settle(fresh)
@@ -127,7 +127,7 @@ def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
 
 
 def give_up(place: Location) -> None:
-    """Have a folder be an unfinished one, at once: half of a checkpoint would look broken."""
+    """Mark a folder as unfinished, so that it does not look like a broken checkpoint."""
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
@@ -142,14 +142,14 @@ def _unfinished(place: Location) -> Location:
 
 
 def _named_folders(folder: Location) -> Iterator[Location]:
-    """Yield the folders that have the name of a checkpoint."""
+    """Yield the folders that are named like a checkpoint."""
     for one in folder.glob(f"{STEP}*") if folder.is_dir() else ():
         if is_step(one.name) and one.is_dir():
             yield one
 
 
 def _settle(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -158,7 +158,7 @@ def _settle(folder: Path) -> None:
 
 
 def sound_manifest(folder: Location) -> Manifest:
-    """Read a manifest that agrees with itself and with its folder, or raise BrokenError."""
+    """Read a manifest and check it against its own rules and its folder; may raise BrokenError."""
     manifest = read_manifest(folder)
     for fault in manifest_faults(manifest):
         raise BrokenError(f"{NAME} has a wrong value: {fault}")
@@ -169,14 +169,14 @@ def sound_manifest(folder: Location) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a manifest says of a file, and of each tensor in it: its type and its shape."""
+    """The contents of a file according to the manifest: the dtype and shape of each tensor."""
 
     written: Written
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def expected_files(manifest: Manifest) -> Mapping[str, Expected]:
-    """Return what a manifest says of each file, by its name."""
+    """Return the expected contents of each file, by its name."""
     entries: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for one in manifest.tensors.values():
         for shard in one.shards:
@@ -189,7 +189,7 @@ def expected_files(manifest: Manifest) -> Mapping[str, Expected]:
 
 
 def check_size(file: Location, expected: Expected) -> None:
-    """Raise BrokenError where a file is missing, or has another size than was written."""
+    """Raise BrokenError if a file is missing or has another size than was written."""
     name, needed = file.name, expected.written.size_bytes
     try:
         check_regular(file)
@@ -203,7 +203,7 @@ def check_size(file: Location, expected: Expected) -> None:
 
 
 def check_file(file: Location, expected: Expected) -> None:
-    """Raise BrokenError where a file is not what was written; all of it is read."""
+    """Read a whole file and raise BrokenError if it is not as it was written."""
     check_size(file, expected)
     name = file.name
     try:
@@ -218,7 +218,7 @@ def check_file(file: Location, expected: Expected) -> None:
 
 
 def _check_entries(file: Location, expected: Expected) -> None:
-    """Raise BrokenError where a file has not the tensors that the manifest says are in it."""
+    """Raise BrokenError if a file's tensors are not those of the manifest."""
     with open_tensors(file) as opened:
         there = set(opened.keys())
         for name, held in expected.entries.items():
@@ -243,10 +243,10 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | None:
-    """Return what to go on from, if there is anything; every byte of it has been verified.
+    """Return the checkpoint to resume from, or None; every byte of it has been verified.
 
-    The ranks share the reading out. Checkpoints that are not whole are passed over, and named; if
-    none of several is whole, or the named one is not, the training does not begin anew by itself.
+    The ranks share the reading. Broken checkpoints are skipped with a note. If the named one is
+    broken, or all are, the training exits instead of starting over.
     """
     if resume not in (AUTO, NEVER):
         return _named(location(resume).resolve(), folder, mesh)
@@ -262,7 +262,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
         if isinstance(found, Manifest):
             _set_aside(broken, mesh)
             return Checkpoint(one, found)
-        _note(f"the checkpoint {one} is not whole: {found}; the one before is looked at", mesh)
+        _note(f"the checkpoint {one} is not whole: {found}; trying the one before", mesh)
         broken.append(one)
     if broken:
         refuse(
@@ -290,7 +290,7 @@ def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
 
 
 def best_of(checkpoints: Iterable[Location]) -> tuple[int, float] | None:
-    """Return the step and the loss of the best evaluation that has one of these checkpoints."""
+    """Return the step and loss of the best evaluation among checkpoints that still exist."""
     found = []
     for one in checkpoints:
         with suppress(BrokenError):
@@ -308,7 +308,7 @@ def _agreed_candidates(folder: Location, mesh: Mesh) -> Sequence[Location]:
 
 
 def verify_checkpoint(folder: Location, *, rank: int = 0, ranks: int = 1) -> Manifest:
-    """Read a manifest and compare this rank's share of the files with it, or raise BrokenError."""
+    """Read a manifest and check this rank's share of the files; may raise BrokenError."""
     manifest = sound_manifest(folder)
     files = expected_files(manifest)
     for name in list(files)[rank::ranks]:
@@ -317,7 +317,7 @@ def verify_checkpoint(folder: Location, *, rank: int = 0, ranks: int = 1) -> Man
 
 
 def verified(folder: Location, mesh: Mesh) -> Manifest | str:
-    """Return the manifest of a checkpoint, or what any rank found wrong with it."""
+    """Return the manifest of a checkpoint, or the fault that any rank found."""
     manifest, wrong = None, None
     try:
         manifest = verify_checkpoint(folder, rank=mesh.rank, ranks=mesh.world_size)
@@ -331,7 +331,7 @@ def verified(folder: Location, mesh: Mesh) -> Manifest | str:
 
 
 def _set_aside(broken: Sequence[Location], mesh: Mesh) -> None:
-    """Make room for what will be written under the names of broken checkpoints."""
+    """Rename broken checkpoints, because the training will write new ones under their names."""
     for one in broken if mesh.rank == 0 else ():
         aside = one.with_name(one.name + BROKEN)
         try:
@@ -348,7 +348,10 @@ def _note(text: str, mesh: Mesh) -> None:
 
 
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints, the best and those that stay, and unfinished ones."""
+    """Remove old and unfinished checkpoints.
+
+    The newest, the best and every `keep_every`-th stay.
+    """
     every = checkpoints_in(folder)
     best = best_of(every)
     passing = [one for one in every if keep_every is None or step_of(one) % keep_every]

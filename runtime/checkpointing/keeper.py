@@ -1,4 +1,4 @@
-"""Keeps a training: goes on from its last checkpoint, writes others, exports what it made."""
+"""Resumes a training from its last checkpoint, writes new ones, and exports the weights."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from autopar.runtime.weights.loading import Begun
 
 
 class Keeper:
-    """What a script calls to keep its training, and to go on with it.
+    """What a script calls to save its training and to resume it.
 
-    `step` and `rows` are where the training begins: 0, or what its checkpoint has seen. `steps` are
-    all that it has, as many as --epochs come to.
+    `step` and `rows` are where this run begins: 0, or the position of the checkpoint. `steps` is
+    the last step of the training; --epochs is converted to steps.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Keeper:
         self._progress: Progress | None = None
 
     def _steps_from(self, moment: Moment) -> int:
-        """Return how many steps a training has that goes on from a moment."""
+        """Return the last step of a training that resumes from a moment."""
         if self._options.epochs is None:
             return int(self._options.steps)
         return moment.step + self._epochs.steps_until(self._options.epochs, moment.rows)
@@ -96,7 +96,7 @@ class Keeper:
         scheduler: LRScheduler | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Take charge of a training that is about to begin, and put it where its checkpoint is."""
+        """Register a training that is about to begin, and restore its checkpoint."""
         self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
         self._recipe = recipe
         self._exporting = exporting(self._place, recipe, self._mesh)
@@ -114,7 +114,7 @@ class Keeper:
         self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
-        """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
+        """Return the progress printer. A step trains on `amount` units."""
         note_device(planned[0], self._mesh)
         self._progress = Progress(
             self._options,
@@ -132,7 +132,7 @@ class Keeper:
         return self._progress
 
     def evaluated(self, step: int, found: Evaluated) -> None:
-        """Tell what an evaluation after a step has found; `after` keeps the best one."""
+        """Print the result of an evaluation after a step; `after` saves the best one."""
         assert self._progress is not None
         self._progress.leave_out(found.seconds)
         self._evaluations.note(step, found)
@@ -141,18 +141,18 @@ class Keeper:
 
     @property
     def stops_early(self) -> bool:
-        """Whether evaluations have found nothing better for as long as --early-stop allows."""
+        """Whether the last --early-stop evaluations brought no improvement."""
         return self._evaluations.are_over
 
     def after(self, step: int) -> None:
-        """Do what is due after a step: it is told or kept, or a signal asks to leave."""
+        """Do what is due after a step: save a checkpoint, run checks, exit after a signal."""
         self._profile.end(step)
         self._garbage.after(step)
         self._keep(step)
         self._profile.begin(step + 1)
 
     def _keep(self, step: int) -> None:
-        """Write a checkpoint where it is time for one; leave where a signal asks."""
+        """Write a checkpoint if one is due; exit if a signal asks for it."""
         self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
         if self._progress is not None and step != self._last_step:
             self._progress.show(step)
@@ -190,7 +190,7 @@ class Keeper:
         self._metrics.add(event=Event.FINISHED, step=self._last_step)
 
     def _go_back_to_best(self) -> None:
-        """Have the export be that of the best evaluation, if it is to be."""
+        """Restore the weights of the best evaluation if --export-best asks for them."""
         best = self._evaluations.best_step
         if not self._options.export_best or best in (None, self._last_step):
             return
@@ -216,7 +216,7 @@ class Keeper:
         owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # other ranks draw: not what the first steps have drawn
+        else:  # other ranks than then: fresh random states, but not those of the first steps
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
@@ -227,7 +227,7 @@ class Keeper:
             self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
 
     def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
-        """Write a checkpoint, beside the training or before it goes on."""
+        """Write a checkpoint: at once, or in the background."""
         assert self._optimizer is not None
         assert self._recipe is not None
         self._stop_if_lost(folder, step)
@@ -270,7 +270,7 @@ class Keeper:
             self._tell_kept(self._saving.finish())
 
     def _tell_kept(self, saved: SavedCheckpoint) -> None:
-        """Tell what has become of a checkpoint; if there is none, the training goes on."""
+        """Print that a checkpoint was saved, or why not; the training goes on in either case."""
         if saved.failure is not None:
             self._tell_failure(saved.step, saved.failure)
             return
@@ -296,7 +296,7 @@ class Keeper:
         self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
 
     def _stop_if_lost(self, folder: Location, step: int) -> None:
-        """End the training where another one has its folder by now: this one stood still."""
+        """Exit if another training took the folder while this one was suspended."""
         is_lost = self._claim is not None and self._claim.is_lost
         if every_rank(is_lost, self._mesh)[0]:
             found = f"another training has taken {folder} while this one stood still"
@@ -308,12 +308,12 @@ class Keeper:
             self._claim.release()
 
     def _broken(self) -> str | None:
-        """Return which parameters are no numbers, if any on any rank."""
+        """Return a message that names non-finite parameters on any rank, or None."""
         ranks = every_rank(broken_of(self._parts), self._mesh)
         return told_broken(ranks) if any(one.count for one in ranks) else None
 
     def _refuse_no_numbers(self) -> None:
-        """Leave where parameters are no numbers before the first step: no setting is to blame."""
+        """Exit if parameters are not finite before the first step."""
         if self._mesh.is_dry_run or (told := self._broken()) is None:
             return
         weights = self._options.weights
@@ -327,7 +327,7 @@ class Keeper:
         )
 
     def _refuse_broken(self, step: int, told: str) -> None:
-        """Keep no weights that are no numbers, and leave unless the training may go on."""
+        """Do not save weights that are not finite, and exit unless --on-nan go-on is set."""
         found = f"{told} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
             self._say(f"note: {found}")
@@ -340,7 +340,7 @@ class Keeper:
         )
 
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
-        """End this process after a signal, with all others."""
+        """Exit on all ranks after a signal."""
         self._watch.end()
         self._garbage.end()
         self._wish.ignore()
@@ -359,11 +359,11 @@ class Keeper:
         self._updates += 1
 
     def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
-        """Remember that of this step: a scheduler sets that of the next before it is told."""
+        """Remember the learning rate of this step, before a scheduler sets the next one."""
         self._rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
 
     def _learning_rate(self) -> float | None:
-        """Return the learning rate of the last step: of the first of several groups."""
+        """Return the learning rate of the last step, of the first parameter group."""
         return None if self._rate is None else float(self._rate)
 
     def _say(self, text: str) -> None:
@@ -372,7 +372,7 @@ class Keeper:
 
 
 def _step_again(scheduler: LRScheduler, count: int) -> None:
-    """Bring a new scheduler to where one is that has taken so many steps."""
+    """Advance a new scheduler by so many steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(count):

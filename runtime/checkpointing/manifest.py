@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what lies where, written, read and validated."""
+"""The manifest of a checkpoint: which tensor lies in which file; written, read and validated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Range: TypeAlias = tuple[Count, Count]
 
 
 class BrokenError(Exception):
-    """A checkpoint that is not whole; the text says how."""
+    """A checkpoint is broken; the text says how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logical:
-    """A logical tensor, and where its shards are."""
+    """A logical tensor, and the files of its shards."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,37 +63,37 @@ class Logical:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Where a training stands."""
+    """The position of a training."""
 
     step: Steps
-    rows: Count  # of the data that it has seen
-    updates: Steps  # steps that the optimizer took: fp16 leaves some out
+    rows: Count  # rows of the dataset trained on so far
+    updates: Steps  # steps that the optimizer took; with fp16 some are skipped
     loss_scale: Positive | None = None
     calm_steps: Steps = 0
-    evaluation: float | None = None  # the loss of one after this step
+    evaluation: float | None = None  # the evaluation loss after this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOrigin:
-    """What wrote a checkpoint."""
+    """The code and the plan that wrote a checkpoint."""
 
     torch: Word
     model: Word  # the digest of its model file
-    plan: Word  # what stands for which rank holds what
-    degrees: Word = ""  # the same for people: dp 2 · tp 2
+    plan: Word  # a digest of which rank holds which shards
+    degrees: Word = ""  # the plan's degrees as text: dp 2 · tp 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeight:
-    """A weight that an export of the whole model has."""
+    """A weight of the exported model."""
 
-    dtype: torch.dtype  # that the constructor chose
+    dtype: torch.dtype  # chosen by the constructor
     aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint but the numbers themselves."""
+    """Everything that is known of a checkpoint except the numbers themselves."""
 
     moment: Moment
     origin: CheckpointOrigin
@@ -105,7 +105,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardDocument:
-    """A shard as it lies in the file."""
+    """A shard as JSON."""
 
     file: str
     entry: str
@@ -114,7 +114,7 @@ class _ShardDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorDocument:
-    """A logical tensor as it lies in the file."""
+    """A logical tensor as JSON."""
 
     dtype: TypeName
     shape: tuple[Count, ...]
@@ -131,7 +131,7 @@ class _TensorDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExportedDocument:
-    """A weight of an export as it lies in the file."""
+    """An exported weight as JSON."""
 
     dtype: TypeName
     aliases: tuple[str, ...]
@@ -139,7 +139,7 @@ class _ExportedDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
-    """A manifest as it lies in the file, in this order."""
+    """A manifest as JSON; the fields are written in this order."""
 
     written_by: str
     format: int
@@ -152,12 +152,12 @@ class _Document:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05}.safetensors"
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return a manifest as JSON that tells whether it has been changed."""
+    """Return a manifest as JSON, with a digest that reveals changes."""
     content = {
         **MARK,
         "format": FORMAT,
@@ -176,7 +176,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Location) -> Manifest:
-    """Read the manifest of a checkpoint; raises BrokenError where it does not describe one."""
+    """Read the manifest of a checkpoint; may raise BrokenError."""
     with _told_as_broken():
         content = _content(folder)
         if content.pop("sha256") != _digest(content):
@@ -188,7 +188,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def read_moment(folder: Location) -> Moment:
-    """Read where a training stood alone: of large models, the rest takes seconds to look at."""
+    """Read only the position from a manifest: the rest takes seconds for large models."""
     with _told_as_broken():
         return record(Moment, _content(folder).get("moment"), where="moment")
 
@@ -241,7 +241,7 @@ def _as_data(one: Logical) -> dict[str, Any]:
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
 
 
-_MOST_PAIRS = 10_000_000  # of shards that are compared: seconds
+_MOST_PAIRS = 10_000_000  # most pairs of shards to compare; more would take minutes
 _LARGEST = 2**63  # of a tensor's integers
 
 
@@ -263,7 +263,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_made(scalar: Scalar) -> bool:
-    """Whether a tensor can be made of a number, where it is to be one."""
+    """Whether the scalar's number fits its dtype."""
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         return False
@@ -281,7 +281,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
         fault = _of_shards(one, manifest) or _of_cover(one, pairs)
         if fault:
             yield f"{where}: {fault}"
-            return  # what follows would be told of numbers that mean nothing
+            return  # the shards cannot be checked against a shape that is wrong
         for shard in one.shards:
             sizes[shard.file] += shard.chunks.elements * one.dtype.itemsize
     for name, size in sizes.items():
@@ -290,7 +290,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
 
 
 def _of_shards(one: Logical, manifest: Manifest) -> str:
-    """Return what is wrong with a shard by itself, if anything."""
+    """Return the fault of one shard, or an empty string."""
     for shard in one.shards:
         if shard.file not in manifest.files:
             return f"a shard is in {in_a_line(shard.file)[:60]!r}, which is none of the files"
@@ -304,21 +304,21 @@ def _of_shards(one: Logical, manifest: Manifest) -> str:
 
 
 def _are_ranges(held: Ranges, size: int) -> bool:
-    """Whether ranges lie within a dim, without anything twice."""
+    """Whether ranges lie within a dim and do not overlap."""
     ends = sorted(held)
     meet = any(first[1] > second[0] for first, second in pairwise(ends))
     return not meet and all(low <= high <= size for low, high in held)
 
 
 class _Pairs:
-    """How many pairs of shards may still be compared, of all tensors together."""
+    """The number of pairs of shards that may still be compared, over all tensors."""
 
     def __init__(self) -> None:
         self.left = _MOST_PAIRS
 
 
 def _of_cover(one: Logical, pairs: _Pairs) -> str:
-    """Return what the shards of a tensor lack, or have twice, if anything."""
+    """Return a fault if the shards of a tensor overlap or leave a gap, or an empty string."""
     held = sum(shard.chunks.elements for shard in one.shards)
     needed = math.prod(one.shape)
     if held != needed:
@@ -329,7 +329,7 @@ def _of_cover(one: Logical, pairs: _Pairs) -> str:
 
 
 def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
-    """Whether two shards have an element in common: a sweep along the dim that is cut most."""
+    """Whether two shards overlap. Sweeps along the dim that is cut into most pieces."""
     cuts = [{ends for shard in shards for ends in shard.chunks.ranges[dim]} for dim in range(dims)]
     along = max(range(dims), key=lambda dim: len(cuts[dim]), default=0)
     every = sorted(
@@ -338,7 +338,7 @@ def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
         for low, high in shard.chunks.ranges[along]
         if low < high
     )
-    open_now: list[tuple[int, int]] = []  # where each ends, and its number
+    open_now: list[tuple[int, int]] = []  # the end of each open shard, and its index
     for low, high, number in every:
         open_now = [one for one in open_now if one[0] > low]
         pairs.left -= len(open_now)
@@ -352,7 +352,7 @@ def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
 
 
 def _meet(one: Stored, other: Stored) -> bool:
-    """Whether two shards have ranges in common in every dim."""
+    """Whether two shards overlap in every dim."""
     by_dim = zip(one.chunks.ranges, other.chunks.ranges, strict=True)
     return all(
         any(max(low, first) < min(high, last) for low, high in held for first, last in its)

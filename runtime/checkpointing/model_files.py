@@ -1,4 +1,4 @@
-"""Writes the tensors of a whole model, where that replaces nothing of others."""
+"""Writes the tensors of a whole model, and replaces no files of other programs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import INDEX
 
 CONFIG = "config.json"
-WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # what libraries look for in a folder
-EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # shards of checkpoints have no format
+WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # file names that libraries look for
+EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # shards of checkpoints have no "format"
 _FIX = "name another place with --export, or --export none to keep no weights"
-_MOST_BYTES = 10**8  # of a header, as safetensors has it, and of an index
-_LEFT_SECONDS = 3600.0  # without a byte, after which a file that was begun is nobody's
+_MOST_BYTES = 10**8  # the limit of safetensors for a header; also used for an index
+_LEFT_SECONDS = 3600.0  # after which an unfinished file that does not grow is taken for abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A .safetensors file, or a folder of them."""
+    """Where an export goes: a .safetensors file, or a folder of them."""
 
     path: Location
 
@@ -58,7 +58,7 @@ class Destination:
         return self.path.suffix != ENDING
 
     def earlier(self) -> Iterator[Location]:
-        """Yield what lies there by now and would be replaced."""
+        """Yield files of an earlier export that will be replaced."""
         if not self.is_folder:
             yield from [self.path] if self.path.exists() else []
         elif self.path.is_dir():
@@ -66,20 +66,20 @@ class Destination:
                 yield from located(self.path, pattern)
 
     def foreign(self, names: Iterable[str] = ()) -> Iterator[Location]:
-        """Yield what lies there, or under other names that will be written, and is no export."""
+        """Yield files that would be replaced but are not from an export."""
         others = (path for name in names if (path := self.path / name).exists())
         yield from (one for one in (*self.earlier(), *others) if not _is_export(one))
 
     def remove_earlier(self) -> None:
-        """Remove weights that an earlier training left, the index first: it would name others."""
+        """Remove the files of an earlier export: first the index, which names the others."""
         for path in reversed(list(self.earlier())):
             path.unlink()
 
 
 def destination(text: str, mesh: Mesh, *, beside: Location | None = None) -> Destination | None:
-    """Read where weights shall go, before anything is trained; leave where they cannot.
+    """Parse --export and check it before training begins; exit if nothing can be written there.
 
-    What another program has left there is not replaced. `beside` is where checkpoints are made.
+    Files of other programs are never replaced. `beside` is the folder of checkpoints.
     """
     if text == NONE or mesh.is_dry_run:
         return None
@@ -92,7 +92,7 @@ def destination(text: str, mesh: Mesh, *, beside: Location | None = None) -> Des
 def check_destination(
     to: Destination, *, option: str, fix: str, beside: Location | None = None
 ) -> None:
-    """Leave where weights cannot be written, or would replace what is no export."""
+    """Exit if weights cannot be written there, or would replace files of other programs."""
     check = refuse_no_folder if to.is_folder else refuse_no_file
     check(to.path, option=option, fix=fix, beside=beside)
     try:
@@ -104,7 +104,7 @@ def check_destination(
 
 
 def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FIX) -> None:
-    """Leave where something that is no export lies in a folder, or under names in it."""
+    """Exit if a folder holds weights or named files that are not from an export."""
     foreign = next(to.foreign(names), None)
     if foreign is not None:
         found = f"{foreign} is there, and autopar has not exported it: it is not replaced"
@@ -113,7 +113,7 @@ def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FI
 
 @contextmanager
 def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Location]]:
-    """Give each file a name to write it under; whatever is raised, nothing stays there."""
+    """Give each file a temporary name to write to; after an error, no temporary file stays."""
     word = uuid4().hex[:8]
     aside = {path: path.with_name(f".{path.name}.{word}.autopar-tmp") for path in paths}
     for path in paths:
@@ -128,7 +128,7 @@ def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Locat
 
 
 def _remove_left(path: Location) -> None:
-    """Remove what a process that was killed has begun to write in the place of a file."""
+    """Remove the temporary file of a process that was killed."""
     with suppress(OSError):
         for one in located(path.parent, f".{path.name}.????????.autopar-tmp"):
             if written_at(one) < time.time() - _LEFT_SECONDS:
@@ -136,7 +136,7 @@ def _remove_left(path: Location) -> None:
 
 
 def _is_export(path: Location) -> bool:
-    """Whether a file says that autopar has exported it."""
+    """Whether a file is marked as an export of autopar."""
     try:
         if path.suffix == ".json":
             metadata, mark = parsed(text_of(path, most_bytes=_MOST_BYTES))["metadata"], MARK
@@ -149,12 +149,12 @@ def _is_export(path: Location) -> bool:
         return False
 
 
-SHARD_BYTES = 5 * 10**9  # as Hugging Face has them
+SHARD_BYTES = 5 * 10**9  # the default of Hugging Face
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
-    """A .safetensors file of an export: its name in the folder, and what lies in it."""
+    """A .safetensors file of an export: its name in the folder, and its tensors."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -166,21 +166,22 @@ class ModelFiles:
     """All files of an export."""
 
     weights: tuple[WeightsFile, ...]
-    indices: Mapping[str, str] = field(default_factory=dict)  # JSON that tells what lies where
+    # index files as JSON: which tensor lies in which file
+    indices: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, bytes] = field(default_factory=dict)  # such as config.json
 
     @property
     def size_bytes(self) -> int:
-        """Return how long all weights are."""
+        """Return the size of all weights."""
         return sum(one.size_bytes for file in self.weights for one in file.entries)
 
 
 def files_of_model(
     to: Destination, entries: Sequence[Entry], tied: Mapping[str, str]
 ) -> ModelFiles:
-    """Return the files of a model under its own names: one file, or shards of a folder.
+    """Return the files of a model under its own names: one file, or shards in a folder.
 
-    `tied` are other names of tied weights, each with the first.
+    `tied` maps the other names of tied weights to the first name.
     """
     shards = list(_shards(entries, shard_bytes=SHARD_BYTES if to.is_folder else None))
     weights = tuple(
@@ -197,9 +198,9 @@ def files_of_model(
 def write_model(
     to: Destination, files: ModelFiles, tensor_of: Callable[[WeightsFile, Entry], Tensor]
 ) -> None:
-    """Write tensors in the order of their entries; what lay there stays until all are written.
+    """Write tensors in the order of their entries; an earlier export stays until all are written.
 
-    Other files are written where none of their names are, or where they are of an earlier export.
+    Other files are written only where no file of another program has their name.
     """
     folder = to.path if to.is_folder else to.path.parent
     is_again = any(to.earlier())
@@ -215,7 +216,7 @@ def write_model(
             path.parent.mkdir(parents=True, exist_ok=True)
             tensors = map(partial(tensor_of, file), file.entries)
             write_tensors(aside[path], file.entries, tensors, file.metadata)
-        foreign = next(to.foreign(), None)  # it has come while this was trained
+        foreign = next(to.foreign(), None)  # written by somebody else during the training
         if foreign is not None:
             raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
         if to.is_folder:
@@ -230,12 +231,12 @@ def write_model(
 
 
 def told(to: Destination, files: ModelFiles) -> str:
-    """Return where weights are, with their size."""
+    """Return where the weights are, with their size, as a message."""
     return f"in {to.path}{os.sep if to.is_folder else ''} ({files.size_bytes / 1e6:,.1f} MB)"
 
 
 def _shards(entries: Sequence[Entry], *, shard_bytes: int | None) -> Iterator[list[Entry]]:
-    """Yield what lies in each file of a model."""
+    """Yield the entries of each file of a model."""
     shard: list[Entry] = []
     room = shard_bytes
     for one in entries:
@@ -253,13 +254,13 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _of_file(tied: Mapping[str, str], entries: Sequence[Entry]) -> dict[str, str]:
-    """Return the other names of what is in a file, as safetensors notes them."""
+    """Return the tied names of a file's tensors, as safetensors' metadata lists them."""
     names = {entry.name for entry in entries}
     return {name: first for name, first in tied.items() if first in names}
 
 
 def _index(files: Sequence[WeightsFile]) -> str:
-    """Return JSON that tells which tensor lies in which shard."""
+    """Return the JSON of an index: which tensor lies in which file."""
     places = {one.name: file.name for file in files for one in file.entries}
     size = sum(one.size_bytes for file in files for one in file.entries)
     index = {

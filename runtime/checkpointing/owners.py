@@ -1,9 +1,10 @@
-"""Which rank writes which part of what all of them hold.
+"""Which rank writes which part of the model.
 
 Turns the modules of this rank into the logical tensors that it holds parts of.
 
-A logical tensor is one of the user's whole model, under the first of its names there; which part of
-it is here follows from the plan. So what one plan has written another one can read.
+A logical tensor is a tensor of the user's whole model, under the first of its names there. The plan
+determines which part of it is on this rank. Checkpoints store logical tensors, so every plan can
+read those of another plan.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from autopar.runtime.tensor.slices import Ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPart:
-    """What is here of a logical tensor, in the memory where the training has it."""
+    """The part of a logical tensor on this rank, in the memory of the training."""
 
     key: str
     chunks: Chunks
@@ -50,9 +51,9 @@ class LocalPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """A parameter or buffer of a module, and what is here of it."""
+    """A parameter or buffer of a module, and the part of it on this rank."""
 
-    names: tuple[str, ...]  # in the whole model, the first of which stands for all
+    names: tuple[str, ...]  # in the whole model; the first one identifies the tensor
     place: TensorPlace
     chunks: Chunks
 
@@ -78,7 +79,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """What an optimizer steps: pieces of the parameters that learn, or these themselves."""
+    """What an optimizer steps: whole parameters, or pieces of them."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None
@@ -88,14 +89,14 @@ class Stepped:
             self._pieces.setdefault(id(piece.parameter), []).append(piece)
 
     def pieces(self, tensor: Tensor) -> Sequence[ParameterPiece] | None:
-        """Return the pieces of a parameter that are here, or None where it has none anywhere."""
+        """Return the pieces of a parameter on this rank, or None if it is stepped whole."""
         if not (self._are_pieces and tensor.requires_grad):
             return None
         return self._pieces.get(id(tensor), ())
 
 
 def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
-    """Yield what is here of the weights: where the optimizer has them in fp32, that."""
+    """Yield the weights on this rank; where the optimizer has an fp32 copy, the copy."""
     stepped = Stepped(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, one.names[0]
@@ -108,7 +109,7 @@ def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Ite
 
 
 def value_of(piece: ParameterPiece) -> Tensor:
-    """Return the values that an optimizer steps, where they lie now."""
+    """Return the values that an optimizer steps, in their current memory."""
     is_copy = piece.target.dtype != piece.place.dtype
     return piece.target.detach() if is_copy else piece.place
 
@@ -116,7 +117,7 @@ def value_of(piece: ParameterPiece) -> Tensor:
 def parts_of(
     piece: ParameterPiece, key: str, chunks: Chunks, values: Tensor
 ) -> Iterator[LocalPart]:
-    """Yield values of a piece as boxes of the parameter, of which `chunks` are here."""
+    """Yield the values of a piece as boxes of the parameter's local `chunks`."""
     if not isinstance(piece, FlatPiece):
         yield LocalPart(key=key, chunks=chunks, tensor=values)
         return
@@ -133,14 +134,14 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 def overlaps(one: Chunks, other: Chunks) -> Iterator[tuple[Slices, Slices]]:
-    """Yield boxes of the same elements: where each lies in one shard, and where in the other."""
+    """Yield the boxes that two shards share, as slices of the one and of the other."""
     by_dim = [list(_common(own, its)) for own, its in zip(one.ranges, other.ranges, strict=True)]
     for block in product(*by_dim):
         yield tuple(own for own, _ in block), tuple(its for _, its in block)
 
 
 def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
-    """Yield what is common to ranges that are laid end to end, in the one and in the other."""
+    """Yield the overlap of ranges laid end to end, as slices of the one and of the other."""
     offset = 0
     for low, high in one:
         its = 0
@@ -155,25 +156,24 @@ def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
         offset += high - low
 
 
-SMALL = 2**14  # elements that one rank writes alone, though others hold them as well
-# Of what a rank writes, in how many pieces at least: all of them about as large, so that ranks
-# have about as much to write, and no more pieces than that takes.
+SMALL = 2**14  # elements; a tensor up to this size is written whole by one rank
+# Each rank writes at least so many pieces, so that all ranks write about as much.
 _PIECES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A shard of a logical tensor, and what of it one rank writes."""
+    """A shard of a logical tensor, and the part of it that one rank writes."""
 
     key: str
     dtype: torch.dtype
     rank: int
     held: Chunks
-    rows: tuple[int, int] | None = None  # of the shard; None: all of it
+    rows: tuple[int, int] | None = None  # of the shard; None: all of them
 
     @property
     def chunks(self) -> Chunks:
-        """What is written, in the whole tensor."""
+        """Return the written part as chunks of the whole tensor."""
         if self.rows is None:
             return self.held
         shape = self.held.local_shape
@@ -189,9 +189,9 @@ class _HeldShard:
 
 
 class Owners:
-    """Who writes what, agreed on once, and again where what a rank holds is not what it was.
+    """Who writes which shard. Agreed on once, and again when a rank holds other tensors.
 
-    An optimizer makes its states when a parameter has its first gradient.
+    An optimizer creates the states of a parameter at its first gradient.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -200,7 +200,7 @@ class Owners:
         self._owned: tuple[Owned, ...] = ()
 
     def of(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
-        """Return what each rank writes, the same on all ranks, in the order of keys."""
+        """Return what each rank writes: the same list on all ranks, ordered by key."""
         here = [
             _HeldShard(
                 key=one.key, dtype=one.tensor.dtype, chunks=one.chunks, is_buffer=one.is_buffer
@@ -213,7 +213,7 @@ class Owners:
 
 
 class Here:
-    """Finds what this rank writes in the memory of the training."""
+    """Finds the tensors that this rank writes in the memory of the training."""
 
     def __init__(self, local_tensors: Iterable[LocalPart]) -> None:
         self._tensors: dict[tuple[str, Chunks], Tensor] = {}
@@ -221,13 +221,13 @@ class Here:
             self._tensors.setdefault((one.key, one.chunks), one.tensor)
 
     def tensor(self, owned: Owned) -> Tensor:
-        """Return the numbers of what this rank owns."""
+        """Return the values that this rank owns."""
         tensor = self._tensors[owned.key, owned.held]
         return tensor if owned.rows is None else tensor[slice(*owned.rows)]
 
 
 def every_rank(value: Any, mesh: Mesh) -> list[Any]:
-    """Return what each rank has, on all of them; what is equal is read once."""
+    """Return every rank's value, on all ranks. Equal values become one object."""
     if mesh.world.size == 1:
         return [value]
     found: list[Any] = [None] * mesh.world.size
@@ -237,7 +237,7 @@ def every_rank(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def on_first(value: Any, mesh: Mesh) -> list[Any]:
-    """Return what each rank has on the first of them, and nothing on others."""
+    """Return every rank's value on the first rank, and an empty list on others."""
     if mesh.world.size == 1:
         return [value]
     found: list[Any] | None = [None] * mesh.world.size if mesh.rank == 0 else None
@@ -246,7 +246,7 @@ def on_first(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def any_rank(is_so: bool, mesh: Mesh) -> bool:
-    """Whether something is so on any rank."""
+    """Whether a condition holds on any rank."""
     if mesh.world.size == 1:
         return is_so
     found = torch.tensor(float(is_so), device=mesh.device)
@@ -255,9 +255,11 @@ def any_rank(is_so: bool, mesh: Mesh) -> bool:
 
 
 def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
-    """Share out what several ranks hold: large shards by rows, small ones to who has least to do.
+    """Assign shards that several ranks hold.
 
-    A buffer is written by the first of its ranks: statistics need not be equal on all of them.
+    Large ones are split by rows; a small one goes to the rank with the least to write.
+
+    A buffer is written by the first rank that holds it: running statistics differ between ranks.
     """
     holders = _holders(ranks)
     elements = sum(one.chunks.elements for one in holders)
@@ -272,13 +274,13 @@ def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
 
 
 def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int]]:
-    """Return which ranks hold each shard; what copies of a model hold is looked at once."""
+    """Return the ranks that hold each shard. Equal lists of ranks are examined once."""
     alike: dict[int, tuple[Sequence[_HeldShard], list[int]]] = {}
     for rank, held in enumerate(ranks):
         alike.setdefault(id(held), (held, []))[1].append(rank)  # every_rank reads equal ones once
     holders: defaultdict[_HeldShard, list[int]] = defaultdict(list)
     for held, same in alike.values():
-        for one in dict.fromkeys(held):  # a tied weight may be here twice, in two stages
+        for one in dict.fromkeys(held):  # a tied weight may be on this rank twice, in two stages
             if one.chunks.elements > 0 or math.prod(one.chunks.global_shape) == 0:
                 holders[one] += same
     return {one: sorted(found) for one, found in holders.items()}
@@ -287,7 +289,7 @@ def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int
 def _parts(
     one: _HeldShard, holders: Sequence[int], load: defaultdict[int, int], piece: int
 ) -> list[Owned]:
-    """Cut a shard into rows for some of its holders, as few as make pieces of so many elements."""
+    """Split a shard by rows among its holders, in pieces of about `piece` elements."""
     shape = one.chunks.local_shape
     if one.is_buffer or len(holders) == 1:
         return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], held=one.chunks)]

@@ -1,10 +1,10 @@
-"""What a training tells as it goes: its lines, its pace, numbers that are none.
+"""What a training prints: its step lines, slow ranks, non-finite numbers.
 
-Finds ranks that are slower than the others, by what each of them does alone.
+Finds ranks that are slower than the others.
 
-In a step all ranks wait for the slowest, so their steps take equally long. What differs is measured
-apart: how long a rank waits for its rows, and how long it takes for the same small product, between
-two steps. A slow link is not found so.
+In a step all ranks wait for the slowest one, so step times are equal everywhere. Two things are
+measured per rank instead: how long it waits for its rows, and how long it takes for the same small
+matrix product between two steps. Slow links are not found.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """How many parameters of a rank hold nan or inf, and the first of them in the model's order."""
+    """The number of a rank's parameters with nan or inf, and the first of them."""
 
     count: int
     every: int
@@ -44,7 +44,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Look through the parameters of this rank, in one pass of its memory."""
+    """Check the parameters of this rank, reading each once."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
@@ -58,13 +58,13 @@ def broken_of(parts: Sequence[nn.Module]) -> Broken:
     names = [
         name
         for (name, _, learns), norm in zip(held, largest, strict=True)
-        if not math.isfinite(norm) and (learns or math.isnan(norm))  # a frozen mask has -inf
+        if not math.isfinite(norm) and (learns or math.isnan(norm))  # frozen masks may hold -inf
     ]
     return Broken(count=len(names), every=len(held), first=names[0] if names else "")
 
 
 def told_broken(ranks: Sequence[Broken]) -> str:
-    """Say which rank's parameters are no numbers, the first rank that has such."""
+    """Describe the non-finite parameters of the first rank that has any."""
     for rank, one in enumerate(ranks):
         if one.count:
             return (
@@ -74,23 +74,24 @@ def told_broken(ranks: Sequence[Broken]) -> str:
     return "all parameters are numbers"
 
 
-SLOW = 0.1  # over the others' median; of reading: of the step
+SLOW = 0.1  # a rank is slow if it takes so much longer than the median; reading: share of the step
 _EVERY_SECONDS = 10.0
-_TRIES = 5  # the fastest counts: what disturbs it makes it longer
-_SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}  # of the product, and how many in a row
+_TRIES = 5  # the fastest one counts, because disturbances only slow a run down
+# of the product: side of the matrices, and repetitions
+_SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """What a rank takes alone."""
+    """Times that one rank measures alone."""
 
     product_seconds: float
-    reading_seconds: float  # for the rows of a step
+    reading_seconds: float  # waited for the rows of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRank:
-    """A rank that is slower than the others' median."""
+    """A rank that is slower than the median of the others."""
 
     rank: int
     pipeline_rank: int
@@ -109,12 +110,14 @@ class Pace:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._lines = 1  # until the next comparison: not at the first, which warms up
+        # step lines until the next comparison; the first line is skipped as a warm-up
+        self._lines = 1
         self._reading, self._slow_before = mesh.reading.seconds, frozenset[int]()
-        self._kinds: Sequence[str] | None = None  # of the devices: unlike ones are not compared
+        # names of the ranks' devices: only equal ones are compared
+        self._kinds: Sequence[str] | None = None
 
     def slow_ranks(self, steps: int, step_seconds: float) -> Sequence[SlowRank]:
-        """Return who is slow, after so many steps; all ranks ask at each line."""
+        """Return the slow ranks after so many steps. All ranks call this at each line."""
         read, self._reading = self._mesh.reading.seconds - self._reading, self._mesh.reading.seconds
         self._lines -= 1
         if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:
@@ -130,7 +133,8 @@ class Pace:
         ranks = [Own(product_seconds=one[0], reading_seconds=one[1]) for one in every]
         each = self._mesh.data.size * self._mesh.tensor.size
         found = list(slow_among(ranks, self._kinds, step_seconds, ranks_of_stage=each))
-        # A product may be disturbed once; reading is a mean of many steps.
+        # One product may be disturbed, so a rank must be slow twice; reading is a mean of many
+        # steps.
         once, self._slow_before = self._slow_before, frozenset(one.rank for one in found)
         return [one for one in found if one.rank in once]
 
@@ -138,7 +142,7 @@ class Pace:
 def slow_among(
     ranks: Sequence[Own], kinds: Sequence[str], step_seconds: float, *, ranks_of_stage: int
 ) -> Iterator[SlowRank]:
-    """Yield what ranks are slow at, compared with the others of their kind of device."""
+    """Yield the slow ranks, each compared with ranks that have the same kind of device."""
     for rank, own in enumerate(ranks):
         others = [one for n, one in enumerate(ranks) if n != rank and kinds[n] == kinds[rank]]
         if not others:
@@ -160,7 +164,7 @@ def slow_among(
 
 
 def product_seconds(device: torch.device) -> float:
-    """Return how long this device takes for a product of two matrices, the same on all ranks."""
+    """Return how long this device takes for a fixed product of two matrices."""
     side, count = _SIDES[device.type]
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(side, side, dtype=kind, device=device)
@@ -185,16 +189,16 @@ def _kind(device: torch.device) -> str:
 
 
 GO_ON = "go-on"  # of --on-nan
-_BAR_SECONDS = 0.1  # between two bars, which are drawn while the device computes
+_BAR_SECONDS = 0.1  # between two updates of the bar, which is drawn while the device computes
 Planned = tuple[str, float, float]  # the device, seconds of a step on it, MFU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """What is told of the steps since the last line; what is not known is None.
+    """The figures of a step line: means since the last line; None if unknown.
 
-    `memory_bytes` is the most that the first rank has had; `against_plan` the measured seconds of a
-    step over the predicted ones.
+    `memory_bytes` is the peak of the first rank. `against_plan` is the measured time of a step over
+    the predicted time.
     """
 
     step: int
@@ -224,9 +228,9 @@ class StepLine:
 
 
 class Progress:
-    """What the first rank prints while it trains; times are means over the steps since the last.
+    """What the first rank prints during training; times are means since the last line.
 
-    Numbers are read from the device at these steps alone.
+    Numbers are read from the device at these steps only.
     """
 
     def __init__(
@@ -249,13 +253,13 @@ class Progress:
         self._amount, self._unit, self._planned = amount, unit, planned
         self._metrics, self._pace = metrics, Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
-        self._before: tuple[int, float] | None = None  # the last line's step and loss
+        self._before: tuple[int, float] | None = None  # step and loss of the last line
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
         self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
         self._drawn = 0.0
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
-        """Tell a step and return its loss; leave where it is no number, unless that may be."""
+        """Print a step line and return its loss; exit if the loss is not finite, unless allowed."""
         loss = mean_loss(own_loss, self._mesh)
         clipped = float(norm) if self._options.clip else None
         steps = step - self._step
@@ -264,14 +268,14 @@ class Progress:
         self._tell_slow(steps, line.seconds, step)
         is_sound = math.isfinite(loss) and (self._scales_loss or math.isfinite(clipped or 0.0))
         was_sound = self._before is None or math.isfinite(self._before[1])
-        # fp16 leaves a step out that overflows, and goes on: only a second line tells.
+        # fp16 skips a step whose gradients overflow. Only two bad lines in a row are an error.
         if not is_sound and not (self._scales_loss and was_sound):
             self._stop(step, loss, own_loss, clipped)
         self._before = step, loss
         return loss
 
     def show(self, step: int) -> None:
-        """Draw on a terminal how far the training is, by the time of steps alone: no rank waits."""
+        """Draw a progress bar on a terminal. It needs no numbers from the device."""
         if not self._has_bar or step in (self._step, self._options.steps):
             return
         now = time.perf_counter()
@@ -280,7 +284,7 @@ class Progress:
             draw_bar(step, self._options.steps, (self._options.steps - step) * pace)
 
     def leave_out(self, seconds: float) -> None:
-        """Count what has just been done for so long as no part of a step."""
+        """Exclude seconds from the step time, such as those of an evaluation."""
         self._begun += seconds
 
     def _line(self, step: int, loss: float, norm: float | None) -> StepLine:
@@ -320,7 +324,7 @@ class Progress:
                 say(f"note: {one}")
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
-        """End the training on all ranks, and say where it went wrong; or let it go on."""
+        """Exit on all ranks and print where the loss became non-finite; or go on if allowed."""
         if self._options.on_nan == GO_ON:
             return
         self._before_stopping()

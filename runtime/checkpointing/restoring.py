@@ -1,4 +1,4 @@
-"""Gives a training what a checkpoint holds."""
+"""Restores the weights and states of a training from a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Reader:
         self._opened: dict[str, Any] = {}
 
     def logical(self, key: str) -> Logical | None:
-        """Return what is known of a logical tensor, if it was kept."""
+        """Return the entry of a logical tensor, or None if the checkpoint does not have it."""
         return self.checkpoint.manifest.tensors.get(key)
 
     def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
-        """Fill a tensor, which is those chunks of a logical one."""
+        """Fill a tensor that holds these chunks of a logical tensor."""
         for shard in self.checkpoint.manifest.tensors[key].shards:
             for target, source in overlaps(held, shard.chunks):
                 found = self.box(shard, source)
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
     def box(self, shard: Stored, place: Slices) -> Tensor:
-        """Return a box of a shard; of a tensor without dims, its number."""
+        """Return a box of a shard; for a 0-dim tensor, the tensor."""
         found = self._file(shard.file).get_slice(shard.entry)
         box: Tensor = found[place] if place else found[...]
         return box
@@ -69,7 +69,7 @@ _MOST_TOLD = 5
 
 @torch.no_grad()
 def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Give this rank's weights and the optimizer's states the numbers of a checkpoint."""
+    """Restore this rank's weights and optimizer states from a checkpoint."""
     _refuse_others(checkpoint, parts)
     with ExitStack() as files:
         reader = Reader(checkpoint, files)
@@ -83,7 +83,7 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
 
 
 def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
-    """Put generators back to what the same rank of the same plan has kept of them."""
+    """Restore the random states that the same rank of the same plan saved."""
     path = checkpoint.folder / rank_file(mesh.rank)
     try:
         with open_tensors(path) as file:
@@ -98,7 +98,7 @@ def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
 
 
 def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
-    """Leave where a checkpoint is of another model."""
+    """Exit if a checkpoint is of another model."""
     stored = checkpoint.manifest.tensors
     wrong = []
     for one in named_tensors(parts):
@@ -116,7 +116,7 @@ def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
 
 
 def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Fill parameters and buffers, and the fp32 copies of them that an optimizer steps."""
+    """Restore parameters, buffers, and the optimizer's fp32 copies."""
     stepped = Stepped(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, WEIGHT + one.names[0]
@@ -129,7 +129,7 @@ def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Opti
 
 
 def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
-    """Return the keys of the states that were kept of each parameter."""
+    """Return the keys of the saved optimizer states, by parameter."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in (*checkpoint.manifest.tensors, *checkpoint.manifest.scalars):
         if name.startswith(STATE):
@@ -157,7 +157,7 @@ def _restored_state(reader: Reader, target: Target, key: str, optimizer: Optimiz
 def go_back(
     folder: Location, best: int, parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh
 ) -> None:
-    """Give this rank the weights of the best step; a checkpoint that is not whole is told."""
+    """Restore this rank's weights from the checkpoint of the best step; note if it is broken."""
     place = step_folder(folder, best)
     found = verified(place, mesh)
     if isinstance(found, str):

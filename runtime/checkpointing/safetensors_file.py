@@ -1,9 +1,9 @@
 """Writes tensors into a .safetensors file, from copies on the host.
 
-Copies tensors of a device into memory of the host, as fast as that goes.
+Copies tensors from the device into pinned host memory.
 
-A copy is fast where pages of the host are locked. torch's own allocator of such memory rounds each
-tensor up to a power of two and never gives it back, so the memory here is locked by the driver.
+torch's own allocator of pinned memory rounds each tensor up to a power of two and never frees it.
+The memory here is allocated pageable and pinned by the CUDA driver.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 class HostRoom:
-    """Memory for a copy of what this rank writes; it is kept for the next checkpoint."""
+    """Host memory for a copy of this rank's share; it is reused for the next checkpoint."""
 
     def __init__(self) -> None:
         self._memory = _Memory(0, is_locked=False)
 
     @torch.no_grad()
     def copied(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors as they are now, in the memory of the host; raise where it has no room."""
+        """Return copies of tensors in host memory; raise if there is no room."""
         starts, size = [], 0
         for one in tensors:
             starts.append(size)
             size += -(-one.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         is_on_device = any(one.device.type == "cuda" for one in tensors)
         if self._memory.size < size:
-            self._memory = _Memory(0, is_locked=False)  # what there is makes room
+            self._memory = _Memory(0, is_locked=False)  # free the old memory first
             _refuse_too_much(size)
             self._memory = _Memory(size, is_locked=is_on_device)
         copies = [
@@ -62,9 +62,9 @@ class HostRoom:
 
 
 def blocks_of(flat: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the contents of flat tensors of bytes; a block is there until the next is asked for.
+    """Yield the bytes of flat tensors. A block is valid until the next one is requested.
 
-    What lies on a device comes in blocks, of which one is copied while another is used.
+    Tensors on a device are copied block by block: one block is copied while another is used.
     """
     staged = _Staged()
     coming: Tensor | None = None
@@ -83,14 +83,17 @@ def _parts(flat: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _Staged:
-    """Two blocks of memory that tensors of a device go through in turn."""
+    """Two host buffers that blocks of device tensors go through in turn."""
 
     def __init__(self) -> None:
         self._blocks: list[_Memory] = []
         self._marks: dict[int, Any] = {}
 
     def started(self, part: Tensor) -> Tensor:
-        """Begin to copy a part; return where it will be, or itself where it is on the host."""
+        """Start copying a block to the host and return its buffer.
+
+        A host tensor is returned as it is.
+        """
         if part.device.type != "cuda":
             return part
         if not self._blocks:
@@ -104,7 +107,7 @@ class _Staged:
         return staged
 
     def waited(self, part: Tensor) -> memoryview:
-        """Return the content of a part, once it is there."""
+        """Return the bytes of a block, after its copy has finished."""
         if (mark := self._marks.pop(part.data_ptr(), None)) is not None:
             mark.synchronize()
         found: memoryview = part.numpy().data
@@ -112,7 +115,7 @@ class _Staged:
 
 
 class _Memory:
-    """Bytes of the host, whose pages the driver locks where it can."""
+    """Host memory that the driver has pinned if it can."""
 
     def __init__(self, size: int, *, is_locked: bool) -> None:
         self.size, self.flat = size, torch.empty(size, dtype=torch.uint8)
@@ -123,12 +126,12 @@ class _Memory:
 
 
 def free_host_bytes() -> int | None:
-    """Return how much memory this machine, or the container of this process, has left."""
+    """Return the free memory of this machine, or of this process's container."""
     found = []
     with suppress(OSError, StopIteration):
         line = next(one for one in _MEMORY.read_text().splitlines() if "MemAvailable" in one)
         found.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError, StopIteration):  # "max" is no number
+    with suppress(OSError, ValueError, StopIteration):  # "max" means no limit
         limit = int((_GROUP / "memory.max").read_text())
         used = int((_GROUP / "memory.current").read_text())
         statistics = (_GROUP / "memory.stat").read_text().splitlines()
@@ -138,7 +141,7 @@ def free_host_bytes() -> int | None:
 
 
 def _refuse_too_much(size: int) -> None:
-    """Raise where the ranks of this machine together would have more than is left."""
+    """Raise if the ranks of this machine together would need more memory than is free."""
     processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
     if free is not None and size * processes > free:
         raise MemoryError(f"{processes} copies of {size:,} bytes, and {free:,} are free")
@@ -146,7 +149,7 @@ def _refuse_too_much(size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor of a file: what its header says of it."""
+    """A tensor of a file, as its header describes it."""
 
     name: str
     dtype: torch.dtype
@@ -154,27 +157,27 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """How long it is in the file."""
+        """Return its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A file that has been written: its size, and what stands for its content."""
+    """A file that has been written: its size and the digest of its contents."""
 
     size_bytes: Count
     sha256: str
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Return entries as files have them: wide numbers first, so that each lies aligned."""
+    """Return entries in the order of the file: widest dtype first, so that each is aligned."""
     return sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name))
 
 
 def write_tensors(
     path: Location, entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
 ) -> Written:
-    """Write tensors as they come, in the order of their entries, and have them on the disk."""
+    """Write tensors in the order of their entries, and flush them to the disk."""
     digest, size = hashlib.sha256(), 0
 
     def counted() -> Iterator[bytes | memoryview]:
@@ -202,12 +205,12 @@ def _blocks(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, row by row, as bytes."""
+    """Return the contents of a tensor as contiguous bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def refuse_unknown_types(entries: Iterable[Entry]) -> None:
-    """Leave where a tensor is of a type that no file can hold."""
+    """Exit if .safetensors has no name for a tensor's dtype."""
     for entry in entries:
         if entry.dtype not in KINDS:
             refuse(

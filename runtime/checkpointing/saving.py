@@ -1,4 +1,4 @@
-"""Runs the writing of a checkpoint, and remembers evaluations."""
+"""Runs the writing of a checkpoint in the background, and remembers evaluations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from autopar.runtime.ranks.metrics import Event, Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is whole, or why there is none."""
+    """A finished checkpoint, or the reason why it failed."""
 
     step: int
     failure: str | None
     seconds: float  # from its step until it was in place
-    waited_seconds: float  # of these the training stood still
+    waited_seconds: float  # the part of `seconds` in which the training stood still
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class _UnderWay:
 
 
 class CheckpointSaving:
-    """The checkpoint that is being written, one at a time.
+    """The checkpoint that is being written; there is at most one.
 
-    A thread of each rank writes its file, and sends no message: messages of two threads would need
-    groups of their own. What the ranks have to agree on, they do between two steps.
+    On each rank a thread writes the rank's file. The thread sends no messages, because messages of
+    two threads would need process groups of their own. The ranks agree on things between two steps.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -53,31 +53,31 @@ class CheckpointSaving:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is one; it is so on all ranks, or on none."""
+        """Whether a checkpoint is being written; the same on all ranks."""
         return self._one is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes."""
+        """Whether this rank is still writing."""
         return self._one is not None and not self._one.file.done()
 
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
         """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
 
-        A rank whose host has no room for the copy writes at once; the others need not know.
+        A rank without host memory for the copy writes at once. The other ranks need not know.
         """
         file: Future[Written | str] = Future()
         try:
             taken = replace(taken, tensors=self._room.copied(taken.tensors))
         except (MemoryError, RuntimeError):
             _write(taken, file)
-        else:  # a rank that fails leaves at once, whether this has ended or not
+        else:  # after an error, exit without waiting for the thread
             threading.Thread(target=_write, args=(taken, file), daemon=True).start()
         waited = time.perf_counter() - begun
         self._one = _UnderWay(taken=taken, file=file, begun=begun, waited_seconds=waited)
 
     def finish(self) -> SavedCheckpoint:
-        """Put what all ranks have written in place; who has not done so yet is waited for."""
+        """Wait until all ranks have written, and put the checkpoint in place."""
         assert self._one is not None
         one, self._one, resumed = self._one, None, time.perf_counter()
         failure = put_in_place(one.taken, one.file.result(), self._mesh)
@@ -101,21 +101,21 @@ class CheckpointSaving:
 def _write(taken: CheckpointSnapshot, file: Future[Written | str]) -> None:
     try:
         file.set_result(taken.write())
-    except BaseException as error:  # which the main thread raises
+    except BaseException as error:  # the main thread raises it
         file.set_exception(error)
 
 
 class Evaluations:
-    """What the evaluations of a training have found; all ranks know the same."""
+    """The evaluations of a training so far; the same on all ranks."""
 
     def __init__(self, options: argparse.Namespace, mesh: Mesh, metrics: Metrics) -> None:
         self._options, self._mesh, self._metrics = options, mesh, metrics
-        self._last: tuple[int, float] | None = None  # its step and its loss
+        self._last: tuple[int, float] | None = None  # step and loss of the last one
         self._best: tuple[int, float] | None = None
-        self._since = 0  # evaluations after the best one
+        self._since = 0  # number of evaluations since the best one
 
     def go_on(self, folder: Location, step: int) -> None:
-        """Begin where a training was after a step: its best evaluation has a checkpoint."""
+        """Resume after a step; the best evaluation is the one that has a checkpoint."""
         there = checkpoints_in(folder) if self._mesh.rank == 0 else ()
         before = [one for one in there if step_of(one) <= step]
         self._best = every_rank(best_of(before), self._mesh)[0]
@@ -124,7 +124,7 @@ class Evaluations:
             self._since = step // every - self._best[0] // every
 
     def note(self, step: int, found: Evaluated) -> None:
-        """Tell what an evaluation has found; one that is no number is never the best."""
+        """Record an evaluation. A loss that is not finite is never the best."""
         self._last = step, found.loss
         is_best = math.isfinite(found.loss) and (self._best is None or found.loss < self._best[1])
         self._since = 0 if is_best else self._since + 1
@@ -137,19 +137,19 @@ class Evaluations:
             self._say(f"stopped early after step {step:,}: no evaluation {why}")
 
     def loss_of(self, step: int) -> float | None:
-        """Return what the evaluation after a step has found; None if none, or no number."""
+        """Return the finite loss of the evaluation after a step, or None."""
         if self._last is None or self._last[0] != step or not math.isfinite(self._last[1]):
             return None
         return self._last[1]
 
     @property
     def best_step(self) -> int | None:
-        """The step after which the best evaluation was; None before there is one."""
+        """The step of the best evaluation, or None before there is one."""
         return None if self._best is None else self._best[0]
 
     @property
     def are_over(self) -> bool:
-        """Whether so many have found nothing better that the training is to stop."""
+        """Whether --early-stop evaluations in a row brought no improvement."""
         most = self._options.early_stop
         return most is not None and self._since >= most
 

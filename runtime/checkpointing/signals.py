@@ -1,9 +1,8 @@
-"""Signals, garbage and the profile of a step: what a loop does between steps.
+"""What a loop does between steps: signals, garbage collection, the profile of a step.
 
-Collects Python's garbage after the same steps on all ranks.
-
-Python looks for cycles when so many objects have been made, on each rank at another time, and all
-others wait for that rank. What is there before the first step is not looked through again.
+Python runs its garbage collector after a certain number of allocations, on each rank at another
+time, and the other ranks wait each time. Here all ranks collect after the same step. Objects that
+exist before the first step are frozen and not examined again.
 """
 
 from __future__ import annotations
@@ -35,28 +34,29 @@ from autopar.runtime.ranks.leaving import FAILED, Verdict, say, tell
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 
-PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can go on
+PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can be resumed
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-_SAME_SECONDS = 1.0  # schedulers send a signal to torchrun and to ranks, which get it twice
+# schedulers signal torchrun and the ranks, so ranks get a signal twice within this time
+_SAME_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 _MOST_STEPS = 1000
-_LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after it has told them to stop
+_LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after the first signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """What all ranks know after a step; in those in which they do not ask, nothing."""
+    """What all ranks know after a step. Steps without an exchange have the defaults."""
 
-    stops: bool = False  # someone has asked the process of a rank to stop
-    is_written: bool = False  # no rank writes any more
-    is_due: bool = False  # time has come for a checkpoint
+    stops: bool = False  # some rank was asked to stop
+    is_written: bool = False  # no rank is still writing
+    is_due: bool = False  # a checkpoint is due by the clock
 
 
 class StopWish:
-    """Whether someone has asked this process, or that of another rank, to stop.
+    """Whether this process, or that of another rank, was asked to stop.
 
-    Ranks ask each other about once a second, or in each step where those are longer: a message in
-    each step of 10 ms costs 3 % of it. The answer says in how many steps they ask again.
+    Ranks exchange this about once a second, or after each step if steps are longer: a message after
+    every step of 10 ms would cost 3 %. Each answer fixes the step of the next exchange.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -69,27 +69,27 @@ class StopWish:
         self._steps_ended = 0
 
     def listen(self) -> None:
-        """Take the signals, as long as a main thread can: others have no say in it."""
+        """Install the signal handlers, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 self._end_with_torchrun()
 
     def ignore(self) -> None:
-        """Let no further signal end this process: it ends by itself."""
+        """Ignore further signals: the process is about to exit."""
         self._steps_ended += 1
         for one in self._before:
             signal.signal(one, signal.SIG_IGN)
 
     def let_go(self) -> None:
-        """Leave the signals to who had them before."""
+        """Restore the handlers that were installed before."""
         for one, handler in self._before.items():
-            if handler is not None:  # else it was none of Python's
+            if handler is not None:  # None: the old handler was not installed by Python
                 signal.signal(one, handler)
         self._before = {}
 
     def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
-        """Return what the ranks agree on; all of them ask after every step."""
+        """Return what the ranks agree on. All of them call this after every step."""
         self._steps_ended += 1
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:
@@ -108,15 +108,17 @@ class StopWish:
         return StepAnswer(stops=bool(stops), is_written=not writing, is_due=bool(due))
 
     def _end_with_torchrun(self) -> None:
-        """End this process where torchrun tells it to stop and no step ends in time to do so.
+        """Exit when torchrun asks for it and no step ends in time.
 
-        Python calls a handler between two of its own instructions: a main thread that waits for a
-        device never comes to it. Signals are therefore written to a socket, too.
+        Python runs signal handlers between two bytecode instructions, so a main thread that waits
+        for a device never runs one. Signals are therefore also written to a socket that a thread
+        reads.
         """
         told, teller = socketpair()
         teller.setblocking(False)
         signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_write_no_signals)  # those of workers are others
+        # forked workers have signals of their own
+        os.register_at_fork(after_in_child=_write_no_signals)
         threading.Thread(target=self._look, args=(told, teller), daemon=True).start()
 
     def _look(self, told: socket, _: socket) -> None:
@@ -127,7 +129,7 @@ class StopWish:
             time.sleep(_LAST_SECONDS)
             if self._before and self._steps_ended == ended:
                 found = (
-                    f"rank {self._mesh.rank} was told to stop, and no step has ended for "
+                    f"rank {self._mesh.rank} was asked to stop, and no step has ended for "
                     f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}"
                 )
                 tell(Verdict(FAILED, found, "--resume auto goes on from the last checkpoint"))
@@ -143,7 +145,7 @@ class StopWish:
 
 
 def _write_no_signals() -> None:
-    with suppress(ValueError):  # this is no main thread
+    with suppress(ValueError):  # not the main thread
         signal.set_wakeup_fd(-1)
 
 
@@ -151,30 +153,32 @@ EVERY_STEPS = 100
 
 
 class Garbage:
-    """When garbage is collected: seldom, or after each step where cycles hold tensors."""
+    """When garbage is collected: seldom, or after each step if reference cycles hold tensors."""
 
     def __init__(self) -> None:
         self._every, self._first_step = EVERY_STEPS, 0
         self._was_enabled = self._is_frozen = False
 
     def begin(self, step: int) -> None:
-        """Leave it to `after` to collect."""
+        """Turn off automatic collection; `after` collects."""
         self._first_step, self._was_enabled = step + 1, gc.isenabled()
         gc.collect()
-        self._is_frozen = gc.get_freeze_count() == 0  # else someone else has frozen what is there
+        self._is_frozen = gc.get_freeze_count() == 0  # otherwise somebody else froze the objects
         if self._is_frozen:
             gc.freeze()
         gc.disable()
 
     def after(self, step: int) -> None:
-        """Collect where it is time for that: a number of steps is the same on all ranks."""
-        if step == self._first_step + 1 and _free_tensors():  # the first leaves what no other does
-            self._every = 1  # of the model's own code: the memory of the device is worth more
+        """Collect if it is due; the step is the same on all ranks."""
+        # the first step leaves garbage that later steps do not
+        if step == self._first_step + 1 and _free_tensors():
+            # the model's code makes cycles with tensors: device memory matters more than time
+            self._every = 1
         elif step % self._every == 0 or step == self._first_step:
             gc.collect(1)
 
     def end(self) -> None:
-        """Leave it to Python again."""
+        """Turn automatic collection on again."""
         if self._was_enabled:
             gc.enable()
         if self._is_frozen:
@@ -183,25 +187,25 @@ class Garbage:
 
 
 def _free_tensors() -> bool:
-    """Collect what is young, and return whether any tensors were freed by that."""
+    """Collect the youngest generation, and return whether that freed any tensors."""
     young = [weakref.ref(one) for one in gc.get_objects(0) if isinstance(one, Tensor)]
     gc.collect(1)
     return any(one() is None for one in young)
 
 
-_MESSAGES = ("nccl", "gloo", "c10d")  # in the names of what moves them
+_MESSAGES = ("nccl", "gloo", "c10d")  # substrings of the names of communication kernels
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """What one rank did in the step."""
+    """What one rank did in the profiled step."""
 
     rank: int
     pipeline_rank: int
     step_seconds: float
-    compute_seconds: float  # at least one kernel ran that moves no message
-    memory_bytes: int | None  # the most that it has reserved so far, on a GPU
+    compute_seconds: float  # time in which at least one kernel ran that is no communication
+    memory_bytes: int | None  # peak reserved so far, on a GPU
 
 
 class StepProfile:
@@ -214,16 +218,16 @@ class StepProfile:
         self._begun = 0.0
 
     def begin(self, step: int) -> None:
-        """Watch this step if it is the one."""
+        """Start the profiler if this is the step."""
         if self._step == step:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints its start and stop
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints its start and stop
             self._profiler = profile(activities=[_ACTIVITIES[self._mesh.device.type]])
             self._profiler.start()
-            every_rank(None, self._mesh)  # no step begins before all of them watch
+            every_rank(None, self._mesh)  # no rank begins the step before all are profiling
             self._begun = time.perf_counter()
 
     def end(self, step: int) -> None:
-        """Tell of this step if it was the one."""
+        """Stop the profiler and print the result if this was the step."""
         if self._step != step or self._profiler is None:
             return
         is_cuda = self._mesh.device.type == "cuda"
@@ -245,7 +249,7 @@ class StepProfile:
 
 
 def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
-    """Yield when kernels ran that move no messages; on a CPU, ops."""
+    """Yield the spans of kernels other than communication; on a CPU, of ops."""
     for one in events:
         is_op = one.device_type.name == "CUDA" or one.name.startswith("aten::")
         if is_op and not any(word in one.name.lower() for word in _MESSAGES):
@@ -253,7 +257,7 @@ def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
 
 
 def covered_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of some spans lasts, which may overlap."""
+    """Return how long at least one of the spans lasts; spans may overlap."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -262,7 +266,7 @@ def covered_us(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _told(ranks: Iterable[RankProfile]) -> str:
-    """Return what pipeline ranks do, each by the median of its ranks."""
+    """Describe each pipeline rank, by the median of its ranks."""
     stages = groupby(
         sorted(ranks, key=lambda one: one.pipeline_rank), key=lambda one: one.pipeline_rank
     )

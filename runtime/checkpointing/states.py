@@ -1,4 +1,4 @@
-"""Everything that a training holds, random states among it."""
+"""All states of a training, random states among them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put the generators back to states that have been kept."""
+    """Restore the states of the generators."""
     torch.set_rng_state(states[RANDOM + "torch"])
     if device.type == "cuda" and RANDOM + "cuda" in states:
         torch.cuda.set_rng_state(states[RANDOM + "cuda"], device)
@@ -63,7 +63,7 @@ _PLAIN = (bool, int, float, type(None))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar:
-    """One number that an optimizer keeps of a parameter, as a tensor of that type or plain."""
+    """A number that an optimizer keeps for a parameter, plain or as a tensor."""
 
     value: float | int | bool | None
     dtype: str | None = None
@@ -72,15 +72,15 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What an optimizer steps: a parameter, or a piece of it."""
+    """What an optimizer steps: a parameter, or a piece of one."""
 
     name: str  # of the parameter in the whole model
-    parameter: nn.Parameter  # that the optimizer has
-    chunks: Chunks  # that this rank has of the whole parameter
+    parameter: nn.Parameter  # the optimizer's
+    chunks: Chunks  # of the whole parameter, on this rank
     piece: ParameterPiece | None
 
     def parts(self, key: str, value: Tensor) -> Iterator[LocalPart]:
-        """Yield a tensor that is shaped like the target as what is here of a logical one."""
+        """Yield a tensor with the target's shape as parts of a logical tensor."""
         if self.piece is None:
             yield LocalPart(key=key, chunks=self.chunks, tensor=value)
         else:
@@ -94,7 +94,7 @@ class Target:
 
 
 def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target]:
-    """Yield all that an optimizer steps on this rank."""
+    """Yield everything that an optimizer steps on this rank."""
     stepped = Stepped(optimizer)
     for one in named_tensors(parts):
         tensor, name = one.place.tensor, one.names[0]
@@ -108,7 +108,7 @@ def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target
 
 
 def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[LocalPart]:
-    """Return what is here of all logical tensors of a training."""
+    """Return the parts on this rank of all logical tensors of a training."""
     weights = [replace(one, key=WEIGHT + one.key) for one in weights_held(parts, optimizer)]
     return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
 
@@ -127,14 +127,14 @@ def _of(target: Target, optimizer: Optimizer) -> Iterator[LocalPart]:
             found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             refuse(
                 f"{type(optimizer).__name__} keeps {found or type(value).__name__} as {key!r} of "
-                f"{target.name}, of which no checkpoint can be made",
+                f"{target.name}, which no checkpoint can store",
                 fix="train without --checkpoint, or with an optimizer whose states are shaped like "
                 "the parameters",
             )
 
 
 def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:
-    """Return the numbers that an optimizer keeps of the parameters of this rank."""
+    """Return the scalar states that an optimizer keeps for this rank's parameters."""
     found = {
         f"{STATE}{key}/{target.name}": value
         for target in targets(parts, optimizer)
@@ -146,14 +146,14 @@ def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scala
 
 
 def is_scalar(value: Any, target: Target) -> bool:
-    """Whether a state is one number, where the parameter is more than that."""
+    """Whether a state is a single number although the parameter has more elements."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.shape != target.parameter.shape
     return isinstance(value, _PLAIN)
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
-    """Read tensors of one number each, by their ids; the host waits once for each type of them."""
+    """Read one-element tensors, by their ids; the host waits once per dtype."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for one in tensors:
         alike[one.dtype, one.device].append(one)
@@ -177,7 +177,7 @@ def _state(target: Target, optimizer: Optimizer) -> Mapping[str, Any]:
 
 
 def made_scalar(scalar: Scalar, target: Target, optimizer: Optimizer) -> Any:
-    """Return a number as the optimizer wants it: kernels for devices read it there."""
+    """Return a number as the optimizer stores it; fused kernels read it on the device."""
     if scalar.dtype is None:
         return scalar.value
     groups = optimizer.param_groups

@@ -1,14 +1,12 @@
-"""Notices that a training stands still, and tells where each rank is.
+"""Notices that a training hangs, and prints where each rank is.
 
-Tells by torch's flight recorder which messages this rank has begun, and which it waits for.
+Torch's flight recorder shows which collectives a rank has started and which one it waits for. On a
+GPU the host runs ahead: every rank waits at a line that reads a number, whatever the cause. The
+collectives started in each group, compared between ranks, show more.
 
-On a GPU the host runs ahead: the line where it waits is one that reads a number, whatever holds the
-training up. What it has begun in each group, compared with other ranks, tells more.
-
-Has ranks that stand still tell each other where, by a store, and finds those that say nothing.
-
-Each rank appends one line to one key, one rank of each node reads that, and all wait for what was
-found: the store, which one thread of one rank serves, gets a few calls from each rank.
+The ranks exchange their places through torchrun's store. Each rank appends one line to one key; one
+rank per node reads it, and all wait for the result. One thread of one rank serves the store, so
+each rank makes only a few calls. Ranks that write nothing are found to be stopped.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def place_of_main_thread() -> str:
-    """Return where the main thread is: in the script, and the innermost line of no library."""
+    """Return the main thread's place in the script, and its innermost frame outside libraries."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     frames = traceback.extract_stack(frame)
     own = [one for one in frames if "site-packages" not in one.filename]
@@ -55,7 +53,7 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """The message of this number in a group; all ranks of the group number theirs alike."""
+    """A collective of a group, with its number; all ranks of the group count alike."""
 
     group: str
     number: int
@@ -64,15 +62,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderWay:
-    """What a rank has begun: by group the number of the last message, and what it waits for."""
+    """A rank's collectives: the last one started in each group, and the one it waits for."""
 
     begun: Mapping[str, int]
-    waits_for: Message | None = None  # the first that has not ended
+    waits_for: Message | None = None  # the first one that has not finished
 
 
 def under_way() -> UnderWay:
-    """Return what this rank has begun; nothing where torch has no recorder, or it is off."""
-    with suppress(Exception):  # whatever is wrong with it, other things are to be told
+    """Return this rank's collectives, or nothing if the flight recorder is off or missing."""
+    with suppress(Exception):  # an error here must not hide the rest of the message
         return _read(json.loads(_dumped()).get("entries", []))
     return UnderWay(begun={})
 
@@ -100,21 +98,21 @@ def _read(entries: list[Mapping[str, Any]]) -> UnderWay:
 
 
 def _op(entry: Mapping[str, Any]) -> str:
-    """Return what torch calls an operation, without the library's name before it."""
+    """Return the name of an operation without its library."""
     return str(entry["profiling_name"]).rpartition(":")[2]
 
 
 def _axis(described: str) -> str:
-    """Return which ranks a group has, by what it was made for."""
+    """Return which ranks form a group, from its description."""
     if described.startswith("mesh_"):
         return f"the {described.removeprefix('mesh_')} axis"
     return "all ranks" if described == "default_pg" else f"group {described!r}"
 
 
 def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
-    """Return, of ranks that hold others up, what those wait for and these have not begun.
+    """Return the ranks that hold others up, with the collective they have not started.
 
-    A rank that waits for a message itself lags behind for that reason, unless all ranks wait.
+    A rank that itself waits for a collective is not to blame, unless all ranks wait.
     """
     waited = [one.waits_for for one in ranks.values() if one.waits_for is not None]
     idle = {rank: one for rank, one in ranks.items() if one.waits_for is None}
@@ -127,20 +125,20 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
 
 
 _POLL_SECONDS = 0.5
-_LEAST_SECONDS = 5.0  # in which all ranks tell where they are
-_RANKS_PER_SECOND = 50  # that connect to the store and tell
+_LEAST_SECONDS = 5.0  # time for all ranks to write their places
+_RANKS_PER_SECOND = 50  # that connect to the store and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank is, and what it has begun."""
+    """Where a rank is, and its collectives."""
 
     rank: int
     where: str
     under_way: UnderWay
 
     def to_line(self) -> str:
-        """Return it as a line of JSON."""
+        """Return this place as a line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
 
@@ -159,17 +157,17 @@ def _place_of(line: str) -> RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollCallResult:
-    """What a call has found."""
+    """The result of a roll call."""
 
-    teller: int  # the first rank that answers, which tells it
+    teller: int  # the first rank that answers; it prints the result
     silent: tuple[int, ...]
     told: str
 
 
 class RollCall:
-    """One call of all ranks, seen from one of them.
+    """A roll call of all ranks, on one of them.
 
-    `word` is one that no other call has, `nodes` names the node of each rank.
+    `word` identifies this call; `nodes` is the node of each rank.
     """
 
     def __init__(
@@ -184,10 +182,10 @@ class RollCall:
         self._store, self._word, self._nodes, self._rank = store, word, nodes, rank
         enough = _LEAST_SECONDS + len(nodes) / _RANKS_PER_SECOND
         self._patience_seconds = enough if patience_seconds is None else patience_seconds
-        self.reads = False  # whether this rank reads for its node
+        self.reads = False  # whether this rank reads the answers for its node
 
     def answer(self, place: RankPlace) -> RollCallResult:
-        """Tell where this rank is; return what all have told. A store that has gone raises."""
+        """Write this rank's place and return all places. Raises if the store is gone."""
         self._store.append(self._key("places"), place.to_line())
         self.reads = self._store.add(self._key(f"reader of {self._nodes[self._rank]}"), 1) == 1
         if self.reads:
@@ -201,18 +199,18 @@ class RollCall:
         )
 
     def note_told(self) -> None:
-        """Let the others leave: torchrun ends all ranks as soon as one has left."""
+        """Allow the other ranks to exit: torchrun kills all ranks once one has exited."""
         self._store.set(self._key("told"), "")
 
     def wait_until_told(self) -> None:
-        """Wait until it is told what was found."""
+        """Wait until the result is printed."""
         self._store.wait([self._key("told")], timedelta(seconds=self._patience_seconds))
 
     def _key(self, name: str) -> str:
         return f"{self._word}/{name}"
 
     def _read(self) -> RollCallResult:
-        """Return who has told what in time; who is silent is waited for once more."""
+        """Return the places written in time; wait a second time for missing ranks."""
         places = self._places()
         if len(places) < len(self._nodes):
             places = self._places()
@@ -222,7 +220,7 @@ class RollCall:
         )
 
     def _places(self) -> Mapping[int, RankPlace]:
-        """Return where all ranks are, or those that have told it when patience is over."""
+        """Return the places of all ranks, or those written before the timeout."""
         deadline = time.monotonic() + self._patience_seconds
         while True:
             left = deadline - time.monotonic()
@@ -233,13 +231,13 @@ class RollCall:
 
 
 def told_places(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
-    """Say where ranks are: first those that say nothing, then the few that are elsewhere."""
+    """Describe the places: silent ranks first, then the few that differ from the others."""
     every = sorted(places, key=lambda place: place.rank)
     missing = not_begun({one.rank: one.under_way for one in every})
     found: dict[str, list[int]] = {}
     for one in every:
         found.setdefault(_told(one, missing.get(one.rank)), []).append(one.rank)
-    parts = [(list(silent), "answers nothing, as one that is stopped")] if silent else []
+    parts = [(list(silent), "does not answer, and may be stopped")] if silent else []
     few_first = sorted(found.items(), key=lambda one: len(one[1]))
     parts += [(ranks, told) for told, ranks in few_first]
     return "; ".join(f"{_ranks(ranks)} {told}" for ranks, told in parts)
@@ -256,16 +254,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-_STORE_SECONDS = 30.0  # in which the store of torchrun answers
-_PATIENT = 3  # times as long for a checkpoint or an evaluation
+_STORE_SECONDS = 30.0  # time for torchrun's store to answer
+_PATIENT = 3  # times the usual wait, during a checkpoint or an evaluation
 
 
 class Watch:
-    """Looks, in a thread of each rank, whether the training still takes steps.
+    """A thread on each rank that checks whether the training still takes steps.
 
-    In one that stands still, all ranks wait for one that has stopped, reads its data for ever, or
-    calls another collective. Each tells the others its place by the store of torchrun; who says
-    nothing in time has stopped.
+    If it hangs, all ranks wait for one that has stopped, reads its data for ever, or calls another
+    collective. The ranks exchange their places through torchrun's store. A rank that does not
+    answer has stopped.
     """
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:
@@ -275,7 +273,7 @@ class Watch:
         self._patience = 1
 
     def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
-        """Begin to look; `tell` is what the first rank does with the message beside printing it."""
+        """Start watching; `tell` also gets the message that the first rank prints."""
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
         self._step, self._tell = step, tell
@@ -284,31 +282,32 @@ class Watch:
         threading.Thread(target=self._look, daemon=True).start()
 
     def note(self, step: int, *, evaluates_next: bool = False) -> None:
-        """Note that a step has ended, and whether an evaluation comes with the next one."""
+        """Record that a step has ended, and whether an evaluation comes with the next one."""
         self._step = step
         self._patience = _PATIENT if evaluates_next else 1
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Wait longer for what happens inside: disks may be slow."""
+        """Allow more time for the code inside, because disks may be slow."""
         before, self._patience = self._patience, _PATIENT
         yield
         self._patience = before
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._ended.set()
 
     def _look(self) -> None:
         tick = min(self._seconds / 10, 1.0)
-        seen, waited = self._step, 0.0  # by ticks: time in which this process was stopped is none
+        # counted in ticks, so that time in which this process was suspended does not count
+        seen, waited = self._step, 0.0
         while not self._ended.wait(tick):
             seen, waited = self._step, waited + tick if self._step == seen else 0.0
             if waited >= self._seconds * self._patience:
                 self._give_up(waited)
 
     def _give_up(self, waited: float) -> NoReturn:
-        """Tell where all ranks are, by the first that answers, and end this one."""
+        """Print where all ranks are, on the first rank that answers, and exit."""
         place = RankPlace(
             rank=self._mesh.rank,
             where=f"after step {self._step:,}, {place_of_main_thread()}",
@@ -316,7 +315,8 @@ class Watch:
         )
         word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
         found = RollCallResult(teller=self._mesh.rank, silent=(), told=told_places([place]))
-        with suppress(RuntimeError):  # torchrun has gone, and its store: each tells its own
+        # torchrun and its store are gone: each rank prints its own place
+        with suppress(RuntimeError):
             call = RollCall(_store(), word, nodes, self._mesh.rank)
             found = call.answer(place)
             if found.teller != self._mesh.rank:
@@ -330,10 +330,10 @@ class Watch:
                 RollCall(_store(), word, nodes, self._mesh.rank).note_told()
         for rank in found.silent:
             self._kill(rank)
-        os._exit(FAILED)  # the main thread waits in a message, and takes no exception
+        os._exit(FAILED)  # the main thread waits in a collective and cannot take an exception
 
     def _kill(self, rank: int) -> None:
-        """End a rank of this node that has stopped: torchrun would wait for its SIGTERM."""
+        """Kill a stopped rank of this node, which would not react to torchrun's SIGTERM."""
         _, node, process = self._ranks[rank]
         if node == self._ranks[self._mesh.rank][1]:
             with suppress(OSError):
@@ -341,7 +341,7 @@ class Watch:
 
 
 def _store() -> Any:
-    """Return the store that the ranks have met by."""
+    """Return the store of torchrun's rendezvous."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=_STORE_SECONDS)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]

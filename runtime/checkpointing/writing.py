@@ -1,4 +1,4 @@
-"""Writes a checkpoint beside the training."""
+"""Takes a snapshot of a training, and writes it as a checkpoint in the background."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from autopar.runtime.ranks.mesh import Mesh
 def exported_of(
     parts: Sequence[nn.Module], built: Mapping[str, torch.dtype], mesh: Mesh
 ) -> Mapping[str, ExportedWeight]:
-    """Return what a state dict of the whole model has, of all ranks, by the first names.
+    """Return the state dict entries of the whole model, from all ranks, by first names.
 
-    A weight stands in a file under its first name, as Hugging Face and safetensors have it. `built`
-    are the types that the constructor chose.
+    A tied weight is stored under its first name, as in Hugging Face and safetensors files. `built`
+    are the dtypes that the constructor chose.
     """
     here = [
         (one.names, built.get(one.names[0], one.place.tensor.dtype))
@@ -70,16 +70,16 @@ def exported_of(
 
 
 def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
-    """Return the type to export: that of the constructor, but for a training in float64.
+    """Return the dtype to export: the constructor's, except after a training in float64.
 
-    That is trained to be compared to the last digits.
+    Such a training is compared with another one to the last digit.
     """
     is_exact = held is torch.float64
     return held if is_exact or not built.is_floating_point else built
 
 
 def tied_names(exported: Mapping[str, ExportedWeight]) -> Mapping[str, str]:
-    """Return other names of tied weights, each with the first."""
+    """Map the other names of tied weights to the first name."""
     return {alias: name for name, one in exported.items() for alias in one.aliases}
 
 
@@ -88,14 +88,15 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSnapshot:
-    """A checkpoint that is to be written: what is known of it, and this rank's share."""
+    """A checkpoint to be written: its manifest, and this rank's share."""
 
     fresh: Location
     place: Location
-    manifest: Manifest  # that does not know its files yet; the first rank alone has the scalars
+    # without sizes and digests of files yet; only the first rank has the scalars
+    manifest: Manifest
     own_file: str
     entries: Sequence[Entry]
-    tensors: Sequence[Tensor]  # of the entries
+    tensors: Sequence[Tensor]  # one per entry
 
     @property
     def step(self) -> int:
@@ -103,7 +104,7 @@ class CheckpointSnapshot:
         return self.manifest.moment.step
 
     def write(self) -> Written | str:
-        """Write this rank's file, in any thread; return it, or why it could not be written."""
+        """Write this rank's file, in any thread; return the result, or why it failed."""
         try:
             return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
         except OSError as error:
@@ -111,7 +112,7 @@ class CheckpointSnapshot:
 
 
 class Agreed:
-    """What ranks have agreed on for a checkpoint, and keep for the next ones."""
+    """What the ranks agreed on for a checkpoint; reused for later ones."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -125,7 +126,7 @@ class Agreed:
     def exported(
         self, parts: Sequence[nn.Module], built: Mapping[str, torch.dtype]
     ) -> Mapping[str, ExportedWeight]:
-        """Return what an export of the whole model has."""
+        """Return the exported weights of the whole model."""
         if self._exported is None:
             self._exported = exported_of(parts, built, self.mesh)
         return self._exported
@@ -142,9 +143,9 @@ def snapshot(
     *,
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> CheckpointSnapshot | str:
-    """Take what is to be written of a training, into a new folder; return why there is none, if so.
+    """Take a snapshot to write to a new folder, or return why that is impossible.
 
-    `built` are the types that the constructor chose, for who exports weights from the checkpoint.
+    `built` are the dtypes that the constructor chose. An export from the checkpoint uses them.
     """
     mesh = agreed.mesh
     local_tensors = everything_held(parts, optimizer)
@@ -187,7 +188,7 @@ def snapshot(
 
 
 def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) -> str | None:
-    """Give a checkpoint its name, once all ranks have written; return why it has none, if so."""
+    """Give a checkpoint its final name after all ranks have written, or return why it failed."""
     ranks = every_rank(own, mesh)
     failures = [one for one in ranks if isinstance(one, str)]
     if failures:
@@ -200,7 +201,7 @@ def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) ->
 
 
 def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
-    """Return what stands for the places of the ranks and for what each of them holds."""
+    """Return a digest of the ranks' positions and of the shards that each of them holds."""
     axes = (mesh.pipeline.size, mesh.data.size, mesh.tensor.size)
     return hashlib.sha256(repr((axes, tuple(owned))).encode()).hexdigest()[:16]
 
@@ -230,18 +231,18 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
 def _share(
     owned: Sequence[Owned], logical: Mapping[str, Logical], here: Here, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Return what this rank writes, by the names in its file: what it owns, and its generators."""
+    """Return the tensors of this rank's file: the shards that it owns, and its random states."""
     shards = [shard for one in logical.values() for shard in one.shards]
     mine = {
         shard.entry: here.tensor(one)
-        for shard, one in zip(shards, owned, strict=True)  # both in the order of keys
+        for shard, one in zip(shards, owned, strict=True)  # both are ordered by key
         if one.rank == mesh.rank
     }
     return mine | random_states(mesh.device)
 
 
 def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
-    """Have the first rank make something; return it on all ranks, or why there is none."""
+    """Run `act` on the first rank, and return its result or its error on all ranks."""
     made: _Made | str | None = None
     if mesh.rank == 0:
         try:
@@ -253,7 +254,7 @@ def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
 
 
 def said(error: OSError) -> str:
-    """Return what went wrong, and where."""
+    """Describe an OSError: what went wrong, and with which file."""
     return f"{error.strerror or error}: {error.filename}" if error.filename else f"{error.strerror}"
 
 

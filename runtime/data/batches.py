@@ -1,12 +1,10 @@
-"""Microbatches of a rank: from rows of a dataset, of a stream, or from an example.
+"""Turns a dataset, a stream, or an example batch into the microbatches of one data rank.
 
-Turns a dataset, or an example batch, into the microbatches of one data rank.
-
-Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch, unless
-the last rows of an epoch are dropped or are a step of their own: the rows of a step are the same
-under every plan. Within a step, microbatch m of all data ranks together is one block of it, so a
-plan with d data ranks trains on what one process would with d times the rows. Data ranks have as
-many rows each, or each its own number of them, as unlike devices do.
+Step s takes rows s·G to (s+1)·G − 1 of one endless sequence; G is the global batch. Exceptions are
+the last rows of an epoch, which may be dropped or form a step of their own. The rows of a step are
+the same under every plan. Within a step, microbatch m of all data ranks together is one contiguous
+block. A plan with d data ranks therefore trains on the rows that one process would with
+microbatches d times as large. On unlike devices, data ranks have unlike numbers of rows.
 """
 
 from __future__ import annotations
@@ -56,14 +54,15 @@ from autopar.runtime.ranks.user_code import told
 from autopar.runtime.tensor.slices import cut, gather_along
 
 _END = object()
-Placed = tuple[tuple[int, int], Any]  # the time through the data and the number of a row, the row
+Placed = tuple[tuple[int, int], Any]  # ((epoch, number of the row), the row)
 
 
 class StreamedRows(IterableDataset[Row]):
     """The batches of this data rank from a stream of rows: every rank reads the whole stream.
 
-    Row n of the stream is row n of the training under every plan, in the order in which it comes.
-    What is drawn for a row follows from the seed and its place. At its end the stream begins anew.
+    Row n of the stream is row n of the training under every plan. Random numbers drawn for a row
+    depend on the seed and the row's position. When the stream ends, it is read again from its
+    beginning.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class StreamedRows(IterableDataset[Row]):
                 refuse_empty(self.dataset, is_first=epoch == 0)
 
     def _check_length(self, number: int, *, is_end: bool) -> None:
-        """Leave where a stream has fewer rows than it says, or more, and steps count on it."""
+        """Exit if a stream has another number of rows than its __len__, and steps depend on it."""
         told = self.epochs.rows
         if told is not None and is_end != (number == told) and number:
             refuse(
@@ -111,7 +110,7 @@ class StreamedRows(IterableDataset[Row]):
             )
 
     def _opened(self, epoch: int) -> Iterator[Any]:
-        if hasattr(self.dataset, "set_epoch"):  # Hugging Face's streams are shuffled anew so
+        if hasattr(self.dataset, "set_epoch"):  # Hugging Face's streams are reshuffled by it
             self.dataset.set_epoch(epoch)
         with kept_numbers():
             seed_numbers(mixed_seed(self.seed, epoch))
@@ -120,19 +119,19 @@ class StreamedRows(IterableDataset[Row]):
 
 
 class StreamStack:
-    """Stacks the columns of a stream's rows, which are checked as they come."""
+    """Stacks the columns of a stream's rows, and checks each row."""
 
     def __init__(self, dataset: Any, example: Mapping[str, Tensor], own: slice) -> None:
         self.dataset, self.columns, self.own = dataset, columns_of(example), own
 
     def __call__(self, placed: list[Placed]) -> Row:
-        """Return a batch of rows that stand beside their places."""
+        """Return a batch of rows; each row comes with its position."""
         rows = [row for _, row in placed[self.own]]
         return stacked([row_of(row, self.columns, self.dataset) for row in rows])
 
 
 def refuse_empty(dataset: Any, *, is_first: bool) -> None:
-    """Leave: a stream has no rows, or none the second time."""
+    """Exit because a stream has no rows, or none the second time."""
     name = f"the dataset ({type(dataset).__name__})"
     if is_first:
         refuse(f"{name} is empty", fix="look where build_dataset reads from")
@@ -148,9 +147,9 @@ Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
 class RankRows(Sampler[list[RowPlace]]):
-    """The places of this data rank's microbatches, shuffled anew in each epoch.
+    """The positions of this data rank's microbatches, reshuffled in each epoch.
 
-    Of its microbatches a rank reads the part `read`. The first `skip` rows are not read.
+    This rank reads only the slice `read` of each microbatch. The first `skip` rows are not read.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class RankRows(Sampler[list[RowPlace]]):
         self.read, self.seed, self.skip = read, seed, skip
 
     def __iter__(self) -> Iterator[list[RowPlace]]:
-        """Yield the places of one microbatch after another, without end."""
+        """Yield the positions of one microbatch after another, without end."""
         for places in self.dealing.dealt(self._all_rows(), self.epochs, self.skip):
             yield places[self.read]
 
@@ -174,7 +173,7 @@ class RankRows(Sampler[list[RowPlace]]):
 
 
 def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh) -> Any:
-    """Return the dataset of the model file; None where the rows are those of an example batch."""
+    """Return the dataset of the model file, or None if the example batch is used."""
     if options.data == "synthetic" or mesh.is_dry_run:
         return None
     with seeded(options.seed), told("build_dataset() of the model file"):
@@ -197,12 +196,12 @@ def read_batches(
     fewest: int = 1,
     repeats: bool = True,
 ) -> Iterator[Weighed]:
-    """Yield this rank's microbatches, of a dataset or of one example batch, with their weights.
+    """Yield this rank's microbatches with the weights of their losses.
 
-    `rows` are how many microbatches a step has, and how many rows each of them. One with fewer, at
-    the end of an epoch, has to have the `fewest`; of one that has none of its own, rows that are
-    there to keep ranks alike count 0, where the model `repeats` rows without harm. A weight is that
-    of a mean over rows: the average of the weighed losses over ranks is the mean of the step.
+    `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
+    microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
+    repeats some with weight 0, if the model allows it (`repeats`). Weights are for a mean over
+    rows: the mean over ranks of the summed, weighted losses is the mean over the step's rows.
     """
     microbatches, microbatch = rows
     dealing = Dealing(
@@ -234,7 +233,7 @@ def read_batches(
 
 
 def _weights(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
-    """Yield weights as tensors: few numbers, each of which is moved to the device once."""
+    """Yield weights as tensors. There are few distinct ones; each is copied to the device once."""
     known: dict[float, Tensor] = {}
     for part in parts:
         if part not in known:
@@ -257,9 +256,9 @@ def dataset_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
 
-    A training that goes on skips the rows that it has seen: where they have numbers, unread.
-    `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
-    of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
+    A training that resumes skips the rows it has seen; rows with an index are not read again.
+    `workers` is the number of processes that read ahead; 0 reads in this process. Each rank of
+    `rows_over` reads a share of the rows, or takes a share of a collated batch.
     """
     for left in epochs.last_steps(skip):
         dealing.check(left)
@@ -282,14 +281,14 @@ def dataset_batches(
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield what a loader reads; the caller has begun it, for that draws a number."""
+    """Yield what a loader reads. The caller has started the loader, which draws a random number."""
     with refusals_of_workers():
         yield from loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnRows:
-    """What a loader is made of: a dataset, and which of its rows are this rank's."""
+    """A dataset, and the rows of it that are this rank's."""
 
     dataset: Any
     example: Batch
@@ -302,14 +301,14 @@ class _OwnRows:
 
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
-    """Read rows by their numbers."""
+    """Return a loader that reads rows by their index."""
     listed: RawRows
     batch_of: Callable[[list[Any]], Batch]
     at_once = of.dealing.block if of.epochs.last is not LastRows.PAD else 0
     if collate is None:
         listed = rows_like(of.dataset, of.example, of.mesh, at_once=at_once, seed=of.seed)
         read, batch_of = of.share, stacked
-    else:  # rows are as long as the longest of their microbatch: a share of them has to be, too
+    else:  # collating pads to the longest row, so each rank collates the whole microbatch
         tell(few(of.dataset, at_once), of.mesh)
         listed, read = RawRows(of.dataset, seed=of.seed), slice(None)
         batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
@@ -324,7 +323,7 @@ def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[A
 
 
 def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
-    """Read rows in the order in which they come; one process alone can do so ahead."""
+    """Return a loader that reads a stream in order; at most one worker can read ahead."""
     batch_of = (
         StreamStack(of.dataset, of.example, of.share)
         if collate is None
@@ -345,16 +344,17 @@ def synthetic_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of one example batch, the same in every step.
 
-    `rows` are how many microbatches a step has, and how many rows each of them, of which ranks of
-    `rows_over` have a share each. As those of a loader each is a tensor of its own: a model may
-    write to it.
+    `rows` is the number of microbatches in a step, and the rows of each. Each rank of `rows_over`
+    has a share of these rows. Every tensor is a new one, as from a loader, so a model may write to
+    it.
     """
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
     block = sum(each)
     share = part_of_rows(rows_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
     whole = example_of(example_batch, microbatches * block, seed)
-    tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
+    # like the batches of a loader
+    tensors = {key: value.contiguous() for key, value in whole.items()}
     own = [
         {key: value[start : start + block][share] for key, value in tensors.items()}
         for start in range(0, microbatches * block, block)
@@ -364,9 +364,9 @@ def synthetic_batches(
 
 
 def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) -> Batch:
-    """Return a batch with all rows of a microbatch, but of what each rank of an axis needs its own.
+    """Return a batch with all rows of a microbatch, except for keys in `own`.
 
-    Ranks have read their shares: one message for each other key, of numbers that are few as a rule.
+    Ranks have read a share each. Each other key takes one all-gather, usually of few numbers.
     """
     if axis.size == 1:
         return batch
@@ -385,7 +385,7 @@ def example_of(example_batch: Example, rows: int, seed: int) -> Batch:
 
 
 def to_device(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
-    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so."""
+    """Return a batch on this process's device, in fp64 or fp32 where the training needs it."""
     return {
         key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)
         for key, value in batch.items()
@@ -393,6 +393,6 @@ def to_device(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
 
 
 def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor of the batch: modules in 16 bits cast what they get."""
+    """Return the dtype of a batch's tensor. Modules in 16 bits cast their inputs themselves."""
     is_narrow = own.is_floating_point and own.itemsize < training.itemsize
     return training if is_narrow else own

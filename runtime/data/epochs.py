@@ -1,10 +1,8 @@
-"""How many batches an epoch has, and which rows each data rank reads of them.
+"""How many batches an epoch has, and which rows of them each data rank reads.
 
-Shares out the rows of a step among its microbatches and the data ranks.
-
-A step with all of its rows gives each data rank what the plan says. One with fewer rows (the last
-of an epoch) gives each microbatch of each rank about as many; where there are too few even for
-that, the last microbatches repeat a row, which counts 0.
+A full step gives each data rank the rows that the plan says. A step with fewer rows (the last of an
+epoch) distributes them evenly over the microbatches of all ranks. If there are too few even for
+that, the last microbatches repeat a row with weight 0.
 """
 
 from __future__ import annotations
@@ -24,23 +22,24 @@ from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.slices import cut
 
-RowCounts: TypeAlias = int | Sequence[int]  # of a microbatch: on all data ranks, or on each
+# rows of a microbatch: the same on all data ranks, or one number per rank
+RowCounts: TypeAlias = int | Sequence[int]
 
 
 class LastRows(StrEnum):
-    """What becomes of the rows at the end of an epoch that are too few for a step."""
+    """What happens to the last rows of an epoch if they do not fill a step."""
 
-    RUN_ON = "run-on"  # they fill a step together with rows of the next epoch
+    RUN_ON = "run-on"  # they form a step together with rows of the next epoch
     DROP = "drop"  # no step has them
-    PAD = "pad"  # they are a step of their own, whose loss is that of these rows alone
+    PAD = "pad"  # they form a smaller step; its loss is the mean over these rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epochs:
-    """How the rows of a dataset make up steps.
+    """How the rows of a dataset are grouped into steps.
 
-    A position is a number of rows: those of whole epochs, and those of the epoch that has begun.
-    Rows that are dropped count as passed. `rows` may be None, not known, where steps run on.
+    A position is a number of rows: those of finished epochs plus those of the current one. Dropped
+    rows count too. `rows` may be None (unknown) with RUN_ON.
     """
 
     rows: int | None
@@ -48,9 +47,9 @@ class Epochs:
     last: LastRows = LastRows.RUN_ON
 
     def passes(self, begun: int) -> Iterator[tuple[int | None, Iterator[int]]]:
-        """Yield the rows that are left of each epoch, and the rows of each step that takes them.
+        """Yield the remaining rows of each epoch, and the rows of each step that takes them.
 
-        Steps that run on are those of one epoch without an end, whose rows are None.
+        With RUN_ON there is one endless epoch, whose number of rows is None.
         """
         if self.rows is None or self.last is LastRows.RUN_ON:
             yield None, repeat(self.per_step)
@@ -61,14 +60,14 @@ class Epochs:
             left = self.rows
 
     def last_steps(self, begun: int) -> set[int]:
-        """Return the rows of last steps that are padded, of the epoch that has begun and others."""
+        """Return the sizes of padded last steps, of the current epoch and of later ones."""
         if self.rows is None or self.last is not LastRows.PAD:
             return set()
         lefts = (self.rows % self.per_step, (self.rows - begun % self.rows) % self.per_step)
         return {left for left in lefts if left}
 
     def position(self, begun: int, steps: int) -> int:
-        """Return the position after so many steps from another one."""
+        """Return the position after so many steps."""
         if self.rows is None or self.last is LastRows.RUN_ON:
             return begun + steps * self.per_step
         first = self._count(self.rows - begun % self.rows)
@@ -78,7 +77,7 @@ class Epochs:
         return (begun // self.rows + 1 + whole) * self.rows + rest * self.per_step
 
     def steps_until(self, epochs: Fraction, begun: int) -> int:
-        """Return how many steps it takes from a position until so many epochs have passed."""
+        """Return the number of steps from a position until so many epochs are finished."""
         assert self.rows is not None
         target = ceil(epochs * self.rows)
         if target <= begun:
@@ -93,7 +92,7 @@ class Epochs:
         return self._count(self.rows - row) + whole + rest
 
     def _count(self, rows: int) -> int:
-        """Return how many steps take so many rows at the end of an epoch."""
+        """Return how many steps the last rows of an epoch make."""
         return rows // self.per_step if self.last is LastRows.DROP else _ceil(rows, self.per_step)
 
     def _steps(self, rows: int) -> Iterator[int]:
@@ -104,9 +103,9 @@ class Epochs:
 
 
 def epochs_of(dataset: Any, options: Namespace, rows_per_step: int) -> Epochs:
-    """Return how a dataset makes up steps; leave where the options ask for what it cannot.
+    """Return how a dataset is grouped into steps; exit if the options do not fit the dataset.
 
-    Without a dataset (None) steps run on.
+    Without a dataset (None), steps run on.
     """
     if dataset is None:
         return Epochs(rows=None, per_step=rows_per_step)
@@ -130,7 +129,7 @@ def epochs_of(dataset: Any, options: Namespace, rows_per_step: int) -> Epochs:
 
 
 def known_length(dataset: Any) -> int | None:
-    """Return how many rows a dataset has; None for a stream that does not tell."""
+    """Return the number of rows of a dataset, or None for a stream without a length."""
     if not is_streamed(dataset):
         return len(dataset)
     try:
@@ -148,10 +147,10 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A microbatch: the rows that all data ranks have of it, and which of these one rank has.
+    """A microbatch: its rows over all data ranks, and the slice of one rank.
 
-    `part` is the weight of the rank's mean loss, if the losses of all ranks are averaged: its rows
-    over those of the step, times the number of ranks.
+    `part` is the weight of the rank's mean loss if losses are averaged over ranks: the rank's rows
+    divided by the step's rows, times the number of ranks.
     """
 
     block: int
@@ -161,10 +160,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealing:
-    """What each data rank has of a step, seen from one of them.
+    """Distributes the rows of a step over data ranks; seen from one rank.
 
-    `each` are the rows of a microbatch of every data rank, and `fewest` those that a microbatch has
-    to have. Only a dealing that `repeats` gives a rank a row that counts 0.
+    `each` is the number of rows in a microbatch, for each data rank; `fewest` is the least it may
+    be. Only if `repeats` is set can a rank get a row with weight 0.
     """
 
     each: tuple[int, ...]
@@ -189,7 +188,7 @@ class Dealing:
         return self.each[self.rank]
 
     def shares(self, rows: int) -> tuple[Share, ...]:
-        """Return this rank's microbatches of a step of so many rows."""
+        """Return this rank's microbatches in a step of so many rows."""
         return _shares(self, rows)
 
     def parts(self, epochs: Epochs, begun: int) -> Iterator[float]:
@@ -204,7 +203,7 @@ class Dealing:
             own = rows if left is None else islice(rows, left)
             for step in steps:
                 yield from self._microbatches(own, step)
-            for _ in own:  # what is dropped is read: of a stream it comes before the next epoch
+            for _ in own:  # dropped rows are read as well: a stream has them before the next epoch
                 pass
 
     def _microbatches(self, rows: Iterator[Row], step: int) -> Iterator[list[Row]]:
@@ -214,7 +213,7 @@ class Dealing:
             yield block[share.own] or block[:1] * self.fewest
 
     def check(self, rows: int) -> None:
-        """Leave where a step of so many rows cannot be shared out."""
+        """Exit if a step of so many rows cannot be distributed."""
         counts = _counts(self, rows)
         if counts and (self.repeats or all(counts)):
             return
@@ -239,10 +238,10 @@ def _shares(dealing: Dealing, rows: int) -> tuple[Share, ...]:
 
 
 def _counts(dealing: Dealing, rows: int) -> Sequence[int]:
-    """Return the rows of each microbatch of each data rank, block by block; () if there is no way.
+    """Return the rows of each microbatch on each data rank, block by block; () if impossible.
 
-    Of fewer rows than those of a step, as many microbatches as can be have the fewest rows. The
-    others of these rows are shared out by what room there is.
+    A step with fewer rows fills as many microbatches as possible with `fewest` rows. The remaining
+    rows are distributed in proportion to the room that is left.
     """
     most = dealing.each * dealing.microbatches
     if rows == dealing.per_step:
@@ -258,21 +257,21 @@ def _counts(dealing: Dealing, rows: int) -> Sequence[int]:
 
 
 def each_rank(rows: RowCounts, data: Axis) -> Sequence[int]:
-    """Return the rows of a microbatch of each data rank."""
+    """Return the rows of a microbatch, for each data rank."""
     return [rows] * data.size if isinstance(rows, int) else rows
 
 
 def rows_of_rank(each: Sequence[int], data: Axis) -> slice:
-    """Return which rows of a block are of this data rank."""
+    """Return the slice of a block that belongs to this data rank."""
     before = sum(each[: data.rank])
     return slice(before, before + each[data.rank])
 
 
 def part_of_rows(rows: slice, share: slice) -> slice:
-    """Return a share of some rows of a block."""
+    """Return a share of a slice of rows."""
     return slice(rows.start + share.start, rows.start + share.stop)
 
 
 def share_of(rows: int, axis: Axis) -> slice:
-    """Return which of so many rows this rank of an axis has."""
+    """Return the slice of so many rows that belongs to this rank of an axis."""
     return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])

@@ -1,4 +1,4 @@
-"""Weighs the losses of microbatches so that their sum is the mean over the whole global batch.
+"""Weights the losses of microbatches so that their sum is the mean over the whole global batch.
 
 A mean over valid targets (ignore_index) is not the mean of the microbatches' means: a microbatch
 with few valid targets would count too much.
@@ -21,14 +21,15 @@ from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import summed
 
 Found = TypeVar("Found")
-Divisor: TypeAlias = Callable[[Tensor, float], Tensor]  # of counts, of so many parts together
+# (counts, number of parts they come from) → what the loss divides by
+Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
-_MOST_STEPS_BACK = 4  # from a loss to where it divides: casts, factors
+_MOST_STEPS_BACK = 4  # ops searched backwards from a loss to its division: casts, factors
 MOST_STEPS_AHEAD = 4  # host memory holds their batches
 
 
 def as_counted(counts: Tensor, _: float) -> Tensor:
-    """Return by what a loss divides that is a mean over what counts."""
+    """Return the divisor of a loss that is a mean over valid targets: their count."""
     return counts
 
 
@@ -40,11 +41,11 @@ def weighted(
     microbatches: int,
     divisor: Divisor = as_counted,
 ) -> Iterator[Weighed]:
-    """Yield the microbatches of a rank with weights of means over what counts, in float64.
+    """Yield a rank's microbatches with float64 weights for a mean over valid targets.
 
-    The sum of a step's scaled losses, averaged over the data axis as gradients are, is the mean
-    over all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
-    microbatches and ranks), where the loss of a batch divides by what `divisor` makes of its count.
+    The sum of a step's scaled losses, averaged over the data axis like gradients, is the mean over
+    all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
+    microbatches and ranks). `divisor` maps a count to what the loss divides by.
     """
     ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
     return ((batch, share) for batch, _, share in ahead)
@@ -58,10 +59,10 @@ def weighted_terms(
     microbatches: int,
     divisor: Divisor = as_counted,
 ) -> Iterator[Weighed]:
-    """Yield the microbatches of a rank with weights of the means that their losses add up.
+    """Yield a rank's microbatches with a weight for each of several means in a loss.
 
-    `valid_targets` counts those of each mean k. A microbatch keeps the weight that it has by its
-    rows, so that of a mean is scale_mk over this one: w_mk · scale_m = scale_mk.
+    `valid_targets` counts the targets of each mean k. The microbatch keeps its weight by rows, so
+    the mean's own weight is relative to it: w_mk · scale_m = scale_mk.
     """
     ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
     for batch, by_rows, shares in ahead:
@@ -76,18 +77,19 @@ def _counted_ahead(
     microbatches: int,
     divisor: Divisor,
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Yield microbatches with their weights by rows, and by what counts: 0 where rows count 0.
+    """Yield microbatches with their weights by rows and by counts; repeated rows count 0.
 
-    A batch is read with those of its step, then of the next two steps, four: their counts are
-    summed over the ranks in one message. A message in each step took 0.3 ms of both cores of two
-    gloo processes, and had all ranks wait for each other between forward and backward. What comes
-    next is read one by one as batches are used, so that loading keeps pace.
+    Batches are read one step ahead, then two, then four. The counts of several steps are summed
+    over ranks in one message: one message per step took 0.3 ms on two gloo processes, and made all
+    ranks wait between forward and backward. Later batches are read one at a time as batches are
+    used, so that loading keeps pace.
     """
     steps, read = 1, list(islice(data, microbatches))
     while read:
         by_rows = torch.stack([weight for _, weight in read])
         own = torch.stack([valid_targets(Exact(batch)) for batch, _ in read])
-        counts = own.to(mesh.device, non_blocking=True)  # else the host waits for the device
+        # non-blocking, so that the host does not wait
+        counts = own.to(mesh.device, non_blocking=True)
         counts = counts * (by_rows > 0).view(-1, *[1] * (counts.dim() - 1))
         shares = _shares(counts, divisor, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
@@ -100,15 +102,15 @@ def _counted_ahead(
 
 
 def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
-    """Yield the microbatches of a rank with the weight of a loss that is a sum over rows.
+    """Yield a rank's microbatches with the weight for a loss that is a sum over rows.
 
-    It stays a sum: over data ranks, losses and gradients are averaged.
+    Losses and gradients are averaged over data ranks, so the weight undoes that.
     """
     return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 
 
 class Exact(Mapping[str, Any]):
-    """A batch whose fractions are in float64, as soon as they are asked for: weights add up."""
+    """A batch whose floating tensors are read as float64, so that their sums are exact."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -126,19 +128,20 @@ class Exact(Mapping[str, Any]):
 
 
 def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> Tensor:
-    """Divide by the divisor of a step those of its microbatches, and by the mean over the ranks."""
+    """Divide each microbatch's divisor by the divisor of its step, times the number of ranks."""
     by_step = counts.double().view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
     whole = own if axis.size == 1 else summed(own, axis)
     total = divisor(whole, microbatches * axis.size)
-    total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
+    # counts may be fractional weights, so a total below 1 is valid
+    total = total.masked_fill(total == 0, 1)
     return (divisor(by_step, 1) * axis.size / total).flatten(0, 1)
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
-    """Scale a mean loss; the mean of no targets is not a number and counts nothing.
+    """Scale a mean loss. A mean over no targets is nan, and counts as 0.
 
-    The result is wide where the loss has 16 bits, in which neither sums nor scaled losses fit.
+    A 16-bit loss becomes float32, because sums and scaled losses do not fit 16 bits.
     """
     wide = torch.promote_types(loss.dtype, torch.float32)
     send_nothing_back(loss, scale)
@@ -146,7 +149,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
-    """Have a mean that divides by its count send no gradient where that is 0: 0 ÷ 0 is none."""
+    """Block the gradient of a mean whose count is 0: 0 ÷ 0 has none."""
 
     def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)
@@ -162,7 +165,7 @@ def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
 
 
 def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:
-    """Return a loss that takes outputs in 16 bits, in which no sum or mean fits, as float32."""
+    """Wrap a loss so that it takes 16-bit outputs as float32, where sums and means fit."""
 
     @wraps(loss)
     def wide(outputs: Any, batch: Batch) -> Found:
@@ -172,7 +175,7 @@ def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def with_plain(loss: Callable[..., Found], **plain: Any) -> Callable[..., Found]:
-    """Return a loss that finds in its batch what is no tensor, and the same for every batch."""
+    """Wrap a loss so that its batch also has entries that are no tensors, always the same."""
 
     @wraps(loss)
     def given(outputs: Any, batch: Mapping[str, Any]) -> Found:
@@ -186,21 +189,21 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def loss_in(outputs: Any) -> Tensor:
-    """Return the loss in what a model returned: alone, first, or as `loss`."""
+    """Return the loss from a model's output: a tensor, the first item, or the field `loss`."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
         outputs = outputs["loss"]
     elif not isinstance(outputs, Tensor) and getattr(outputs, "loss", None) is not None:
         outputs = outputs.loss
     elif isinstance(outputs, (tuple, list)):
         outputs = outputs[0]
-    assert isinstance(outputs, Tensor)  # planning has seen it
+    assert isinstance(outputs, Tensor)  # checked by the planner
     return outputs
 
 
 def mean_loss(own: Tensor, mesh: Mesh) -> float:
-    """Return the loss of the step on every rank, from each rank's sum of its scaled losses.
+    """Return the loss of the step on every rank, from each rank's sum of scaled losses.
 
-    It is zero on all but the last pipeline stage, and the same on the ranks of the tensor axis.
+    The sum is zero except on the last pipeline stage, and equal on the ranks of the tensor axis.
     """
     total = own.detach().double().reshape(1)
     if mesh.world.size > 1:

@@ -1,4 +1,4 @@
-"""Says what is wrong with a row or a length of a dataset that a plan cannot be trained on."""
+"""Says why a dataset's row or length does not fit the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.runtime.ranks.user_code import place_of
 
-MOST_ROWS = 10**9  # their order is drawn in memory
+MOST_ROWS = 10**9  # their order is shuffled in memory
 
 
 class Fault(NamedTuple):
@@ -22,7 +22,7 @@ class Fault(NamedTuple):
 
 
 class RowColumn(NamedTuple):
-    """What a plan was made for, of one entry of a row."""
+    """The expected shape and dtype of one entry of a row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class RowColumn(NamedTuple):
 
 
 def columns_of(example: Mapping[str, Any]) -> dict[str, RowColumn]:
-    """Return what the model is given of a row, as an example batch has it."""
+    """Return the entries of a row that the model takes, from an example batch."""
     tensors = {key: value for key, value in example.items() if isinstance(value, Tensor)}
     return {key: RowColumn(value.dtype, tuple(value.shape[1:])) for key, value in tensors.items()}
 
@@ -40,7 +40,7 @@ def columns_of(example: Mapping[str, Any]) -> dict[str, RowColumn]:
 def fault_of_row(
     row: Any, columns: Mapping[str, RowColumn], dataset: Any, *, name: str = ""
 ) -> Fault | None:
-    """Return why a row is not what a plan was made for; None where it is."""
+    """Return why a row does not fit the plan, or None."""
     name = name or f"a row of the dataset ({type(dataset).__name__})"
     maker = _at(dataset, "__getitem__", "__iter__")
     fix = f"let {maker} give dicts with the keys of example_batch: {', '.join(columns)}"
@@ -66,7 +66,7 @@ def fault_of_row(
 
 
 def fault_of_batch(batch: Any, columns: Mapping[str, RowColumn], rows: int) -> Fault | None:
-    """Return why what a collate makes of so many rows is not what a plan was made for."""
+    """Return why a collated batch of so many rows does not fit the plan, or None."""
     fix = (
         f"let it return a dict with the keys of example_batch ({', '.join(columns)}), rows as "
         "dimension 0"
@@ -96,14 +96,14 @@ def fault_of_batch(batch: Any, columns: Mapping[str, RowColumn], rows: int) -> F
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is read from its beginning to its end: its rows have no numbers."""
+    """Whether a dataset can only be read in order: its rows have no index."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return hasattr(dataset, "__iter__")
     return not isinstance(dataset, Sized) and hasattr(dataset, "__iter__")
 
 
 def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
-    """Return why something is no dataset, or none of its length; errors of its own are raised."""
+    """Return why something is not a dataset, or has a bad length; its own errors are raised."""
     name = f"the dataset ({type(dataset).__name__})"
     if isinstance(dataset, DataLoader):
         return Fault(
@@ -120,12 +120,12 @@ def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
 
 
 def _fault_of_length(dataset: Any, maker: str) -> Fault | None:
-    """Return why no training can have so many rows."""
+    """Return why a training cannot use a dataset of this length, or None."""
     length = _at(dataset, "__len__")
     try:
         rows = len(dataset)
-    except (TypeError, ValueError, OverflowError) as error:  # Python's, where it is no length
-        told = f"the length of the dataset ({type(dataset).__name__}) is none: {error}"
+    except (TypeError, ValueError, OverflowError) as error:  # __len__ has no valid result
+        told = f"the length of the dataset ({type(dataset).__name__}) is invalid: {error}"
         return Fault(told, f"let {length} return how many rows there are")
     if rows == 0:
         found = f"the dataset ({type(dataset).__name__}) is empty"
@@ -139,13 +139,13 @@ def _fault_of_length(dataset: Any, maker: str) -> Fault | None:
 
 
 def _at(dataset: Any, *methods: str) -> str:
-    """Return the first of these methods that the user has written, and where."""
+    """Return the first of these methods that the user wrote, and its place."""
     found = ((name, place_of(getattr(type(dataset), name, None))) for name in methods)
     return next((f"{name} ({place})" for name, place in found if place), methods[0])
 
 
 def is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether both are floating, or whole numbers, or complex ones, or true and false."""
+    """Whether a tensor and a dtype are both floating, integer, complex or boolean."""
     return _kind(tensor.dtype) == _kind(dtype)
 
 
@@ -154,7 +154,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a tensor can be made of something."""
+    """Whether torch.as_tensor accepts a value."""
     try:
         torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

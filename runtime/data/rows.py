@@ -31,12 +31,13 @@ Collate: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def stacked(rows: list[Row]) -> Row:
-    """Return rows as one batch; leaves where they are of several shapes."""
+    """Return rows as one batch; exit if their shapes differ."""
     first = rows[0]
     for key, value in first.items():
         other = next((row[key] for row in rows if row[key].shape != value.shape), None)
         if other is not None:
-            shapes = sorted((list(value.shape), list(other.shape)))  # as other ranks say it
+            # sorted, so that all ranks print the same
+            shapes = sorted((list(value.shape), list(other.shape)))
             refuse(
                 f"{key!r} is {shapes[0]} in one row of the dataset and {shapes[1]} in another",
                 fix="pad them in build_collate() of the model file, or let __getitem__ pad or cut "
@@ -47,7 +48,7 @@ def stacked(rows: list[Row]) -> Row:
 
 
 def built_collate(new_collate: Callable[[], Any]) -> Collate:
-    """Return the collate of the model file; leaves where that gives none."""
+    """Return the collate function of the model file; exit if it is not callable."""
     with told("build_collate() of the model file"):
         collate: Collate = new_collate()
     if not callable(collate):
@@ -59,9 +60,9 @@ def built_collate(new_collate: Callable[[], Any]) -> Collate:
 
 
 class Collated:
-    """Calls the model file's own collate on rows, and takes of its batch what the model is given.
+    """Calls the model file's collate function, and takes the model's inputs from its batch.
 
-    What it draws (masks, say) follows from the seed and the place of the first row, as with rows.
+    Random numbers drawn by it (masks, say) depend on the seed and the position of the first row.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Collated:
         self.collate, self.columns, self.own, self.seed = collate, dict(columns), own, seed
 
     def __call__(self, placed: Sequence[tuple[tuple[int, int], Any]]) -> Row:
-        """Return a batch of rows that stand beside their places."""
+        """Return a batch of rows; each row comes with its position."""
         rows = [row for _, row in placed]
         with kept_numbers():
             seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
@@ -84,9 +85,9 @@ class Collated:
 
 
 def apart(columns: Row) -> Row:
-    """Return columns of which no two share memory: a model may write to one of them.
+    """Return columns so that no two share memory, because a model may write to one.
 
-    A collate may give one tensor under two keys, or two views of one.
+    A collate function may return one tensor under two keys, or two views of one.
     """
     apart_ones: Row = {}
     for key, value in columns.items():
@@ -104,24 +105,24 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def as_column(value: Any, dtype: torch.dtype) -> Tensor:
-    """Return a value as a tensor of a column's type, where both are of one kind."""
+    """Return a value as a tensor with a column's dtype, if both are of the same kind."""
     tensor = torch.as_tensor(value)
     return tensor.to(dtype) if is_same_kind(tensor, dtype) else tensor
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands: which time through the data it is, and the number of the row."""
+    """The position of a row: the epoch, and the row's index."""
 
     epoch: int
     row: int
 
 
 class RawRows(Dataset[Any]):
-    """The rows of a dataset as it has them, beside their places, for the model file's collate.
+    """The rows of a dataset, unchanged, with their positions; for the model file's collate.
 
-    What the dataset draws for a row (a crop, a window, a mask) depends on its place alone: ranks
-    that share rows read the same, and other plans do. A dataset that reads several rows at once
-    draws for all of them by the first.
+    Random numbers drawn for a row (a crop, a window, a mask) depend on its position alone, so all
+    ranks and all plans read the same row. If a dataset reads several rows in one call, the first
+    row's position seeds all of them.
     """
 
     def __init__(self, dataset: Any, *, seed: int) -> None:
@@ -137,7 +138,7 @@ class RawRows(Dataset[Any]):
         return self.__getitems__([place])[0]
 
     def __getitems__(self, places: list[RowPlace]) -> list[Any]:
-        """Return several, at once where the dataset can."""
+        """Return several rows, in one call if the dataset supports it."""
         with kept_numbers():
             if self.reads_at_once:
                 self._seed_by(places[0])
@@ -147,7 +148,7 @@ class RawRows(Dataset[Any]):
             return [self._read(place) for place in places]
 
     def made(self, place: RowPlace, row: Any) -> Any:
-        """Return what is made of a row."""
+        """Return the row in the form that the loader stacks."""
         return place, row
 
     def _read(self, place: RowPlace) -> Any:
@@ -161,10 +162,10 @@ class RawRows(Dataset[Any]):
 
 
 class DatasetRows(RawRows):
-    """The rows of a dataset as tensors, with some of their columns: others need make no batch.
+    """The rows of a dataset as tensors, with only the columns that the model takes.
 
-    What is a list or a number becomes a tensor, since torch makes a batch of a row's list
-    otherwise. Widths of numbers become those of the columns.
+    Lists and numbers become tensors, because torch's collate would treat a list as several columns.
+    Dtypes become those of the example.
     """
 
     def __init__(self, dataset: Any, columns: Mapping[str, RowColumn], *, seed: int) -> None:
@@ -178,7 +179,7 @@ class DatasetRows(RawRows):
 
 
 def row_of(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> Row:
-    """Return some columns of a row as tensors; leaves where it is not what a plan was made for."""
+    """Return some columns of a row as tensors; exit if the row does not fit the plan."""
     found: Row = {}
     try:
         for name, planned in columns.items():
@@ -192,7 +193,7 @@ def row_of(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> Row:
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Whether a dataset reads several rows at once; torch's subsets only seem to."""
+    """Whether a dataset reads several rows in one call; torch's Subset only seems to."""
     if isinstance(dataset, Subset):
         return _reads_at_once(dataset.dataset)
     return hasattr(dataset, "__getitems__")
@@ -203,9 +204,9 @@ def rows_like(
 ) -> DatasetRows:
     """Return the rows of a dataset with the keys of an example batch.
 
-    Leaves where there are no such keys, and says what the dataset should be. What else a row has
-    no model is given; numbers among it are told, and so are other shapes and kinds, and fewer rows
-    than the data ranks train on at once.
+    Exits if a key is missing, and prints what the dataset should return. Prints a note for other
+    entries of rows that hold numbers, for other shapes and dtypes, and for fewer rows than the data
+    ranks train on at once.
     """
     with told_of_row(dataset):
         first = dataset[0]
@@ -216,18 +217,18 @@ def rows_like(
 
 
 def told_of_row(dataset: Any) -> AbstractContextManager[None]:
-    """Leave where reading a row fails, with one message for all ranks, whose rows are others."""
+    """Exit if reading a row fails; all ranks print the same message, although their rows differ."""
     return told(f"reading a row of the dataset ({type(dataset).__name__})")
 
 
 def tell(notes: Iterable[str], mesh: Mesh) -> None:
-    """Say once what is worth a note."""
+    """Print notes, once for all ranks."""
     for note in notes if mesh.rank == 0 else ():
         say(f"note: {note}")
 
 
 def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
-    """Whether a dataset is read from its beginning to its end; leaves where it is no dataset."""
+    """Whether a dataset can only be read in order; exit if it is not a dataset."""
     with told(f"the length of the dataset ({type(dataset).__name__})"):
         fault = fault_of_dataset(dataset, maker)
     if fault is not None:
@@ -236,7 +237,7 @@ def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
 
 
 def check_row(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> None:
-    """Leave where a row is not what a plan was made for."""
+    """Exit if a row does not fit the plan."""
     fault = fault_of_row(row, columns, dataset)
     if fault is not None:
         refuse(fault.found, fix=fault.fix)
@@ -254,17 +255,17 @@ def _notes(row: Mapping[str, Any], columns: Mapping[str, RowColumn]) -> Iterator
     left = [key for key in row if key not in columns and is_number(row[key])]
     if left:
         yield (
-            f"the model is not given {', '.join(left)} of the dataset's rows, of which "
-            "example_batch has no tensor\n  fix: let it return one, with an entry for each row, if "
-            "the model should be given it, and plan again"
+            f"the model is not given {', '.join(left)} of the dataset's rows, because "
+            "example_batch has no such tensor\n  fix: if the model needs it, add it to "
+            "example_batch, with an entry for each row, and plan again"
         )
 
 
 def few(dataset: Any, at_once: int) -> Iterator[str]:
-    """Yield a note where a dataset has fewer rows than are trained on at once."""
+    """Yield a note if a dataset has fewer rows than are trained on at once."""
     rows = len(dataset)
     if rows < at_once:
         yield (
             f"the dataset has {rows} rows, fewer than the {at_once} that are trained on at once: "
-            "some stand in a step several times"
+            "some are repeated within a step"
         )

@@ -1,4 +1,4 @@
-"""Gives batch norms statistics over the samples of an axis, and weights that kernels take."""
+"""Makes batch norms use statistics over an axis, and fp32 weights where kernels want them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
 
 
 def widen_norms(module: nn.Module) -> None:
-    """Have norms with running statistics compute with their 16-bit weights in fp32, as those are.
+    """Make norms with 16-bit weights and running statistics compute with fp32 weights.
 
-    That is what kernels take beside input in 16 bits: CPUs nothing else, cudnn nothing as fast.
+    With 16-bit inputs, CPU kernels accept only fp32 weights, and cuDNN is fastest with them.
     """
     for child in module.modules():
         keeps = isinstance(child, _BatchNorm) or getattr(child, "track_running_stats", False)
@@ -43,7 +43,7 @@ def widen_norms(module: nn.Module) -> None:
 
 
 class _Asked(TorchFunctionMode):
-    """Lets a norm's own forward run, and does otherwise what that asks of a function of torch's."""
+    """Intercepts the calls to torch functions inside a norm's own forward."""
 
     def __init__(self, asked: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class _Asked(TorchFunctionMode):
 
 
 class _Widened(_NormBase):
-    """A norm whose weights are in fp32 while it computes."""
+    """A norm whose weights are cast to fp32 during its forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the norm's class does."""
+        """Run the forward of the norm's class."""
         with _Asked(_WIDENED):
             return super().forward(*args, **kwargs)
 
@@ -90,12 +90,15 @@ _WIDENED = MappingProxyType({function: _widened(function) for function in _FUNCT
 
 
 class _Synchronised(_BatchNorm):
-    """A batch norm whose statistics are those of all ranks of an axis."""
+    """A batch norm whose statistics are taken over all ranks of an axis."""
 
     axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the norm's class does, in training by the statistics of the whole axis."""
+        """Run the forward of the norm's class.
+
+        In training, with the statistics of the whole axis.
+        """
         with _Asked({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
@@ -130,8 +133,8 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 class _Normalise(torch.autograd.Function):
     """Batch norm with one collective each way, on any device.
 
-    torch's SyncBatchNorm has the host wait in each forward (it masks out ranks of no rows), and
-    lays channels_last inputs out anew.
+    torch's SyncBatchNorm makes the host wait in each forward (it masks out ranks without rows), and
+    copies channels_last inputs.
     """
 
     @staticmethod
@@ -183,11 +186,11 @@ class _Normalise(torch.autograd.Function):
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
 
-    Sums of squares would take one collective too, but lose the variance beside a large mean.
+    Sums of squares would also take one collective, but are inexact beside a large mean.
     """
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    unused, unread = x.new_zeros((2, channels), dtype=wide)  # results are of the type of these
+    unused, unread = x.new_zeros((2, channels), dtype=wide)  # the outputs take these tensors' dtype
     mean, variance = torch.batch_norm_update_stats(x, unused, unread, 0.0)
     count = mean.new_full((1,), x.numel() // channels)
     all_ranks = gathered(torch.cat([mean, variance, count]), axis)
@@ -212,5 +215,5 @@ def _scaled(
 
 
 def _wide(per_channel: Tensor, like: Tensor) -> Tensor:
-    """Shape [channels] so that it broadcasts over [batch, channels, …]."""
+    """Reshape [channels] so that it broadcasts over [batch, channels, …]."""
     return per_channel.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,4 +1,4 @@
-"""Gradients that travel together: buckets, and how they are averaged."""
+"""Buckets of gradients, and how they are averaged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autopar.runtime.ranks.transport import ComingPart, ComingSum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:
-    """Over which ranks gradients are averaged, and who gets which part of the mean."""
+    """Which ranks average gradients, and which part of the mean each rank gets."""
 
-    shard: Axis  # each of its ranks gets a part; of size 1: the whole
-    replica: Axis  # its ranks get the same part
-    wire_dtype: torch.dtype | None = None  # in which gradients travel, if not in their own
+    shard: Axis  # each of its ranks gets one part; with size 1, the whole
+    replica: Axis  # all of its ranks get the same part
+    wire_dtype: torch.dtype | None = None  # the dtype in which gradients are sent; None: their own
 
     @property
     def ranks(self) -> int:
@@ -29,17 +29,17 @@ class Averaging:
 
     @property
     def divides_first(self) -> bool:
-        """Whether gradients are divided before they are summed: fp16 cannot hold large sums."""
+        """Whether gradients are divided before the sum, because large sums overflow in fp16."""
         return self.shard.is_gloo or self.replica.is_gloo or self.wire_dtype is not None
 
     @property
     def operation(self) -> Any:
-        """What the collectives do."""
+        """The reduce operation of the collectives."""
         return dist.ReduceOp.SUM if self.divides_first else dist.ReduceOp.AVG
 
 
 class ComingMean:
-    """This rank's part of a flat tensor, which turns into the mean of every rank's."""
+    """This rank's part of a flat tensor, while it is being averaged over all ranks."""
 
     def __init__(self, flat: Tensor, averaging: Averaging) -> None:
         self._flat = flat
@@ -51,7 +51,7 @@ class ComingMean:
             self.sum_over_copies()
 
     def sum_over_copies(self) -> None:
-        """Have the ranks that get the same part sum it, after waiting for it."""
+        """Wait for the part, and sum it over the ranks that get the same part."""
         if self._over_copies is None:
             axis, operation = self._averaging.replica, self._averaging.operation
             self._over_copies = ComingSum(self._part.value(), axis, operation=operation)
@@ -69,29 +69,29 @@ class ComingMean:
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
-CACHED_BYTES = 2**20  # of a bucket that a second pass finds in the cache of a core
+CACHED_BYTES = 2**20  # a buffer up to this size stays in a core's cache between two passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """The elements of one parameter that lie in this rank's part of a bucket."""
 
-    place: int  # of the parameter in the bucket
+    place: int  # index of the parameter in the bucket
     start: int  # in the flattened parameter
     stop: int
-    offset: int  # of the first of them in the bucket's buffer
+    offset: int  # of the first element in the bucket's buffer
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return these elements of a tensor that is laid out as the bucket is."""
+        """Return these elements from a tensor with the bucket's layout."""
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """A flat buffer that several gradients are views of, and its reduction under way.
+    """A flat buffer that several gradients are views of, and its reduction.
 
-    Where the ranks of `shard` are several, each keeps the mean of its own part alone: then the
-    parameters have no gradients after the reduction, and `held` gives what there is.
+    If `shard` has several ranks, each keeps the mean of its own part only. The parameters then have
+    no gradients after the reduction; `held` yields this rank's parts of them.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -101,12 +101,13 @@ class Bucket:
     views: tuple[Tensor, ...] = ()
     missing: int = 0  # gradients still to come in this step
     coming: ComingMean | None = None
-    _parts: dict[int, Tensor] = field(default_factory=dict)  # a view for each span, by its place
-    _reached: frozenset[int] = frozenset()  # places whose gradients the part holds
-    _earlier: Tensor | None = None  # the part of a reduction before, in the same step
+    # a view for each span, by the parameter's index
+    _parts: dict[int, Tensor] = field(default_factory=dict)
+    _reached: frozenset[int] = frozenset()  # indices of parameters whose gradients are in the part
+    _earlier: Tensor | None = None  # the part from an earlier reduction of the same step
 
     def __post_init__(self) -> None:
-        """Find what this rank's part holds."""
+        """Find the spans in this rank's part."""
         share = self.elements // self.shard.size
         self.spans = tuple(
             _spans(self.parameters, share * self.shard.rank, share * (self.shard.rank + 1))
@@ -114,17 +115,17 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """The elements of the buffer: the last part is filled up to the size of the others."""
+        """The elements of the buffer, padded so that all parts have the same size."""
         found = sum(parameter.numel() for parameter in self.parameters)
         return -(-found // self.shard.size) * self.shard.size
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank keeps a part alone."""
+        """Whether this rank keeps only a part of the mean."""
         return self.shard.size > 1
 
     def allocate(self) -> Tensor:
-        """Make the buffer, unless it is there, and return it."""
+        """Return the buffer, and allocate it if needed."""
         if self.buffer is None:
             first = self.parameters[0]
             dtype = gradient_dtype(first)
@@ -134,13 +135,13 @@ class Bucket:
         return self.buffer
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Copy gradients into their places and let the parameters refer to them there."""
+        """Copy gradients into the buffer, and point the parameters' .grad to the copies."""
         self._make_room()
         views, gradients = [], []
         for place in places:
             parameter, view = self.parameters[place], self.views[place]
             if parameter.grad is None:
-                view.zero_()  # the loss did not reach it, and what stands here is of another step
+                view.zero_()  # no gradient came in this step; the buffer still holds an older one
             elif parameter.grad is not view:
                 views.append(view)
                 gradients.append(parameter.grad)
@@ -149,16 +150,17 @@ class Bucket:
             torch._foreach_copy_(views, gradients)
 
     def adopt_shares(self, ranks: int) -> None:
-        """Divide all gradients by the number of ranks on their way into their places.
+        """Copy all gradients into the buffer, divided by the number of ranks.
 
-        One pass over the memory: a division by the collective is a second one, 2 % of a CPU step.
-        What the cache holds takes two passes but few calls: 39 us against 95 us for 28 gradients.
+        This is one pass over the memory; a division by the collective would be a second one, 2 % of
+        a step on a CPU. A buffer that fits the cache takes two passes with fewer calls: 39 us
+        instead of 95 us for 28 gradients.
         """
         self._make_room()
         buffer = self.allocate()
         if buffer.numel() * buffer.element_size() <= CACHED_BYTES:
             self.adopt(range(len(self.parameters)))
-            buffer.mul_(1 / ranks)  # half the time of a division
+            buffer.mul_(1 / ranks)  # takes half the time of a division
             return
         here = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -173,7 +175,7 @@ class Bucket:
             torch._foreach_mul_(here, 1 / ranks)
 
     def let_go(self) -> None:
-        """Take the gradients of a cut bucket from the parameters: they are about to be reduced."""
+        """Drop the .grad of a cut bucket's parameters: their reduction begins."""
         if self.is_cut:
             here = (n for n, parameter in enumerate(self.parameters) if parameter.grad is not None)
             self._reached |= frozenset(here)
@@ -181,7 +183,7 @@ class Bucket:
                 parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for the mean, and add what an earlier reduction of this step left."""
+        """Wait for the mean, and add the part from an earlier reduction of this step."""
         assert self.coming is not None
         part = self.coming.value()
         self.coming = None
@@ -190,7 +192,7 @@ class Bucket:
             self._earlier = None
 
     def memory(self) -> list[Tensor]:
-        """Return what this rank holds of all gradients, once they are reduced, as few tensors."""
+        """Return this rank's part of all reduced gradients, as few tensors."""
         if self.buffer is None:
             return []
         if self.is_cut:
@@ -201,27 +203,27 @@ class Bucket:
         return [gradient for gradient in gradients if gradient is not None]
 
     def held(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield what this rank holds of each gradient of a cut bucket, once it is reduced."""
+        """Yield this rank's part of each reduced gradient of a cut bucket."""
         for span in self.spans:
             if span.place in self._reached:
                 yield span, self._parts[span.place]
 
     def held_at(self, place: int) -> Tensor | None:
-        """Return what this rank holds of one gradient, if the loss reached it."""
+        """Return this rank's part of one gradient, or None if the loss did not reach it."""
         return self._parts.get(place) if place in self._reached else None
 
     def made(self, place: int) -> Tensor:
-        """Return the same, of a parameter that counts as reached from now on."""
+        """Return this rank's part of one gradient, zeros if the loss did not reach it."""
         buffer = self.allocate()
         self._reached |= {place}
         return self._parts.get(place, buffer[:0])
 
     def forget(self) -> None:
-        """Leave the part of a cut bucket to the next step."""
+        """Forget the reduced part of a cut bucket: the next step begins."""
         self._reached, self._earlier = frozenset(), None
 
     def _make_room(self) -> None:
-        """Set aside the part that is reduced already, where new gradients will lie."""
+        """Move the part that is already reduced out of the buffer, before new gradients come."""
         self.allocate()
         if self._reached and self._earlier is None:
             assert self.buffer is not None
@@ -231,7 +233,10 @@ class Bucket:
 def buckets_of_size(
     parameters: Sequence[nn.Parameter], bucket_bytes: int, shard: Axis
 ) -> Iterator[Bucket]:
-    """Cut the parameters into runs of one dtype and at most `bucket_bytes`, or one parameter."""
+    """Split the parameters into buckets of one dtype.
+
+    A bucket has at most `bucket_bytes`, unless it holds a single parameter.
+    """
     run: list[nn.Parameter] = []
     run_bytes = 0
     limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
@@ -249,12 +254,12 @@ def buckets_of_size(
 
 
 def own_part(flat: Tensor, shard: Axis) -> Tensor:
-    """Return this rank's part of a flat tensor, in its memory."""
+    """Return this rank's part of a flat tensor, as a view."""
     return flat.view(shard.size, -1)[shard.rank]
 
 
 def laid_out(flat: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    """Return a view of a flat tensor for each parameter, in its shape, one behind the other."""
+    """Return a view of a flat tensor for each parameter, in its shape, one after the other."""
     sizes = [parameter.numel() for parameter in parameters]
     used = flat[: sum(sizes)].split(sizes)  # type: ignore[no-untyped-call]
     return tuple(one.view(p.shape) for one, p in zip(used, parameters, strict=True))
@@ -270,7 +275,7 @@ def _dtypes(parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _spans(parameters: Sequence[nn.Parameter], low: int, high: int) -> Iterator[Span]:
-    """Yield what lies in low … high − 1 of parameters that are laid end to end."""
+    """Yield the spans of elements low … high − 1 of parameters that are laid end to end."""
     offset = 0
     for place, parameter in enumerate(parameters):
         first, last = max(low, offset), min(high, offset + parameter.numel())

@@ -1,4 +1,4 @@
-"""Turns the gradients of one rank into their mean over the data axis, by the bucket."""
+"""Averages the gradients of one rank over the data axis, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from autopar.runtime.model.parts import is_listed
 class GradientBuckets:
     """Reduces gradients over the data axis as soon as a bucket of them is complete.
 
-    It does what DistributedDataParallel does, without wrapping the module, and also where DDP
-    cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards that are split in
-    two (zero bubble) or cut into stages, parameters that the loss does not reach (they keep no
-    gradient, as on one device, so weight decay passes them by), means of which each rank gets a
-    part alone (ZeRO-1).
+    It does what DistributedDataParallel does, without wrapping the module. It also handles what DDP
+    cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards split into halves
+    (zero bubble) or stages, and means of which each rank gets a part (ZeRO-1). Parameters that the
+    loss does not reach keep no gradient, as on one device, so weight decay skips them.
     """
 
     def __init__(
@@ -36,11 +35,12 @@ class GradientBuckets:
         apart: Sequence[Collection[str]] = (),
         half: torch.dtype | None = None,
     ) -> None:
-        self.half = half  # the type that the parameters have while the module computes
+        self.half = half  # the parameters' dtype in forward and backward
         self.sync = True  # False while microbatches only accumulate
-        self.finishes_with_backward = True  # a pipeline stage ends the reduction itself
+        # False for a pipeline stage, which finishes the reduction itself
+        self.finishes_with_backward = True
         self.buckets: tuple[Bucket, ...] = ()
-        self.trainable: Mapping[str, nn.Parameter] = {}  # those that are watched
+        self.trainable: Mapping[str, nn.Parameter] = {}  # the parameters with hooks
         self.averaging = averaging
         self._bucket_bytes = bucket_bytes
         self._apart = apart
@@ -53,10 +53,10 @@ class GradientBuckets:
     def _begin(self, module: nn.Module) -> None:
         self._first_forward.remove()
         self.attach(module)
-        self.narrow()  # if no optimizer was built, which does so
+        self.narrow()  # if no optimizer was built, the parameters are still in fp32
 
     def attach(self, module: nn.Module) -> None:
-        """Watch the parameters that the module has now; the first call counts."""
+        """Register hooks on the parameters that the module has now; later calls do nothing."""
         if self._is_attached:
             return
         self._is_attached = True
@@ -66,7 +66,7 @@ class GradientBuckets:
                 parameter.grad_dtype = torch.float32
         if self.averaging.ranks == 1:
             return
-        # The backward meets the parameters about in reverse: the first full bucket leaves early.
+        # The backward reaches parameters roughly in reverse, so that the first bucket fills early.
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket
@@ -80,9 +80,9 @@ class GradientBuckets:
         self._reset()
 
     def narrow(self) -> dict[int, Tensor]:
-        """Give the watched parameters the 16 bits to compute in.
+        """Cast the parameters with hooks to their 16-bit dtype.
 
-        Return what they held in fp32, by their ids: the optimizer goes on from that.
+        Return their fp32 values by parameter id; the optimizer continues from these.
         """
         if self.half is None:
             return {}
@@ -94,16 +94,19 @@ class GradientBuckets:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The memory of the gradients, as far as there were any."""
+        """The memory of all gradients that exist."""
         return tuple(b.buffer for b in self.buckets if b.buffer is not None)
 
     def take_in(self) -> None:
-        """Move gradients that came past the hooks, as those of a split backward do, into place."""
+        """Move gradients that bypassed the hooks (of a split backward) into the buckets."""
         for bucket in self.buckets:
             bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
 
     def _watch(self, bucket: Bucket, place: int) -> None:
-        """Notice every new gradient; it moves into the bucket at once or with the whole bucket."""
+        """Register a hook for each gradient.
+
+        It moves into the bucket at once or with the whole bucket.
+        """
 
         def gradient_is_here(_: Tensor) -> None:
             if not self.sync:
@@ -118,14 +121,14 @@ class GradientBuckets:
         bucket.parameters[place].register_post_accumulate_grad_hook(gradient_is_here)  # type: ignore[no-untyped-call]
 
     def _queue_finish(self) -> None:
-        """Have the engine end the reduction when this backward is over."""
+        """Make autograd finish the reduction at the end of this backward."""
         if self.finishes_with_backward:
             self._finish_is_queued = True
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
 
     def _launch_what_is_complete(self) -> None:
-        """Start reductions in one order on all ranks, whatever order the gradients came in."""
+        """Start reductions of complete buckets, in the same order on all ranks."""
         while self._next_to_launch < len(self.buckets):
             bucket = self.buckets[self._next_to_launch]
             if bucket.missing > 0:
@@ -142,7 +145,7 @@ class GradientBuckets:
         bucket.coming = ComingMean(bucket.allocate(), self.averaging)
 
     def finish(self) -> None:
-        """Reduce what is left and wait; afterwards every gradient is the mean over the axis."""
+        """Reduce the remaining buckets and wait; then every gradient is the mean over the axis."""
         for bucket in self.buckets[self._next_to_launch :]:
             self._launch(bucket)
         for bucket in self.buckets:
@@ -162,7 +165,7 @@ class GradientBuckets:
 def _groups(
     parameters: Mapping[str, nn.Parameter], apart: Sequence[Collection[str]]
 ) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in the groups that share no bucket; what no group names is one more."""
+    """Yield the parameters in groups that share no bucket; parameters in no group form the last."""
     left = dict(parameters)
     for names in apart:
         taken = [name for name in left if is_listed(name, names)]

@@ -1,9 +1,8 @@
 """Gives a module data parallelism in place.
 
-Hands on to the layers of `fully_shard` what its hooks would keep from them.
-
-They gather parameters where a module is called, not where its forward is (`layer.forward(x)`), and
-they give it new dicts and lists: what a layer writes there for others would be lost.
+Also works around two limits of `fully_shard`. Its hooks gather parameters when a module is called,
+not when its forward is (`layer.forward(x)`). And they pass copies of dicts and lists to a layer, so
+that what the layer writes there is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_nam
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Have `module.forward(x)` do what `module(x)` does, with the containers that were given."""
-    own, given = module.forward, list[Any]()  # what a call was given, once the hooks have run
+    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's dicts and lists."""
+    own, given = module.forward, list[Any]()  # the arguments of a call, after the hooks have run
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(args, kwargs)]
@@ -47,7 +46,7 @@ def run_hooks(module: nn.Module) -> None:
 
 
 def _with_containers(given: Any, handed: Any) -> Any:
-    """Return what a layer is handed, in the dicts and lists that were given."""
+    """Return a layer's arguments, but with the caller's own dicts and lists."""
     if type(given) is not type(handed) or given is handed:
         return handed
     if isinstance(given, dict):
@@ -64,10 +63,9 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Give what takes the place of parameters in the body their classes and attributes.
+    """Copy classes and attributes of parameters to the tensors that replace them in the body.
 
-    Those that are sharded get them at once, for the optimizer; those that are gathered for a
-    forward get them before it.
+    Sharded parameters get them at once, for the optimizer. Gathered ones get them before a forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield
@@ -83,7 +81,7 @@ def _marked(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _Carrying:
-    """A hook that runs before a forward."""
+    """A forward pre-hook."""
 
     def __init__(self, originals: Mapping[str, Tensor]) -> None:
         self._originals = originals
@@ -99,18 +97,18 @@ def _carry(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
             setattr(made_like(parameter, original), _CARRIES, True)
 
 
-_CARRIES = "_autopar_carries"  # marks a parameter that has them
+_CARRIES = "_autopar_carries"  # marks a parameter that has its attributes
 
 
 def compute_in(
     module: nn.Module, half: torch.dtype, *, buffers: Collection[str], takes_received: bool
 ) -> None:
-    """Take floating inputs in 16 bits, and hold the named buffers so; others keep their types.
+    """Make a module take floating inputs in 16 bits, and cast the named buffers.
 
-    A rotary table that is rounded to bf16 is wrong by whole radians at far positions, and a moving
-    mean that is written in bf16 stands still. Parameters that learn are in fp32 for now, whatever
-    type they were built in: the optimizer takes that. A stage of a pipeline that `takes_received`
-    has in order what the stage before gave, in the types that it has there.
+    Other buffers keep their dtypes: a rotary table rounded to bf16 is off by whole radians at far
+    positions, and a moving mean in bf16 never changes. Trainable parameters are fp32 for now; the
+    optimizer copies them. A pipeline stage (`takes_received`) gets the tensors of the stage before
+    in their own dtypes.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
@@ -128,7 +126,7 @@ def compute_in(
 
 
 def narrow_frozen(module: nn.Module, half: torch.dtype) -> None:
-    """Hold in 16 bits the parameters that do not learn: no optimizer needs more of them."""
+    """Cast frozen parameters to 16 bits: no optimizer needs more."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = _cast(parameter.data, half)
@@ -153,21 +151,20 @@ def wrap(
 ) -> nn.Module:
     """Give a module data parallelism in place and return it; names stay as they are.
 
-    zero 0 and 1: whole parameters, gradients averaged by the bucket. With zero 1 each rank of
-    mesh.shard gets its part of every bucket, and the optimizer steps that (`build_optimizer`).
-    `apart` names parameters whose gradients are summed over other axes as well: ranks that sum must
-    have the same parts, so what one entry names shares no bucket with others.
+    zero 0 and 1: whole parameters, gradients averaged bucket by bucket. With zero 1 each rank of
+    mesh.shard gets its part of every bucket, and the optimizer steps that part (`build_optimizer`).
+    `apart` names parameters whose gradients are also summed over other axes. The ranks of such a
+    sum must have the same parts, so the parameters of one entry share no bucket with others.
 
-    zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica; `units` (the layers) are
-    gathered one by one, the rest with the module itself. zero 3 frees a unit's gathered parameters
-    after its forward and its backward, zero 2 after the last backward of a step (`set_last`). A
-    unit that is small beside the largest one (a norm) goes with the module: a message of its own
-    would cost its latency.
+    zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica. `units` (the layers) are
+    gathered one by one, all other parameters with the module itself. zero 3 frees a unit's gathered
+    parameters after its forward and its backward; zero 2 frees them after the last backward of a
+    step (`set_last`). A small unit (a norm) is gathered with the module: its own message would
+    mostly cost latency.
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
-    copy in fp32. Parameters that learn stay in fp32 until `build_optimizer` has taken that. Buffers
-    keep their types, but for those that `half_buffers` names. compress: gradients travel in 16
-    bits.
+    copy in fp32. Trainable parameters stay in fp32 until `build_optimizer` has copied them. Buffers
+    keep their dtypes, except those in `half_buffers`. compress: gradients are sent in 16 bits.
     """
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
     if compute_dtype is torch.float32:
@@ -180,12 +177,13 @@ def wrap(
         widen_norms(module)
     if zero >= 2 and mesh.data.size > 1:
         _lay_in_order(module)
-        # Planning has found who writes into what layers return, and has these return no views.
+        # The planner found the layers whose outputs others write to, and these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(
             param_dtype=half,
             reduce_dtype=wire_dtype or (None if half is None else torch.float32),
-            cast_forward_inputs=False,  # a layer may be given fp32: angles of a rotary embedding
+            # a layer may need fp32 inputs, such as angles of a rotary embedding
+            cast_forward_inputs=False,
         )
         with carried_marks(module):
             _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
@@ -209,15 +207,15 @@ def _averaging(mesh: Mesh, *, zero: int, wire_dtype: torch.dtype | None) -> Aver
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
-    """Return what averages the gradients of a wrapped module; None where fully_shard does."""
+    """Return the buckets of a wrapped module, or None if fully_shard averages."""
     return getattr(module, "gradient_buckets", None)
 
 
 def set_last(module: nn.Module, is_last: bool) -> None:
-    """Say whether the next backward is the last one of a step; it is, unless told otherwise.
+    """Say whether the next backward is the last one of a step (the default).
 
-    zero 0 and 1 average the gradients with the last one. zero 2 keeps the parameters gathered until
-    then. Others leave nothing to the end.
+    zero 0 and 1 average gradients in the last one. zero 2 frees the gathered parameters after it.
+    zero 3 does not need to know.
     """
     buckets = buckets_of(module)
     if buckets is not None:
@@ -245,7 +243,7 @@ def _shard(
     shared = _shared_parameters(module)
     for child in reversed(list(module.modules())):
         if id(child) not in chosen or shared.intersection(map(id, child.parameters())):
-            continue  # a weight that two modules share must lie in one unit: the outermost
+            continue  # a weight shared by two modules must belong to one unit: the outermost
         fully_shard(
             child,
             mesh=device_mesh,
@@ -253,36 +251,36 @@ def _shard(
             mp_policy=policy,
         )
         run_hooks(child)
-    # The backward begins with what the module itself holds: it would be gathered again at once.
+    # The backward starts with the module's own parameters, so freeing them would gather them again.
     fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 def _large(units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Leave out units that have less than a tenth of the elements of the largest."""
+    """Return the units that have at least a tenth of the largest one's elements."""
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     return [unit for unit, size in zip(units, sizes, strict=True) if 10 * size >= max(sizes)]
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the data axis as fully_shard wants it: (shard) or, with copies, (replica, shard)."""
+    """Return the data axis in fully_shard's form: (shard), or with copies (replica, shard)."""
     names = ("replica", "shard") if mesh.replica.size > 1 else ("shard",)
     return mesh.device_mesh[names if len(names) > 1 else names[0]]
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of parameters that have more than one name, as those of a shared module do."""
+    """Return the ids of parameters that have more than one name."""
     places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in places.items() if count > 1}
 
 
 def _lay_in_order(module: nn.Module) -> None:
-    """Lay out row by row what was built otherwise (channels_last), as fully_shard wants it."""
+    """Make parameters contiguous (channels_last ones too), as fully_shard requires."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 def _widen(module: nn.Module) -> None:
-    """Hold in fp32 what was built in 16 bits altogether; what is mixed on purpose stays."""
+    """Cast a model built entirely in 16 bits to fp32; a model of mixed dtypes stays."""
     own = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if own and own.issubset(HALF_DTYPES):
         module.to(torch.float32)

@@ -1,4 +1,4 @@
-"""The loss of a model over the rows of a dataset that it is not trained on.
+"""The loss of a model over the rows of an evaluation dataset.
 
 Scripts import from here; files import from each other.
 """

@@ -1,4 +1,4 @@
-"""The exact loss over a dataset, while nothing of the training moves."""
+"""Computes the exact loss over a dataset, without changing the state of the training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Have a model evaluate: without dropout, by running statistics, without gradients."""
+    """Put a model into evaluation: no dropout, running statistics, no gradients."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()
@@ -36,9 +36,9 @@ def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[Non
 
 @contextmanager
 def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Have a model compute what it does in training, but for gradients and random numbers.
+    """Make a model compute as in training, but without gradients and random numbers.
 
-    Batch norms go by their running statistics: those of a batch would need the rows of all ranks.
+    Batch norms use their running statistics: those of a batch would need the rows of all ranks.
     """
     with untouched(parts, mesh, seed), Undrawn():
         for part in parts:
@@ -49,9 +49,9 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 
 @contextmanager
 def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Leave a model as it is, and random states: modes and buffers are put back.
+    """Restore a model's modes and buffers and the random states afterwards.
 
-    There are no gradients. What is drawn for rows is the same each time.
+    There are no gradients inside. Random numbers drawn for rows are the same each time.
     """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     modes = [(module, module.training) for part in parts for module in part.modules()]
@@ -72,7 +72,7 @@ def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[Non
 
 
 def _reshard(parts: Sequence[nn.Module]) -> None:
-    """Free gathered parameters: without a backward, fully_shard leaves some of them there."""
+    """Free gathered parameters: without a backward, fully_shard keeps some of them."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -80,11 +80,11 @@ def _reshard(parts: Sequence[nn.Module]) -> None:
 
 
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
-Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbatches, in their order
+Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # from microbatches, in order
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
-    """Return a microbatch alone: each mean that its loss adds up counts once, as in plain code."""
+    """Return one microbatch with weights as in plain code: each mean of the loss counts once."""
     if terms is None:
         return batch
     return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
@@ -92,7 +92,7 @@ def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What an evaluation has found."""
+    """The result of an evaluation."""
 
     loss: float
     metrics: Mapping[str, float]
@@ -101,12 +101,12 @@ class Evaluated:
 
 
 def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
-    """Return what computes the losses of microbatches one after the other."""
+    """Return a function that computes the losses of microbatches one after the other."""
     return partial(map, loss)
 
 
 def with_gradients(losses: Losses) -> Losses:
-    """Return what computes losses of a model that takes gradients itself, or has hooks on them."""
+    """Compute losses with autograd on, for a model that takes gradients itself or has hooks."""
 
     @torch.enable_grad()
     def computed(batches: Iterable[Batch]) -> Iterator[Tensor]:
@@ -117,19 +117,19 @@ def with_gradients(losses: Losses) -> Losses:
 
 
 def evaluates_after(step: int, options: Namespace) -> bool:
-    """Whether the options want an evaluation after a step: after every so many, and the last."""
+    """Whether the options ask for an evaluation after a step: every N steps, and after the last."""
     every = options.eval_every
     return bool(every) and (step % every == 0 or step == options.steps)
 
 
 class Evaluation:
-    """The loss over a dataset, as one process would find it that has all of its rows at once.
+    """The loss over a dataset, equal to that of one process with all rows in one batch.
 
-    Each microbatch weighs by its rows, or by the `targets` that its mean counts; where a loss adds
-    several means up, each of those weighs by its own count among the `terms`. `divisor` tells by
-    what the loss divides where so much counts. A loss that is a sum is told as that of a step of
-    the training, which has so many `microbatches` on all data ranks together. `metrics` are means
-    of what is made of the outputs of the model.
+    A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
+    these. If the loss adds several means, each is weighted by its own count among the `terms`.
+    `divisor` maps a count to what the loss divides by. A loss that is a sum is scaled to a training
+    step, which has `microbatches` on all data ranks together. `metrics` are means over values
+    computed from the model's outputs.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class Evaluation:
         self._losses, self._parts, self._rows = losses, parts, rows
         self._targets, self._terms, self._divisor = targets, terms, divisor
         self._microbatches, self._measure = microbatches, metrics
-        self._all_terms: Tensor | None = None  # their counts of all rows
+        self._all_terms: Tensor | None = None  # counts over all rows
 
     def is_due(self, step: int) -> bool:
         """Whether the model is to be evaluated after a step."""
         return self._rows is not None and evaluates_after(step, self._rows.options)
 
     def rehearse(self) -> None:
-        """Measure one microbatch: what metrics() cannot do is told before anything is trained."""
+        """Evaluate one microbatch, so that a fault in metrics() shows before the training."""
         if self._rows is None or self._measure is None:
             return
         metrics = RowMetrics(self._measure, self._rows.mesh)
@@ -165,10 +165,10 @@ class Evaluation:
             metrics.add(self._rows.whole(given), times)
 
     def run(self) -> Evaluated:
-        """Evaluate the model as it is; its training goes on as if nothing had been."""
+        """Evaluate the model; the training continues unaffected."""
         assert self._rows is not None
         if self._rows.mesh.device.type == "cuda":
-            torch.cuda.synchronize()  # what is left to do is of the training
+            torch.cuda.synchronize()  # pending work belongs to the training's time
         begun = time.perf_counter()
         metrics = RowMetrics(self._measure, self._rows.mesh)
         with self._untouched(self._rows, metrics):
@@ -200,13 +200,13 @@ class Evaluation:
             weight += once(count, times)
             metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
-        total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
+        total *= rows.mesh.pipeline.size  # only the last pipeline rank has losses
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
-        """Yield each microbatch, how often its rows are there, what the model is given, its loss.
+        """Yield each microbatch, how often its rows are repeated, the model's inputs, and its loss.
 
-        A pipeline reads several before it has the loss of the first.
+        A pipeline reads several microbatches before it has the loss of the first.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
@@ -220,7 +220,7 @@ class Evaluation:
             yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
-        """Return how much of a microbatch its mean counts."""
+        """Return a microbatch's weight in the mean."""
         if self._targets is None:
             return torch.tensor(rows.dealer.size)
         return self._targets(Exact(batch))
@@ -228,8 +228,8 @@ class Evaluation:
     def _weighed(self, batch: Batch, rows: EvaluationRows) -> Batch:
         """Return a microbatch with a weight for each mean that its loss adds up.
 
-        The microbatch weighs by its rows, and all of them are rows.count: over all microbatches,
-        each mean is to weigh by count ÷ the counts of all rows.
+        The whole loss is weighted by rows / rows.count. Each mean should be weighted by its count
+        over all counts, so its own weight is the quotient of the two.
         """
         if self._terms is None or self._all_terms is None:
             return batch
@@ -241,5 +241,5 @@ class Evaluation:
 
 
 def _parts_of(rows: EvaluationRows) -> float:
-    """Return how many microbatches all rows make up, each row once."""
+    """Return how many microbatches the rows make, without repetitions."""
     return rows.count / rows.dealer.size

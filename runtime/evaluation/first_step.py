@@ -33,12 +33,12 @@ from autopar.runtime.weights.filling import in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 
-# By how much a loss may differ from that of plain PyTorch, as a share of it. Both have the same
-# weights and no random numbers: what differs is the order of sums, and where results are rounded.
-# In 32 bits sums of thousands of terms are rounded, in tens of layers: some hundred roundings; and
-# models that compute in 64 may round to 32 where they ask for it. With 16 bits, sums are made in
-# 32 and each layer rounds what it hands on, up or down: in a mean over all targets little of that
-# is left, and one rounding in 8 bits is twenty times as much as was seen.
+# The largest relative difference between a loss and that of plain PyTorch. Both use the same
+# weights and no random numbers; they differ by the order of sums and by roundings. In fp32, sums of
+# thousands of terms over tens of layers make some hundred roundings, and a model that computes in
+# fp64 may round to fp32 somewhere. In 16 bits, sums are made in fp32 and each layer rounds its
+# output; in a mean over all targets this mostly cancels. One 16-bit rounding (8 bits of mantissa)
+# is twenty times the largest difference seen.
 _FULL = 500 * torch.finfo(torch.float32).eps
 ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
     {
@@ -52,16 +52,19 @@ ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Plainly:
-    """The functions of a model file that make a loss on one device."""
+    """The functions of a model file that compute a loss on one device."""
 
     new_model: Callable[[], nn.Module]
     new_batch: Example
-    new_loss: Callable[[Any, Batch], Tensor] | None = None  # absent where the model returns it
-    half_buffers: Collection[str] = ()  # that a training in 16 bits has so
+    new_loss: Callable[[Any, Batch], Tensor] | None = None  # None if the model returns its loss
+    half_buffers: Collection[str] = ()  # names of buffers that a 16-bit training casts
     needs_gradients: bool = False  # the model takes some itself, or has hooks on them
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a model, which is called with what its forward names of the batch."""
+        """Return the loss of a model.
+
+        It is called with the batch's entries that its forward takes.
+        """
         plain = {k: v for k, v in self.new_batch(1).items() if not isinstance(v, Tensor)}
         every = {**batch, **plain}
         parameters = inspect.signature(model.forward).parameters.values()
@@ -75,7 +78,7 @@ class Plainly:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlainLoss:
-    """A loss in plain PyTorch, and how long that took; or why there is none."""
+    """A loss in plain PyTorch and its time, or why it could not be computed."""
 
     loss: float = 0.0
     build_seconds: float = 0.0
@@ -101,10 +104,10 @@ def first_step_checked(
     own: Collection[str] = (),
     rows: int = 0,
 ) -> Iterator[Weighed]:
-    """Return `data`; leave where the loss of its first microbatch is not that of plain PyTorch.
+    """Return `data`; exit if the first microbatch's loss differs from plain PyTorch's.
 
-    Rank 0 computes that. `terms` counts the targets of each mean that a loss adds up; of the keys
-    in `own` the ranks of `rows_over` have read their part of so many `rows` each.
+    Rank 0 computes the loss in plain PyTorch. `terms` counts the targets of each mean in the loss.
+    The ranks of `rows_over` have read only their part of the `rows` for the keys in `own`.
     """
     if mesh.is_dry_run:
         return data
@@ -117,7 +120,8 @@ def first_step_checked(
     if mesh.rank == 0:
         found = _found(plainly, {**batch, **rest}, options, mesh)
         torch.cuda.empty_cache()
-    is_counted = mesh.data.rank == mesh.tensor.rank == 0  # of a pipeline the last stage has it
+    # in a pipeline, the last stage has the loss
+    is_counted = mesh.data.rank == mesh.tensor.rank == 0
     told = [
         ours.double() if is_counted else torch.zeros_like(ours, dtype=torch.float64),
         torch.tensor(found.loss, dtype=torch.float64, device=ours.device),
@@ -140,7 +144,7 @@ def first_step_checked(
 
 
 def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
-    """Leave where two losses differ by more than their type allows."""
+    """Exit if two losses differ by more than their dtype allows."""
     allowed = ALLOWED[dtype] * max(1.0, abs(plain))
     if abs(script - plain) <= allowed or (script != script and plain != plain):
         return
@@ -154,7 +158,7 @@ def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
 
 
 def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _PlainLoss:
-    """Compute a loss in plain PyTorch; that this fails is no fault of the script."""
+    """Compute a loss in plain PyTorch; a failure here is not an error of the script."""
     begun = time.perf_counter()
     try:
         model = _built(plainly, options, mesh)
@@ -172,7 +176,7 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _P
 
 
 def _built(plainly: Plainly, options: Namespace, mesh: Mesh) -> nn.Module:
-    """Return the whole model as the training begins, with parameters of the type of that."""
+    """Return the whole initial model, with parameters of the training's dtype."""
     model = plain_model(plainly.new_model, seed=options.seed)
     if options.weights is not None:
         files, may_lack = options.weights.files, options.weights.may_lack

@@ -1,4 +1,4 @@
-"""What metrics() is given, and the mean of what it returns."""
+"""The outputs passed to metrics(), and the means of its results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from autopar.runtime.ranks.user_code import told
 
 
 def once(found: Tensor, times: int) -> Tensor:
-    """Return what rows add up to that are there so many times; 0 times, they add nothing."""
+    """Scale sums over rows that are repeated so many times; 0 times gives 0."""
     return found / times if times else torch.zeros_like(found)
 
 
 def over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum over data ranks of what is the same on the other axes."""
+    """Return the sum over data ranks of a tensor that is equal along the other axes."""
     every = summed(own, mesh.world) if mesh.world.size > 1 else own
     return every / (mesh.tensor.size * mesh.pipeline.size)
 
 
 class Outputs(dict[str, Any]):
-    """A dataclass, or what a model of a library returns.
+    """A model output: a dataclass, or the output class of a library.
 
-    An entry is found by its name, as an attribute, and by its place among those that are not None.
+    Entries are found by name, by attribute, and by index among those that are not None.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -48,15 +48,15 @@ class Outputs(dict[str, Any]):
 
 
 def named_outputs(**values: Any) -> Any:
-    """Return a namedtuple with the names and values of the model's own."""
+    """Return a namedtuple with the model's own names."""
     return namedtuple("NamedOutputs", values)(**values)
 
 
 class Absent:
-    """Stands where the code of a script has nothing of what the model returns.
+    """A placeholder for outputs that a script does not compute.
 
-    That is what the loss does not depend on, or an object that no trace sees into. Metrics that use
-    it end the script with a message.
+    These are outputs that the loss does not depend on, or objects that a trace does not see into.
+    Metrics that use one end the script with a message.
     """
 
     def __init__(self, place: str) -> None:
@@ -65,7 +65,7 @@ class Absent:
     def _leave(self, *_: Any, **__: Any) -> NoReturn:
         refuse(
             f"metrics() of the model file uses {self._place}, which this script does not compute: "
-            "its code has what the loss depends on, where the loss is computed",
+            "it computes only what the loss depends on",
             fix="compute it in metrics() from the other outputs, or plan without tensor and "
             "pipeline ranks (--pin tp=1 --pin pp=1)",
         )
@@ -75,7 +75,7 @@ class Absent:
 
     @classmethod
     def __torch_function__(cls, *given: Any, **_: Any) -> NoReturn:
-        """Leave where torch is given what is absent."""
+        """Exit if a torch function gets the placeholder."""
         next(one for one in tree_iter(given) if isinstance(one, cls))._leave()
 
 
@@ -87,24 +87,24 @@ for _name in (
     setattr(Absent, f"__{_name}__", Absent._leave)
 
 
-ATTRIBUTE = "for_metrics"  # of a part of the model, set where its forward returns the loss alone
+ATTRIBUTE = "for_metrics"  # set on a model part whose forward returns only the loss
 Measure: TypeAlias = Callable[[Any, Batch], Mapping[str, Tensor]]
 
 
 class RowMetrics:
-    """The metrics of one evaluation: of each, the mean of its elements, however many a row has.
+    """The metrics of one evaluation: for each, the mean over all elements of all rows.
 
-    Without a `measure` there are none. In a pipeline the ranks of the last stage alone measure.
+    Without `measure` there are none. In a pipeline only the last stage measures.
     """
 
     def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
         self._measure, self._mesh = measure, mesh
-        self._outputs: list[Any] = []  # of the last microbatch, where this rank has them
-        self.sums: dict[str, Tensor] = {}  # of the elements, and how many they are
+        self._outputs: list[Any] = []  # of the last microbatch, if this rank computes them
+        self.sums: dict[str, Tensor] = {}  # sum of the elements, and their number
 
     @contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Take what the model returns, or what a forward that returns the loss has set aside."""
+        """Capture the model's outputs, or those that a forward returning the loss has stored."""
 
         def take(part: nn.Module, _: Any, returned: Any) -> None:
             found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []
@@ -119,7 +119,7 @@ class RowMetrics:
                 handle.remove()
 
     def add(self, batch: Batch, times: int) -> None:
-        """Add the microbatch that the model has just seen, whose rows are there so many times."""
+        """Add the microbatch that the model has just seen; its rows are repeated so many times."""
         if self._measure is None or not self._outputs:
             return
         with told("metrics() of the model file", self._measure):
@@ -129,7 +129,7 @@ class RowMetrics:
         if fault is not None:
             refuse(fault[0], fix=fault[1])
         for name, value in found.items():
-            # On the device, where they are summed over the ranks: numpy leaves them on the CPU.
+            # metrics() may use numpy, which returns to the CPU; ranks sum on the device.
             elements = value.to(self._mesh.device, torch.float64)
             own = torch.stack([elements.sum(), elements.new_full((), value.numel())])
             self.sums[name] = self.sums.get(name, 0) + once(own, times)
@@ -145,7 +145,7 @@ class RowMetrics:
         return dict(zip(names, (sums / counts).tolist(), strict=True))
 
     def _names(self) -> Sequence[str]:
-        """Return the names of the metrics, which in a pipeline not all ranks know."""
+        """Return the names of the metrics; in a pipeline only the last stage knows them."""
         if self._measure is None or self._mesh.pipeline.size == 1:
             return [*self.sums]
         known: list[Any] = [None] * self._mesh.pipeline.size
@@ -154,7 +154,7 @@ class RowMetrics:
 
 
 def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, str] | None:
-    """Return why no mean over all rows can be taken of metrics, and what to do; None where it can.
+    """Return why metrics have no mean over all rows and how to mend it, or None.
 
     `like` are the names of an earlier batch.
     """

@@ -1,10 +1,9 @@
-"""Deals the rows of an evaluation, so that each counts once.
+"""Deals the rows of an evaluation to data ranks, so that each row counts once.
 
-Deals the rows of a dataset to data ranks: each row counts once, and all ranks are as long at it.
-
-A microbatch always has the rows that the plan has for it. Those at the end of a dataset that do not
-fill one are repeated: of 5 rows with 4 to a microbatch, the last one stands in it four times. Where
-every row is there as often as the others, their mean is what it was.
+All ranks get the same number of microbatches, and each microbatch has the size of the plan. The
+last rows of a dataset may not fill one, and are repeated: of 5 rows with 4 to a microbatch, the
+last one fills a microbatch four times. All rows of it are repeated equally often, so their mean is
+unchanged.
 """
 
 from __future__ import annotations
@@ -49,10 +48,11 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealer:
-    """Gives each data rank its microbatches of a dataset, one of all ranks after another.
+    """Gives each data rank its microbatches of a dataset, one block of all ranks after another.
 
-    `each` are the rows of a microbatch of every data rank. A dealer that `fills` repeats rows where
-    too few are left; another leaves these out, as it must where rows meet each other.
+    `each` is the number of rows in a microbatch, for each data rank. A dealer with `fills` repeats
+    the last rows if they do not fill a block. Without it they are dropped, as is needed for a model
+    that mixes rows of a batch.
     """
 
     each: Sequence[int]
@@ -70,9 +70,9 @@ class Dealer:
         return self.each[self.rank]
 
     def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
-        """Yield this rank's microbatches, and how often each of its rows is there.
+        """Yield this rank's microbatches, and how often each row is repeated.
 
-        One that fills up the time in which other ranks have rows is there 0 times.
+        While other ranks still have rows, a rank without any gets a microbatch repeated 0 times.
         """
         left = iter(rows)
         while block := list(islice(left, self.block)):
@@ -83,7 +83,7 @@ class Dealer:
                 yield from self._filled(block)
 
     def _filled(self, block: Sequence[Row]) -> Iterator[tuple[list[Row], int]]:
-        """Yield this rank's microbatches of too few rows, as many as any other rank has."""
+        """Yield this rank's microbatches of the last block, as many as any other rank has."""
         pieces, start = [], 0
         for size in self.each:
             stop = min(start + size, len(block))
@@ -95,7 +95,7 @@ class Dealer:
 
 
 def _pieces(rows: Sequence[Row], size: int) -> Iterator[tuple[Sequence[Row], int]]:
-    """Cut rows so that each piece fills a microbatch of this size some whole number of times."""
+    """Split rows into pieces whose length divides the microbatch size."""
     while rows:
         most = min(size, len(rows))
         length = next(one for one in range(most, 0, -1) if size % one == 0)
@@ -104,7 +104,7 @@ def _pieces(rows: Sequence[Row], size: int) -> Iterator[tuple[Sequence[Row], int
 
 
 MAKER = "build_eval_dataset"
-MOST_STREAMED = 10**6  # rows without numbers, which are held in memory
+MOST_STREAMED = 10**6  # rows of a stream, which are held in memory
 
 
 def read_evaluation(
@@ -119,10 +119,10 @@ def read_evaluation(
     own: Collection[str] = (),
     fills: bool = True,
 ) -> EvaluationRows | None:
-    """Return the rows that a model is evaluated on; None where it is not to be evaluated.
+    """Return the rows for evaluation, or None if there is no evaluation.
 
-    Ranks of `rows_over` read a share of a microbatch each, and gather all of it but `own`. Where
-    rows meet (not `fills`), those at the end that do not fill a microbatch are left out.
+    Ranks of `rows_over` read a share of a microbatch each, and gather all keys except `own`. If the
+    model mixes rows (not `fills`), the last rows that do not fill a microbatch are dropped.
     """
     if not options.eval_every or options.data == "synthetic" or mesh.is_dry_run:
         return None
@@ -141,7 +141,7 @@ def read_evaluation(
         return EvaluationRows(rows, stacked, dealer, share, options, mesh, rows_over, own)
     rows = RawRows(dataset, seed=options.seed)
     batch_of = Collated(collate, columns_of(example), share, seed=options.seed)
-    every = slice(dealer.size)  # rows are as long as the longest of their microbatch
+    every = slice(dealer.size)  # collating pads to the longest row of the microbatch
     return EvaluationRows(rows, batch_of, dealer, every, options, mesh, rows_over, own)
 
 
@@ -158,12 +158,12 @@ def _built(new_dataset: Callable[[], Any]) -> Any:
             f"{MAKER}() streams more than {MOST_STREAMED:,} rows, and a stream is held in memory",
             fix="let it end earlier, or give it __len__ and __getitem__",
         )
-    is_streamed(rows, maker=MAKER)  # leaves where there are none
+    is_streamed(rows, maker=MAKER)  # exits if there are none
     return rows
 
 
 def _tell_left(rows: int, dealer: Dealer, mesh: Mesh) -> None:
-    """Say how many rows are left out as they fill no batch; leave where none would be left."""
+    """Print how many rows are dropped; exit if none would be left."""
     met = f"whose rows meet in batches of {dealer.block}"
     if rows < dealer.block:
         refuse(
@@ -176,12 +176,12 @@ def _tell_left(rows: int, dealer: Dealer, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """The rows that a model is evaluated on, and how this rank reads its microbatches of them."""
+    """The rows for evaluation, and how this rank reads its microbatches."""
 
     rows: RawRows
     batch_of: Callable[[list[Any]], Batch]
     dealer: Dealer
-    read: slice  # of a microbatch
+    read: slice  # the part of a microbatch that this rank reads
     options: Namespace
     mesh: Mesh
     rows_over: Axis
@@ -189,12 +189,12 @@ class EvaluationRows:
 
     @property
     def count(self) -> int:
-        """How many rows there are, but for those that are left out."""
+        """How many rows there are, without dropped ones."""
         rows = len(self.rows)
         return rows if self.dealer.fills else rows - rows % self.dealer.block
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's microbatches, and how often each of their rows is there."""
+        """Yield this rank's microbatches, and how often their rows are repeated."""
         mesh = self.mesh
         sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
         loader = DataLoader(
@@ -209,20 +209,20 @@ class EvaluationRows:
             yield from zip(agreed(iter(loader), sharers, mesh.device), times, strict=True)
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return a microbatch as the model takes it: on its device, with all rows that it needs."""
+        """Return a microbatch as the model takes it: on its device, with all rows it needs."""
         batch = to_device(batch, self.mesh, self.options.dtype)
         if self.rows_over.size == 1:
             return batch
         return gathered_rows(batch, self.own, self.rows_over, rows=self.dealer.size)
 
     def whole(self, batch: Batch) -> Batch:
-        """Return a microbatch with all rows, of what the model needs its own of, too."""
+        """Return a microbatch with all rows, also for keys of which each rank reads its own."""
         own = {key: batch[key] for key in self.own}
         return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
 
 
 class _Places(Sampler[list[RowPlace]]):
-    """The places of what this rank reads of each of its microbatches, in the dataset's order."""
+    """The positions of this rank's rows, in the dataset's order."""
 
     def __init__(self, of: EvaluationRows) -> None:
         self.of = of

@@ -1,4 +1,4 @@
-"""The modules that a rank holds, and the classes that they take.
+"""The modules that a rank holds, and their classes.
 
 Scripts import from here; files import from each other.
 """

@@ -1,4 +1,4 @@
-"""Tensors that modules hold beside parameters and buffers, and memory that they share."""
+"""Finds tensors that modules hold as plain attributes, and memory that parameters share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from autopar.runtime.tensor.shards import has_own_ops, put_into
 
-REGISTERED = ("_parameters", "_buffers", "_modules")  # found under their names
-OF_PLANS = ("torch.distributed.", "autopar.")  # modules whose objects a plan has hung on a model
+# dicts of modules whose tensors are found by name
+REGISTERED = ("_parameters", "_buffers", "_modules")
+# prefixes of modules whose objects belong to a plan, not to the user's model
+OF_PLANS = ("torch.distributed.", "autopar.")
 
-Change: TypeAlias = Callable[[str, Tensor], Tensor]  # given the attribute under which it was found
+# takes the attribute in which the tensor was found, and the tensor
+Change: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
 def replace_held(model: nn.Module, change: Change) -> None:
-    """Replace each tensor that hangs on a module as an attribute of any kind.
+    """Replace each tensor that a module holds in a plain attribute.
 
-    Lists, tuples, mappings, closures and plain objects are looked into, and modules that lie in
-    those. Parameters and buffers of the model itself stay, and so does what fully_shard holds.
+    Lists, tuples, mappings, closures and plain objects are searched, and modules inside them. The
+    model's own parameters and buffers stay, and so do tensors of fully_shard.
     """
     modules = dict(model.named_modules())
     registered = (vars(module)[name].values() for module in modules.values() for name in REGISTERED)
@@ -35,10 +38,10 @@ def replace_held(model: nn.Module, change: Change) -> None:
 
 
 def move_held(model: nn.Module, device: torch.device) -> None:
-    """Put those tensors on a device; each stays the object that it was."""
+    """Move those tensors to a device; each stays the same object."""
 
     def moved(_: str, tensor: Tensor) -> Tensor:
-        if tensor.device.type not in (device.type, "meta"):  # on meta: of layers of other ranks
+        if tensor.device.type not in (device.type, "meta"):  # meta: a layer of another rank
             put_into(tensor, tensor.detach().to(device))
         return tensor
 
@@ -46,16 +49,16 @@ def move_held(model: nn.Module, device: torch.device) -> None:
 
 
 class _ObjectWalk:
-    """One walk over objects, each of which is met once."""
+    """A walk over objects that visits each of them once."""
 
     def __init__(self, change: Change, seen: dict[int, Any]) -> None:
         self.attribute = ""
         self._change = change
-        self._seen = seen  # what an object is replaced by, by its id
-        self._kept: list[Any] = []  # lest an id is used again
+        self._seen = seen  # the replacement of each object, by its id
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
 
     def replaced(self, value: Any) -> Any:
-        """Return what stands in the place of a value: itself, where it is no tensor or tuple."""
+        """Return the replacement of a value: the value itself, unless it is a tensor or a tuple."""
         if id(value) in self._seen:
             return self._seen[id(value)]
         self._seen[id(value)] = value
@@ -97,7 +100,7 @@ class _ObjectWalk:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # not set yet
+            except ValueError:  # an empty closure cell
                 continue
             new = self.replaced(value)
             if new is not value:
@@ -109,9 +112,9 @@ def _is_of_plan(one: Any) -> bool:
 
 
 def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield names of parameters, each with what shares memory with it and is another object.
+    """Yield pairs of names: a parameter, and another object that shares memory with it.
 
-    Training moves both in plain PyTorch. Here each part of a model has memory of its own.
+    In plain PyTorch, training changes both. Under a plan each has memory of its own.
     """
     parameters = {name: one for name, one in model.named_parameters() if _lies_in_memory(one)}
     others = list(parameters.items()) + list(model.named_buffers())
@@ -136,7 +139,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a storage have an element in common."""
+    """Whether two tensors of one storage have an element in common."""
     if one is other or not one.numel() or not other.numel():
         return False
     size = one.untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""The modules of a rank: their names, their classes, and the parts that it has of them."""
+"""The modules of a rank: their names, their classes, and the shards that the rank holds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
-OUTERMOST = "_autopar_recomputes"  # marks an instance whose forward stays before its classes
+OUTERMOST = "_autopar_recomputes"  # marks an instance whose own forward wraps that of its classes
 
 
 def class_with_forward(module: nn.Module) -> type[nn.Module]:
-    """Return a class whose forward is the module's, which may have been assigned to it alone.
+    """Return a class whose forward is the module's, even if it was assigned to the instance.
 
-    `self.forward = self.forward_train` in an __init__ would come before any class that the module
-    takes. Here it goes into a class, and a subclass comes before it. The forward of a module that
-    runs again stays where it is: it asks for that of the class when it runs.
+    `self.forward = self.forward_train` in an __init__ would hide the forward of any class that the
+    module takes. Here that function becomes the forward of a class, which a subclass can override.
+    The forward of a recomputed module stays on the instance, because it calls the class's forward.
     """
     kind = type(module)
     if OUTERMOST in module.__dict__ or "forward" not in module.__dict__:
@@ -46,7 +46,7 @@ def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
 
 
 def starred(name: str) -> tuple[str, ...]:
-    """Put stars in the place of some of the numbers between dots, of few of them first.
+    """Yield the name with stars in place of some of its numbers, fewest stars first.
 
     "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
     """
@@ -60,7 +60,7 @@ def starred(name: str) -> tuple[str, ...]:
 
 
 def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Give every name what the table has for it, or for it with stars; leave the others out."""
+    """Look up each name in the table, itself or with stars; names without an entry are left out."""
     found = (
         (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
     )
@@ -68,26 +68,26 @@ def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Tell whether a name is in a list, as it is or with stars."""
+    """Whether a list has a name, itself or with stars."""
     return name in listed or any(one in listed for one in starred(name))
 
 
 def keep_apart(module: nn.Module) -> None:
-    """Have a module (a layer) work on copies of the tensors that it is given, and return no views.
+    """Make a module (a layer) copy the tensors it is given, and return no views.
 
-    A forward that runs again wants its inputs as they were, and what fully_shard hands to a module
-    must not be written to; where others write to a view of a result, its hooks are lost. The
-    instance takes a subclass of its class: parameters, buffers and names stay as they are.
+    A recomputed forward needs its inputs unchanged, and inputs from fully_shard must not be written
+    to. Writing to a view of an output would drop the output's hooks. The instance takes a subclass
+    of its class: parameters, buffers and names stay as they are.
     """
     kind = class_with_forward(module)
     module.__class__ = type(f"Apart{kind.__name__}", (_Apart, kind), {})
 
 
 class _Apart(nn.Module):
-    """A module whose tensors nobody else writes to, nor it to those of others."""
+    """A module that writes to no tensor of others, and whose outputs others may write to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the module's class does."""
+        """Run the forward of the module's class."""
         args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         return tree_map_only(Tensor, _owned, super().forward(*args, **kwargs))
 
@@ -98,7 +98,7 @@ def _owned(result: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A size in the shape of a crossing: so many times the rows of the microbatch that crosses."""
+    """A size that is a multiple of the microbatch's rows."""
 
     times: int = 1
 
@@ -111,17 +111,18 @@ ROWS = Rows()
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A tensor that one pipeline stage gives to the next: the whole one, and how it is split."""
+    """A tensor that one pipeline stage sends to the next: its whole shape, and how it is split."""
 
     shape: tuple[int | Rows, ...]
     split: Split | None = None
-    dtype: torch.dtype | None = None  # None: that of the training
+    dtype: torch.dtype | None = None  # None: the training's dtype
     has_gradient: bool = True
 
     def described(self, tensor: Axis, dtype: torch.dtype, *, rows: int = 1) -> Tensor:
-        """Return the tensor that this rank sends or receives; it has no memory."""
+        """Return the tensor that this rank sends or receives, on the meta device."""
         sizes = (one.times * rows if isinstance(one, Rows) else one for one in self.shape)
-        shape = [max(size, 0) for size in sizes]  # `h - 4` before h is known
+        # sizes may be negative while lengths are unknown, as in `h - 4`
+        shape = [max(size, 0) for size in sizes]
         if self.split is not None:
             shape[self.split.dim] = local_size(self.split.parts, tensor)
         dtype = self.dtype or dtype
@@ -129,7 +130,7 @@ class Crossing:
 
     @property
     def length(self) -> int | None:
-        """How long the dim is that is split, where that may vary: one of single elements."""
+        """The whole length of the split dim, if it varies between batches; else None."""
         parts = self.split.parts if self.split is not None else ()
         return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else None
 
@@ -139,10 +140,10 @@ Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A pipeline stage: the model's class there, what it holds, what it gives to the next.
+    """A pipeline stage: the model's class there, its modules, and the tensors it sends.
 
-    What it gives is a function of the batch where its lengths vary from one to another.
-    `bounds` are the numbers in which stages of one class differ: their first layer, and its end.
+    The sent tensors are a function of the batch if their lengths vary. `bounds` are the numbers
+    that differ between stages of one class: the first layer, and the end of the range.
     """
 
     kind: type[nn.Module]
@@ -151,7 +152,7 @@ class StagePart:
     bounds: Mapping[str, int] = field(default_factory=dict)
 
     def taken_from(self, model: nn.Module, tensor: Axis) -> nn.Module:
-        """Turn a model on the meta device into this stage of it; every name stays as it is."""
+        """Reduce a model on the meta device to this stage; names stay as they are."""
         take_class(model, self.kind, tensor)
         model.__dict__.update(self.bounds)
         keep_only(model, self.holds)
@@ -159,12 +160,12 @@ class StagePart:
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of all parameters and buffers, every alias of a tied one."""
+    """Return the names of all parameters and buffers, including every alias of a tied one."""
     return tuple(place.name for place in places(model))
 
 
 def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
-    """Let modules take subclasses of their classes, and tell them of the tensor axis.
+    """Give modules subclasses of their classes, and the tensor axis as an attribute.
 
     In the modules' names * stands for the number of a layer.
     """
@@ -175,14 +176,14 @@ def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tenso
 
 
 def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
-    """Let a module take a subclass of its class, and tell it of the tensor axis.
+    """Give a module a subclass of its class, and the tensor axis as an attribute.
 
-    The forward of the subclass computes what the module's own hooks compute: they are dropped.
+    The subclass's forward includes what the module's own hooks compute, so the hooks are removed.
     """
     if not issubclass(kind, type(module)):
         raise TypeError(f"{kind.__name__} is no kind of {type(module).__name__}")
     module.__class__ = kind
-    module.__dict__.pop("forward", None)  # one of its own, in whose place that of the class comes
+    module.__dict__.pop("forward", None)  # an instance's own forward would hide the class's
     begins = begins_anew(module)
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
@@ -192,10 +193,10 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
 
 
 def keep_only(model: nn.Module, held: Collection[str]) -> None:
-    """Let go of all parameters and buffers but those that are held, or lie in what is held.
+    """Remove all parameters and buffers, except those named in `held` or inside a module there.
 
-    Modules stay, so that names and positions in lists are those of the whole model. A module that
-    stands in several places is held where one of them is.
+    The modules stay, so that names and positions in lists are those of the whole model. A module
+    with several names is kept if one of them is.
     """
     found = list(places(model))
     note_ties(model, found)
@@ -208,19 +209,19 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
 
 
 def is_held(name: str, held: Collection[str]) -> bool:
-    """Whether a name, or a module that it is in, is among some."""
+    """Whether `held` has a name, or a module that contains it."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
 
 
 def freeze(model: nn.Module, names: Collection[str]) -> None:
-    """Have parameters of these names, or in modules of these names, learn nothing."""
+    """Stop gradients for parameters with these names, or in modules with these names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_held(name, names):
             parameter.requires_grad_(False)
 
 
 def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules of these names that hold something."""
+    """Return the modules with these names that have parameters or buffers."""
     modules = [model.get_submodule(name) for name in names]
     return [module for module in modules if any(True for _ in places(module))]

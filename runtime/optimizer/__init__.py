@@ -1,4 +1,4 @@
-"""Clipping, and the step of what a rank holds.
+"""Gradient clipping, and the optimizer step on a rank's shards.
 
 Scripts import from here; files import from each other.
 """

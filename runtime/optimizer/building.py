@@ -1,4 +1,4 @@
-"""Builds a rank's optimizer and its schedule: the model file's, or the usual ones."""
+"""Builds a rank's optimizer and schedule: the model file's, or AdamW with warm-up and cosine."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from autopar.runtime.tensor.shards import made_like
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 
-MODEL, NAMED = "model", "named_parameters"  # names of the one argument that ask for these
+MODEL, NAMED = "model", "named_parameters"  # argument names with a special meaning
 
 
 def asked_by(factory: OptimizerFactory) -> str:
-    """Return the name of the one argument of a build_optimizer."""
+    """Return the name of build_optimizer's one argument."""
     return next(iter(inspect.signature(factory).parameters), "")
 
 
 def made_optimizer(
     factory: OptimizerFactory, parts: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
 ) -> Optimizer:
-    """Call a factory with what the name of its argument asks for, of what this rank holds.
+    """Call a factory with the argument that it names, restricted to this rank's modules.
 
-    `stepped` are the parameters that learn. A stage without any is given one that holds nothing.
-    Leaves where the factory fails, or returns what no script can step.
+    `stepped` are the trainable parameters. A stage without any passes an empty parameter. Exits if
+    the factory fails, or returns something that no script can step.
     """
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
     with told(name, factory):
@@ -63,7 +63,7 @@ def made_optimizer(
 
 
 def fault_of_optimizer(optimizer: Any) -> str:
-    """Return what no script can step an optimizer for; "" where there is nothing."""
+    """Return why no script can step an optimizer, or ""."""
     if not isinstance(optimizer, Optimizer):
         return f"returns a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
     counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
@@ -86,14 +86,14 @@ def _called(
 
 
 class _Together(nn.Module):
-    """The stages of a rank as one module: each has names of the whole model."""
+    """The stages of a rank as one module, with names of the whole model."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
         self._parts = tuple(parts)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all stages; what none of them holds has no parameters."""
+        """Yield the modules of all stages; those of other ranks have no parameters."""
         for part in self._parts:
             yield from part.named_modules(*args, **kwargs)
 
@@ -112,10 +112,10 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> AdamW:
-    """Build AdamW that decays matrices, but neither norms nor biases.
+    """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A parameter has as many dims on every rank as in the model. Pieces of it take its place in its
-    group later.
+    A parameter has the same number of dims on every rank as in the model. Shards replace it in its
+    parameter group later.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
@@ -124,11 +124,11 @@ def adamw(
 
 
 def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: int, final: float) -> LambdaLR:
-    """Build a schedule: linearly up to the optimizer's rates, then down along a cosine.
+    """Build a schedule: linear warm-up to the optimizer's rates, then cosine decay.
 
-    The last of the `steps` has `final` times the highest rate. The warm-up takes a tenth of the
-    steps at most. Each rate follows from the number of the step and of all `steps` alone: a
-    training that goes on with more steps has the rates of one that had so many from the start.
+    The last of the `steps` has `final` times the highest rate. The warm-up takes at most a tenth of
+    the steps. Each rate depends only on the step and on `steps`. A training that is resumed with
+    more steps has the rates of one that had as many from the start.
     """
     warmup = min(warmup, steps // 10)
 
@@ -141,7 +141,7 @@ def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: int, final: float
     return LambdaLR(optimizer, factor)
 
 
-# They read a parameter as a matrix (or all parameters as one vector): a slice of it says nothing.
+# These treat a parameter as a matrix, or all parameters as one vector: a slice is not enough.
 NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
 
 
@@ -153,18 +153,18 @@ def build_optimizer(
     mesh: Mesh,
     lr: float | None = None,
 ) -> Optimizer:
-    """Build an optimizer so that it steps what this rank holds of the modules.
+    """Build an optimizer that steps this rank's shards of the modules.
 
-    Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
-    is given pieces in their place: fp32 masters and flat slices of plain tensors. Masters hold what
-    the constructor or the file has: parameters are rounded to 16 bits here, after the factory has
-    seen them in fp32. Gradients reach the pieces before a step and new values leave them after it;
-    schedulers and param_groups are the user's own, and so are learning rates where no `lr` takes
-    the place of all.
+    The optimizer gets pieces in place of parameters that are 16-bit or sharded, or with ZeRO-1:
+    fp32 master weights and flat slices, all plain tensors. Masters have the values of the
+    constructor or the file: the factory sees parameters in fp32, and they are rounded to 16 bits
+    afterwards. Before a step gradients are copied to the pieces; after it new values are copied
+    back. Schedulers and param_groups stay the user's own. `lr`, if given, replaces all learning
+    rates.
     """
     parameters = {id(one): one for part in model_parts for one in part.parameters()}
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    # A stage of frozen layers steps nothing, and torch refuses an optimizer of nothing.
+    # torch refuses an optimizer without parameters; a stage of frozen layers has none.
     stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
     optimizer = made_optimizer(factory, model_parts, stepped)
     _prefer_fused(optimizer)
@@ -184,7 +184,7 @@ def _use_pieces(
     zero: int,
     mesh: Mesh,
 ) -> None:
-    """Have the optimizer step pieces where it cannot step the parameters themselves."""
+    """Replace parameters by pieces in the optimizer, where it cannot step them directly."""
     shards_states = zero == 1 and mesh.shard.size > 1
     masters = {} if shards_states else _narrowed(model_parts)
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
@@ -203,7 +203,7 @@ def _use_pieces(
 
 
 def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Give parameters the 16 bits to compute in; return what they held in fp32, by their ids."""
+    """Cast parameters to 16 bits; return their fp32 values by parameter id."""
     masters: dict[int, Tensor] = {}
     for part in model_parts:
         buckets = buckets_of(part)
@@ -227,7 +227,7 @@ def _flat_shards(model_parts: Sequence[nn.Module]) -> tuple[FlatShard, ...]:
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Have the optimizer step this rank's parts, and gather what it made of them."""
+    """Make the optimizer step this rank's parts, and all-gather the new values."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 
@@ -244,10 +244,10 @@ def _step_shards(
 
 
 def _lay_gradients_like_parameters(optimizer: Optimizer, *_: Any) -> None:
-    """Copy gradients that lie in memory in another order than their parameters.
+    """Copy gradients whose memory order differs from their parameter's.
 
-    torch's fused kernels walk both from the first byte to the last: the gradient of a convolution
-    over channels-last pictures would reach the wrong weights (torch 2.13, AdamW and SGD on a CPU).
+    torch's fused kernels walk both from the first byte to the last, so that the gradient of a
+    channels-last convolution would update the wrong weights (torch 2.13, AdamW and SGD on a CPU).
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
@@ -261,10 +261,10 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """Take the fused kernel where the user left the choice to torch.
+    """Use the fused kernel unless the user chose one.
 
-    On a CPU core AdamW is 3.4 times faster so than by torch's choice (a loop): 4.7 ms against 16 ms
-    for 100 layers of width 256; the values agree to the last bits.
+    On a CPU core, fused AdamW takes 4.7 ms and torch's default (a loop) 16 ms, for 100 layers of
+    width 256; the values agree to the last bits.
     """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return
@@ -279,7 +279,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
 def _exchange(
     optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[ParameterPiece]
 ) -> None:
-    """Put the pieces in the place of the parameters, and keep the two in step."""
+    """Replace parameters by pieces in the optimizer, and keep the two in sync."""
     note_pieces(optimizer, pieces)
     by_parameter: dict[int, list[ParameterPiece]] = {}
     for piece in pieces:
@@ -312,25 +312,25 @@ def _exchange(
                 parameter.grad.zero_()
 
     first = optimizer.register_step_pre_hook(take_gradients)
-    # The user's own hooks are to find gradients: ours comes before them.
+    # The user's own hooks expect gradients, so ours runs first.
     optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(give_values)
-    # The gradients that a step leaves behind are the parameters', not the pieces'.
+    # zero_grad must clear the parameters' gradients, not the pieces'.
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 SchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 _NAME = "build_scheduler() of the model file"
-_REHEARSING_SECONDS = 2.0  # at most: a schedule of a million steps takes longer
+_REHEARSING_SECONDS = 2.0  # limit for trying out a schedule; a million steps take longer
 
 
 def build_scheduler(
     factory: SchedulerFactory, optimizer: Optimizer, *, steps: int, mesh: Mesh
 ) -> LRScheduler:
-    """Build a schedule; leave where that fails, now or in one of so many steps.
+    """Build a scheduler; exit if that fails, or if any of its steps does.
 
-    The first rank tries that on an optimizer that holds nothing.
+    The first rank tries all steps on an optimizer without values.
     """
     with told(_NAME, factory):
         scheduler = factory(optimizer)
@@ -339,14 +339,14 @@ def build_scheduler(
         refuse(found, fix="return a schedule of steps, as those of torch.optim.lr_scheduler")
     if mesh.rank == 0 and not mesh.is_dry_run:
         with kept_numbers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer is not stepped
+            warnings.simplefilter("ignore")  # about an optimizer that is not stepped
             _rehearse(factory, optimizer, steps)
     return scheduler
 
 
 def _rehearse(factory: SchedulerFactory, optimizer: Optimizer, steps: int) -> None:
     scheduler: Any = None
-    with suppress(Exception):  # a schedule may need more of an optimizer than its settings
+    with suppress(Exception):  # a scheduler may read more from an optimizer than its settings
         scheduler = factory(_settings_of(optimizer))
     if scheduler is None:
         return
@@ -365,7 +365,7 @@ def _rehearse(factory: SchedulerFactory, optimizer: Optimizer, steps: int) -> No
 
 
 def _settings_of(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the settings of another one, and parameters without numbers."""
+    """Return an optimizer with the same settings, whose parameters have no values."""
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [nn.Parameter(torch.empty(0))]}

@@ -1,4 +1,4 @@
-"""Parts of parameters in fp32, which optimizers step in their place."""
+"""fp32 or sharded pieces of parameters, which optimizers step in place of the parameters."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Bucket, Span, lai
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.ranks.transport import started_gather
 
-_PIECES = "stepped_pieces"  # where an optimizer has what it steps in place of parameters
+_PIECES = "stepped_pieces"  # the attribute of an optimizer that holds its pieces
 
 
 class ParameterPiece(Protocol):
-    """What the optimizer steps in place of a parameter: a part of it, in fp32."""
+    """A tensor that the optimizer steps in place of a parameter: a part of it, in fp32."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Whose piece it is."""
+        """The parameter that this is a piece of."""
 
     @property
     def target(self) -> nn.Parameter:
-        """What the optimizer sees: in the memory of `place`, or its fp32 copy."""
+        """The optimizer's tensor: a view of `place`, or an fp32 copy of it."""
 
     @property
     def place(self) -> Tensor:
-        """The parameter's own memory that this piece stands for, where it lies now."""
+        """The part of the parameter's current memory that this is a piece of."""
 
     def take_gradient(self) -> None:
-        """Let the target see the parameter and its gradient, uncopied where the dtypes agree."""
+        """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
 
     def slice(self, whole: Tensor) -> Tensor:
-        """Return the piece's part of a tensor that is shaped like the parameter."""
+        """Return this piece's part of a tensor with the parameter's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalPiece:
-    """All that this rank holds of a parameter."""
+    """A whole local parameter (shard) of this rank."""
 
     parameter: nn.Parameter
     target: nn.Parameter
 
     @property
     def place(self) -> Tensor:
-        """The parameter's own memory that this piece stands for, where it lies now.
+        """The part of the parameter's current memory that this is a piece of.
 
-        Before the first forward fully_shard moves shards that are smaller than others, to pad them.
+        Before the first forward, fully_shard moves shards to pad them to one size.
         """
         return local_tensor(self.parameter).detach()
 
     def take_gradient(self) -> None:
-        """Let the target see the parameter and its gradient, uncopied where the dtypes agree."""
+        """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
         place = self.place
         if place.dtype == self.target.dtype:
             self.target.data = place
@@ -68,23 +68,23 @@ class LocalPiece:
         self.target.grad = held if held.dtype == self.target.dtype else held.to(self.target.dtype)
 
     def slice(self, whole: Tensor) -> Tensor:
-        """Return the piece's part of a tensor that is shaped like the parameter."""
+        """Return this piece's part of a tensor with the parameter's shape."""
         return local_tensor(whole)
 
 
 def note_pieces(optimizer: Optimizer, pieces: Sequence[ParameterPiece]) -> None:
-    """Remember what an optimizer steps in place of parameters."""
+    """Store an optimizer's pieces."""
     optimizer.__dict__[_PIECES] = tuple(pieces)
 
 
 def pieces_of(optimizer: Optimizer) -> tuple[ParameterPiece, ...] | None:
-    """Return what an optimizer steps in place of parameters; None where it steps these."""
+    """Return an optimizer's pieces, or None if it steps parameters."""
     pieces: tuple[ParameterPiece, ...] | None = optimizer.__dict__.get(_PIECES)
     return pieces
 
 
 def state_of(piece: ParameterPiece, value: Any) -> Any:
-    """Return the piece's part of a state that the optimizer made when it was built."""
+    """Return this piece's part of a state that the optimizer created with the parameter."""
     if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():
         return piece.slice(value).to(piece.target.dtype, copy=True)
     return value
@@ -93,7 +93,7 @@ def state_of(piece: ParameterPiece, value: Any) -> Any:
 def local_pieces(
     parameters: Iterable[nn.Parameter], masters: Mapping[int, Tensor]
 ) -> tuple[LocalPiece, ...]:
-    """Return a piece per parameter: its local shard, or the fp32 master that its id has."""
+    """Return one piece per parameter: its local shard, or the fp32 master with its id."""
     pieces = []
     for parameter in parameters:
         place = local_tensor(parameter.detach())
@@ -105,16 +105,16 @@ def local_pieces(
 
 
 def target_of(place: Tensor, held: Tensor) -> nn.Parameter:
-    """Return a parameter in the memory of a tensor, or where it is 16-bit an fp32 one of its own.
+    """Return a parameter that shares a tensor's memory, or an fp32 copy if that is 16-bit.
 
-    `held` are the numbers of the latter, which may be more exact than those of the tensor.
+    The copy has the values of `held`, which may be more exact than the tensor's.
     """
     is_half = place.dtype in HALF_DTYPES
     return nn.Parameter(held.to(torch.float32, copy=True) if is_half else place)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that this rank holds of a tensor."""
+    """Return a tensor's local plain tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -129,17 +129,17 @@ class FlatPiece:
     span: Span
 
     def take_gradient(self) -> None:
-        """Let the target see its gradient, which has its dtype."""
+        """Point the target's .grad to the gradient, which has the same dtype."""
         self.target.grad = self.bucket.held_at(self.span.place)
 
     def slice(self, whole: Tensor) -> Tensor:
-        """Return the piece's part of a tensor that is shaped like the parameter."""
+        """Return this piece's part of a tensor with the parameter's shape."""
         return whole.reshape(-1)[self.span.start : self.span.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """The parameters of a bucket, laid out as their gradients are, and what this rank steps."""
+    """The flattened parameters of a bucket, laid out like their gradients, and this rank's part."""
 
     bucket: Bucket
     buffer: Tensor
@@ -147,29 +147,29 @@ class FlatShard:
 
 
 def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
-    """Move the parameters of every bucket into a flat buffer, cut as their gradients are.
+    """Move the parameters of every bucket into a flat buffer, cut like their gradients.
 
-    The cut goes through parameters, so every rank holds the same share of the states to the
-    element; optimizers that work element by element do not notice.
+    Cuts may go through parameters, so that all ranks have equally many optimizer states. An
+    optimizer that works element by element gives the same result.
     """
     return tuple(_flat_shard(bucket, buckets.half) for bucket in buckets.buckets)
 
 
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
-    """Bring every rank's new values to all ranks."""
+    """All-gather the new values of every rank's part."""
     works = [started_gather(s.buffer, s.bucket.shard) for s in shards]
     for work in filter(None, works):
         work.wait()
 
 
 def forget_gradients(shards: Iterable[FlatShard]) -> None:
-    """Leave the gradients' memory to the next step."""
+    """Let the next step reuse the gradients' memory."""
     for shard in shards:
         shard.bucket.forget()
 
 
 def _flat_shard(bucket: Bucket, half: torch.dtype | None) -> FlatShard:
-    """Lay the parameters of a bucket end to end, in 16 bits where the module computes in these."""
+    """Flatten the parameters of a bucket into one buffer, 16-bit if the module computes in that."""
     first = bucket.parameters[0]
     buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=first.device)
     spans = {span.place: span for span in bucket.spans}

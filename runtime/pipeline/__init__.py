@@ -1,4 +1,4 @@
-"""Stages under torch's schedules.
+"""Pipeline stages under torch's schedules.
 
 Scripts import from here; files import from each other.
 """

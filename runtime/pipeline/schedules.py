@@ -1,10 +1,8 @@
-"""Runs microbatches through the stages: torch's schedules, or forward only.
+"""Runs microbatches through the stages: with torch's schedules, or forward only.
 
-Turns microbatches into their losses by the stages of all ranks, without backwards or a schedule.
-
-In turns of the same length, each rank runs the last of its stages that has a microbatch to run. So
-ranks of several stages are as busy as those of one; one microbatch after the other, all ranks but
-one would wait.
+Forward only: in rounds of equal length, each rank runs the last of its stages that has a microbatch
+ready. Ranks with several stages are then as busy as those with one. If microbatches went through
+one after the other, all ranks but one would wait.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 
 Batch = Mapping[str, Any]
-_TOGETHER = 8  # microbatches for each rank that are read at once
+_TOGETHER = 8  # microbatches per rank that are read at once
 
 
 def losses_through(stages: Sequence[Stage], batches: Iterable[Batch]) -> Iterator[Tensor]:
-    """Yield the loss of each microbatch where the last stage is, and zero on other ranks."""
+    """Yield the loss of each microbatch on the last stage's rank, and zeros on other ranks."""
     first, left = stages[0], iter(batches)
     ranks = tuple(first.stage_index_to_group_rank[n] for n in range(first.num_stages))
     while some := list(islice(left, _TOGETHER * first.group_size)):
@@ -49,7 +47,7 @@ def losses_through(stages: Sequence[Stage], batches: Iterable[Batch]) -> Iterato
 
 
 class ForwardKind(Enum):
-    """What a rank does with a microbatch on a stage."""
+    """An action of a rank with one microbatch on one stage."""
 
     RUN = "run the stage"
     SEND = "send what it has made to the next stage"
@@ -58,7 +56,7 @@ class ForwardKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardAction:
-    """What a rank does next."""
+    """The next action of a rank."""
 
     kind: ForwardKind
     stage: int
@@ -67,16 +65,16 @@ class ForwardAction:
 
 @lru_cache(maxsize=8)
 def orders(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[ForwardAction, ...], ...]:
-    """Return what each rank does, for stages that lie on these ranks.
+    """Return the actions of each rank, from the rank of each stage.
 
-    Who sends has the other ask for it at the same place: two ranks tell their group of all messages
-    in one order, in which nccl moves them.
+    A send and its receive are at the same place of both lists, so that two ranks start all messages
+    of their group in the same order, as nccl needs.
     """
     found: list[list[ForwardAction]] = [[] for _ in range(max(rank_of) + 1)]
-    made = [0] * len(rank_of)  # how many microbatches each stage has run
+    made = [0] * len(rank_of)  # microbatches that each stage has run
     while made[-1] < microbatches:
         runs = {
-            rank_of[stage]: stage  # the last one that can
+            rank_of[stage]: stage  # a rank runs the last of its stages that can run
             for stage, own in enumerate(made)
             if own < (microbatches if stage == 0 else made[stage - 1])
         }
@@ -93,13 +91,13 @@ def orders(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[ForwardAc
 
 @dataclass(slots=True)
 class _Message:
-    """Tensors on their way to another rank, or from there."""
+    """Tensors that are being sent to another rank, or received."""
 
     tensors: Sequence[Tensor]
     works: Sequence[Any]
 
     def waited(self) -> Sequence[Tensor]:
-        """Return the tensors, once they have come."""
+        """Wait for the tensors, and return them."""
         for work in self.works:
             work.wait()
         return self.tensors
@@ -107,7 +105,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _MicrobatchesUnderWay:
-    """Some microbatches on their way through the stages of this rank."""
+    """Microbatches that are passing through this rank's stages."""
 
     stages: Sequence[Stage]
     batches: Sequence[Batch]
@@ -116,7 +114,7 @@ class _MicrobatchesUnderWay:
     sent: list[_Message] = field(default_factory=list)
 
     def losses(self, actions: Iterable[ForwardAction]) -> Iterator[Tensor]:
-        """Do what is this rank's; yield the losses in the order of the microbatches."""
+        """Perform this rank's actions; yield losses in the order of the microbatches."""
         own = {stage.stage_index: stage for stage in self.stages}
         for one in actions:
             stage, place = own[one.stage], (one.stage, one.microbatch)
@@ -136,21 +134,21 @@ class _MicrobatchesUnderWay:
             yield from (torch.zeros((), device=stage.device) for _ in self.batches)
 
     def _given(self, place: tuple[int, int]) -> Sequence[Tensor]:
-        """Return what a stage gets, from another rank or from this one."""
+        """Return the inputs of a stage, received or from this rank."""
         if place in self.coming:
             return self.coming.pop(place).waited()
         stage, microbatch = place
         return self.made.pop((stage - 1, microbatch), ())
 
     def _sent(self, message: _Message) -> None:
-        """Hold what is sent until it has been received; the oldest is waited for."""
+        """Keep sent tensors until they are received; at most a few are pending."""
         self.sent.append(message)
         if len(self.sent) > 2 * self.stages[0].group_size:
             self.sent.pop(0).waited()
 
 
 def _moved(function: Any, tensors: Sequence[Tensor], stage: Stage, offset: int) -> _Message:
-    """Begin to send tensors to the rank of another stage, or to receive them from there."""
+    """Start sending tensors to the rank of another stage, or receiving from it."""
     rank = stage.stage_index_to_group_rank[stage.stage_index + offset]
     assert stage.group is not None
     peer, group = dist.get_global_rank(stage.group, rank), stage.group_with(rank)
@@ -162,10 +160,10 @@ __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """How torch runs a schedule.
+    """How torch runs a kind of schedule.
 
-    Neighbours have groups of their own where a message that waits would hold up others: 1F1B waits
-    for each message at once, and sends both ways in one batch.
+    Neighbours get process groups of their own if a waiting message would block others. 1F1B needs
+    none: it waits for each message at once, and sends both ways in one batch.
     """
 
     torch_class: type[PipelineScheduleSingle | PipelineScheduleMulti]
@@ -187,7 +185,7 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Return which stages a rank holds: round robin, or down and up again for the V."""
+    """Return the stages of a rank: round robin, or for V schedules down and up again."""
     if kind == "zero-bubble-v":
         return (rank, 2 * ranks - 1 - rank)
     return tuple(rank + ranks * turn for turn in range(per_rank))
@@ -201,7 +199,7 @@ def stage_at(
     *,
     dtype: torch.dtype,
 ) -> Stage:
-    """Make a module the stage of this index among parts that tell what each gives to the next."""
+    """Turn a module into a pipeline stage; `parts` has the shapes that each stage sends."""
 
     around = parts[max(index - 1, 0) : index + 1]
 
@@ -220,7 +218,7 @@ def stage_at(
         )
 
     has_lengths = any(callable(part.gives) for part in around)
-    of_rows = lru_cache(partial(shapes_of, {}))  # which all microbatches share, but for a few
+    of_rows = lru_cache(partial(shapes_of, {}))  # few microbatches differ in rows
 
     def shapes(batch: Mapping[str, Any]) -> Shapes:
         rows = len(next(iter(batch.values())))
@@ -239,13 +237,13 @@ def stage_at(
 
 
 def _follows_rows(part: StagePart) -> bool:
-    """Whether the shapes of what a stage gives are told by the rows of a microbatch."""
+    """Whether the rows of a microbatch determine the shapes that a stage sends."""
     gives = () if callable(part.gives) else part.gives
     return any(isinstance(size, Rows) for one in gives for size in one.shape)
 
 
 class _Unknown(Mapping[str, Tensor]):
-    """A batch before there is one: its tensors have no known sizes, and all of them are 1."""
+    """A stand-in for a batch whose sizes are unknown; all of them are 1."""
 
     def __getitem__(self, key: str) -> Tensor:
         return torch.empty((1,) * 9, device="meta")
@@ -264,8 +262,8 @@ def build_schedule(
 ) -> Pipeline:
     """Build the schedule `kind` over this rank's stages, in order.
 
-    Stages of one rank may not share a parameter (each would average its gradient): give each a copy
-    and tie them with `TiedWeights`.
+    Stages of one rank must not share a parameter, because each would average its gradient. Give
+    each a copy, and tie the copies with `TiedWeights`.
     """
     _check_disjoint(stages)
     if kind not in KINDS:
@@ -304,12 +302,12 @@ class Pipeline:
         *,
         scale: float = 1.0,
     ) -> Tensor:
-        """Run forward and backward of one step; return the sum of the weighted losses here.
+        """Run forward and backward of one step; return the sum of this rank's weighted losses.
 
-        Each microbatch goes to every stage as keyword arguments, whatever its values are; its
-        weight multiplies its loss. Only the last stage has losses. Gradients are summed over the
-        microbatches and averaged over the data axis; they, and they alone, come out `scale` times
-        as great, which keeps small ones from vanishing in fp16.
+        Each microbatch goes to every stage as keyword arguments. Its weight multiplies its loss;
+        only the last stage has losses. Gradients are summed over the microbatches and averaged over
+        the data axis. `scale` multiplies the gradients only, so that small ones do not vanish in
+        fp16.
         """
         device = self.stages[0].device
         wide = [torch.as_tensor(weight, dtype=torch.float64) for weight in weights]
@@ -331,12 +329,12 @@ class Pipeline:
         return scale_loss(torch.stack(losses).detach(), factors).sum()
 
     def losses_of(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-        """Yield the losses of microbatches that are evaluated; zeros where no last stage is."""
+        """Yield the losses of evaluated microbatches; zeros on ranks without the last stage."""
         return losses_through(self.stages, batches)
 
 
 def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:
-    """Return what the last stage gives; `Stage` weighs it."""
+    """Return the output of the last stage; `Stage` applies the weight."""
     return output[0]
 
 
@@ -354,10 +352,11 @@ def _check_disjoint(stages: Sequence[Stage]) -> None:
 
 
 def _split_backward_of(stage: Stage, kind: str) -> None:
-    """Have a stage run its backwards in halves.
+    """Make a stage split its backwards into halves.
 
-    These look the parameters up by their autograd nodes, which sharding renews, and hide their
-    gradients from the hooks that would reduce them: both would stay whole to the last microbatch.
+    The halves look parameters up by their autograd nodes, which sharding replaces, and their
+    gradients bypass the hooks that reduce them. Parameters and gradients would stay whole to the
+    last microbatch.
     """
     if isinstance(stage.submod, FSDPModule):
         raise RuntimeError(

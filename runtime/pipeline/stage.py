@@ -33,7 +33,7 @@ class Tie:
     """One parameter under all its names, and the pipeline ranks that hold it."""
 
     names: tuple[str, ...]
-    stages: tuple[int, ...]  # pipeline ranks in ascending order; the first one owns it
+    stages: tuple[int, ...]  # pipeline ranks in ascending order; the first one owns the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Copy:
 
 
 class TiedWeights:
-    """The ties of a model, seen from this pipeline stage.
+    """The tied weights of a model, seen from this pipeline stage.
 
-    Holders exchange messages directly, so stages between them have no part in it, and all sum in
-    the order of the stages, so the copies stay equal to the bit.
+    The holders of a tied weight exchange messages directly, without the stages between them. All of
+    them sum in the order of the stages, so that the copies stay bitwise equal.
     """
 
     def __init__(self, mesh: Mesh, model_parts: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
@@ -65,7 +65,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Give every copy the owner's values."""
+        """Copy the owner's values to every copy."""
         for tie, copies in self._held:
             values = self._swapped(tie, local(copies[0].parameter.detach()))
             for copy in copies:
@@ -73,9 +73,9 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients, each rank of what it holds of them.
+        """Sum the gradients of all copies, each rank for the part that it holds.
 
-        Under ZeRO-1 that is the same part on all stages if the tie is `apart` (see wrap()).
+        Under ZeRO-1 all stages hold the same part if the tie is in `apart` (see wrap()).
         """
         for tie, copies in self._held:
             gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
@@ -83,7 +83,7 @@ class TiedWeights:
                 mine = sum(gradients[1:], start=gradients[0])
                 first, *others = self._swapped(tie, mine)
                 total = first.clone()
-                for other in others:  # one by one: an embedding is large
+                for other in others:  # one by one, because an embedding is large
                     total.add_(other)
                 for gradient in gradients:
                     gradient.copy_(total)
@@ -111,7 +111,7 @@ def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[Copy]:
     for part in model_parts:
         for name in tie.names:
             module, _, attribute = name.rpartition(".")
-            with suppress(AttributeError):  # another stage's layer
+            with suppress(AttributeError):  # a layer of another stage
                 parameter = part.get_submodule(module)._parameters.get(attribute)
                 if parameter is not None:
                     found.setdefault(id(parameter), Copy(part, parameter))
@@ -121,15 +121,15 @@ def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[Copy]:
 
 
 def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
-    """Describe one tensor that crosses a cut, for one microbatch; it has no memory."""
+    """Describe a tensor that is sent between stages for one microbatch, on the meta device."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What crosses a stage's borders for one microbatch, and how long the dims of its shares are.
+    """The shapes that a stage receives and sends for one microbatch.
 
-    These shapes are a rank's own; `lengths` are of whole dims of what is received.
+    The shapes are this rank's own. `lengths` are the whole lengths of split dims that it receives.
     """
 
     received: Sequence[torch.Size]
@@ -150,11 +150,11 @@ def stage_of(
     sends: Sequence[Tensor],
     shapes: ShapesOf | None = None,
 ) -> Stage:
-    """Make a module (wrapped for data parallelism already) the stage `index` of `stages`.
+    """Turn a module (already wrapped for data parallelism) into stage `index` of `stages`.
 
     Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
-    of the tensors to send; the last one returns the loss. `cut(…)` describes each tensor, so no
-    forward is run to find out; `shapes` tells those of a microbatch where they vary.
+    of tensors to send; that of the last stage returns the loss. `cut(…)` describes each tensor, so
+    that no forward is run to find shapes. `shapes` returns those of one microbatch if they vary.
     """
     refuse_earlier_torch()
     return Stage(
@@ -171,8 +171,8 @@ def stage_of(
 class Stage(TorchStage):
     """A pipeline stage whose tensors have known shapes.
 
-    torch's own finds shapes by running the model, looks through all that a batch holds, and leaves
-    the gradients of a split backward (zero bubble) unreduced under DDP.
+    torch's own class finds shapes by running the model, searches batches for tensors that need
+    gradients, and does not reduce the gradients of a split backward (zero bubble) under DDP.
     """
 
     def __init__(
@@ -192,18 +192,19 @@ class Stage(TorchStage):
             stages,
             mesh.device,
             input_args=receives,
-            output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
+            output_args=sends or (torch.empty((), device="meta"),),  # the loss of the last stage
             group=mesh.pipeline.group,
         )
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # of what is received
+        self._sized: Sequence[Shapes] = ()  # the received shapes, by microbatch
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
-        self._answered = 0  # the microbatch whose backward runs
+        self._answered = 0  # the microbatch whose backward is running
         self.mesh = mesh
-        self.neighbours: Mapping[int, dist.ProcessGroup] = {}  # groups of two, by the other's rank
+        # groups of two, by the pipeline rank of the other
+        self.neighbours: Mapping[int, dist.ProcessGroup] = {}
         self.splits_backward = False
         self._split_backward = SplitBackward(module)
         self._buckets: GradientBuckets | None = buckets_of(module)
@@ -211,10 +212,10 @@ class Stage(TorchStage):
             self._buckets.finishes_with_backward = False
 
     def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Take what the module reads in a step, and what its losses' backwards start from.
+        """Store a step's batches, and the factors from which the backwards of losses start.
 
-        Passed through the schedule, every tensor of a batch would be looked through for gradients,
-        and a loss times its weight would be four more operations of autograd.
+        Passing batches through the schedule would search each tensor for gradients, and multiplying
+        a loss by its weight would add four autograd ops.
         """
         self._microbatches, self._weights = microbatches, weights
         if self._shapes_of is not None:
@@ -228,7 +229,7 @@ class Stage(TorchStage):
         return result
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
-        """Receive tensors of these shapes, once torch has noted what is received."""
+        """Set the shapes to receive, after torch has created the receive buffers."""
         self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)
@@ -247,7 +248,7 @@ class Stage(TorchStage):
         return super()._warmup_backward_result(received_result)
 
     def group_with(self, rank: int) -> dist.ProcessGroup | None:
-        """Return the group in which tensors travel to a pipeline rank, and from it."""
+        """Return the process group for messages with a pipeline rank."""
         return self.neighbours.get(rank, self.group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -273,9 +274,9 @@ class Stage(TorchStage):
         ]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-        """Run the forward of one microbatch, and keep what its backward needs.
+        """Run the forward of one microbatch, and keep the tensors for its backward.
 
-        torch's own looks through nested inputs and outputs and words them for its log.
+        torch's own method searches nested inputs and outputs, and formats them for its log.
         """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
         if self._shapes:
@@ -289,7 +290,7 @@ class Stage(TorchStage):
         return sendable
 
     def arriving(self, batch: Mapping[str, Any]) -> list[Tensor]:
-        """Make room for what a microbatch receives from the stage before."""
+        """Allocate the tensors that a microbatch receives from the stage before."""
         described = self.receives
         if self._shapes_of is not None:
             shapes = self._shapes_of(batch).received
@@ -304,10 +305,10 @@ class Stage(TorchStage):
         return result if isinstance(result, tuple) else (result,)
 
     def _check_sent(self, outputs: Sequence[Tensor], expected: Sequence[torch.Size]) -> None:
-        """Leave where a stage gives other sizes than the next one has made room for.
+        """Exit if a stage's outputs have other sizes than the next stage expects.
 
-        These follow the lengths of the batch as two traces of the model showed them, which do not
-        tell `n // 2` from a half that is rounded up.
+        The expected sizes are inferred from two traces of the model, which cannot distinguish `n //
+        2` from a half that is rounded up.
         """
         for output, size in zip(outputs, expected, strict=False):
             if output.shape != size:
@@ -340,7 +341,7 @@ class Stage(TorchStage):
         return _contiguous(gradients), groups
 
     def _start_from_weight(self, bwd_kwargs: dict[str, Any]) -> None:
-        """Have the backward of a loss begin with its factor."""
+        """Start the backward of a loss from its weight."""
         output = bwd_kwargs["stage_output"]
         loss = output[0] if isinstance(output, tuple) else output
         weight = self._weights[self._answered].to(loss.dtype)
@@ -348,17 +349,17 @@ class Stage(TorchStage):
         bwd_kwargs.update(stage_output=(loss,), output_grads=(weight.view_as(loss),))
 
     def _take_in(self) -> None:
-        """Move gradients of weights that no hook saw to where they are summed."""
+        """Move gradients that bypassed the hooks into the buckets."""
         if self._buckets is not None:
             self._buckets.take_in()
 
     def _sendable(self, output: Tensor) -> Tensor:
-        """Lay a tensor out for sending; a split backward must cut it off its graph in place."""
+        """Make a tensor contiguous for sending; a split backward must detach it in place."""
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 
     def perform_reduce_grad(self, _: int) -> None:
-        """Reduce what is left after the last microbatch; fully_shard reduces in every backward."""
+        """Finish the reduction after the last microbatch; fully_shard reduces in every backward."""
         if self._buckets is not None:
             self._buckets.finish()
 
@@ -368,7 +369,7 @@ def _contiguous(gradients: InputGradients) -> InputGradients:
 
 
 class _Agreed:
-    """The stages' vote for known shapes, where no other stage is there to vote."""
+    """Replaces the stages' vote for known shapes, which would need the other stages."""
 
     def item(self) -> int:
         """Return yes."""

@@ -1,8 +1,8 @@
-"""A stage of torch's that holds what it receives and sends only for microbatches under way.
+"""torch's pipeline stage, but with buffers only for microbatches in flight.
 
-Up to torch 2.14 a stage allocates what it receives for all microbatches of a step. Later ones
-allocate with the receive and let go when it is read, as is done here for the earlier ones; they
-keep what a forward leaves in another place, and have fully_shard reduce once, at a step's end.
+Up to torch 2.14 a stage allocates receive buffers for all microbatches of a step. Later versions
+allocate at the receive and free after use, as the class for earlier versions does here. Later
+versions also keep forward results elsewhere, and let fully_shard reduce once at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from autopar.runtime.ranks.refusal import refuse
 
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
-PIPELINED_TORCH = (2, 13)  # earlier stages lack shapes, or want a gradient of all they receive
+# earlier stages lack shapes, or expect a gradient for every received tensor
+PIPELINED_TORCH = (2, 13)
 
 
 def refuse_earlier_torch() -> None:
-    """Leave where torch's own stages lack what those here are made of."""
+    """Exit if torch is too old for pipelines."""
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if found < PIPELINED_TORCH:
         least = ".".join(map(str, PIPELINED_TORCH))
@@ -35,7 +36,7 @@ def refuse_earlier_torch() -> None:
 
 
 def resize(infos: Sequence[_RecvInfo], shapes: Sequence[torch.Size]) -> None:
-    """Have what is received be of other shapes, in the order of what crosses."""
+    """Change the shapes of receive buffers, in the order of the received tensors."""
     for info, shape in zip(infos, shapes, strict=False):
         if info.tensor_meta is not None:
             stride = torch.empty(shape, device="meta").stride()
@@ -43,25 +44,25 @@ def resize(infos: Sequence[_RecvInfo], shapes: Sequence[torch.Size]) -> None:
 
 
 class _EarlierStage(pipelining.PipelineStage):
-    """Of torch 2.13 and 2.14."""
+    """For torch 2.13 and 2.14."""
 
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
-        """Keep what the backward of a microbatch needs."""
+        """Keep the tensors for the backward of a microbatch."""
         self.fwd_cache[chunk] = (outputs, list(inputs))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate what a microbatch's inputs are received into, and return the receives."""
+        """Allocate the buffers for a microbatch's inputs, and return the receives."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate what a microbatch's output gradients are received into; return the receives."""
+        """Allocate the buffers for a microbatch's output gradients, and return the receives."""
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run a backward; what no gradient reaches gets zeros, as large as what was received."""
+        """Run a backward; an input without a gradient gets zeros of its shape."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         gradients = self.bwd_cache.get(bwd_chunk_id)
         if gradients is not None:
@@ -76,7 +77,7 @@ class _EarlierStage(pipelining.PipelineStage):
         return meta.to_tensor(self.device).detach().zero_()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: InputGradients, mb_index: int) -> None:
-        """Take gradients from the next stage where it lives on this rank (the turn of a V)."""
+        """Take gradients from the next stage on this same rank (the turn of a V)."""
         infos = self.grad_recv_info[mb_index]
         for info, gradient in zip(infos, next_stage_bwd_outputs, strict=True):
             if gradient is None and info.tensor_meta is not None:
@@ -101,7 +102,7 @@ class _EarlierStage(pipelining.PipelineStage):
         return gradients
 
     def _forget(self, infos: Sequence[_RecvInfo]) -> None:
-        """Let the buffers go; the autograd graph keeps what it needs of them."""
+        """Free the buffers; the autograd graph keeps the tensors that it needs."""
         for info in infos:
             info.buffer = None
 
@@ -133,18 +134,18 @@ def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
 
 
 class _LaterStage(pipelining.PipelineStage):
-    """Of torch 2.15, and later ones."""
+    """For torch 2.15 and later."""
 
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
-        """Keep what the backward of a microbatch needs."""
+        """Keep the tensors for the backward of a microbatch."""
         own: Any = self
         own._forward_chunk_states[chunk] = own._make_forward_chunk_state(outputs, list(inputs))
 
     def start_gradient_reduction(self) -> None:
-        """Leave it: fully_shard has reduced in every backward."""
+        """Do nothing: fully_shard has reduced in every backward."""
 
     def wait_for_gradient_reduction(self, _: int) -> None:
-        """Wait for nothing, then."""
+        """Do nothing, for the same reason."""
 
     def _output_slot_is_releasable(self, _: object) -> tuple[bool, str]:
         return False, "a backward in halves starts from it"

@@ -1,4 +1,4 @@
-"""The processes of a training: who they are, what they send each other, what they tell.
+"""The processes of a training: the device mesh, messages, and what is printed.
 
 Scripts import from here; files import from each other.
 """
@@ -21,4 +21,4 @@ __all__ = [
     "warn_if_changed",
 ]
 
-join_streams()  # as early as can be: a model file may print while it is imported
+join_streams()  # first of all, because a model file may print when it is imported

@@ -1,4 +1,4 @@
-"""How a training that cannot go on tells why, once for all ranks, and leaves."""
+"""Ends a training with one message for all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 _HIDDEN = "***"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# The password of a URL, up to the last @ before a space or a quote: some have / and @ themselves.
-# A number alone is a port.
+# The password of a URL, up to the last @ before a space or a quote, because passwords may contain /
+# and @. A number alone is a port.
 _PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@'\"]*:)(?!\d{1,5}(?:[/\s'\"]|$))[^\s'\"]+@")
 _HTTP_TOKEN = re.compile(r"(\bhttps?://)[^\s:/@'\"]+@")
 _SECRET_NAME = r"[\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key)[\w.-]*"
@@ -31,17 +31,17 @@ _SECRET = re.compile(_SECRET_NAME, re.IGNORECASE)
 
 
 def visible(text: str) -> str:
-    """Return a text with all control characters spelled out, but for tabs and ends of lines."""
+    """Return a text with all control characters spelled out, except tabs and newlines."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def in_a_line(text: str) -> str:
-    """Return a name of others as a part of one line: ends of lines and tabs are spelled out."""
+    """Return a text for use inside one line: newlines and tabs are spelled out, too."""
     return visible(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def masked(text: str) -> str:
-    """Return a text with *** in the place of passwords and tokens in its URLs."""
+    """Return a text with *** in place of passwords and tokens in URLs."""
     if "://" not in text:
         return text
     hidden = _PASSWORD.sub(rf"\1{_HIDDEN}@", text)
@@ -50,62 +50,65 @@ def masked(text: str) -> str:
 
 
 def masked_variable(name: str, value: str) -> str:
-    """Return the value of an environment variable as a file may show it."""
+    """Return the value of an environment variable, without secrets."""
     return _HIDDEN if _SECRET.fullmatch(name) else masked(value)
 
 
 def plain(text: str) -> str:
-    """Return a text as a terminal may show it."""
+    """Return a text that is safe to print: no control characters, no secrets."""
     return masked(visible(text))
 
 
-_ERASE = "\x1b[K"  # what is right of the cursor
+_ERASE = "\x1b[K"  # erases from the cursor to the end of the line
 _BAR = 30  # characters
 
 
 def say(text: object, to: TextIO | None = None) -> None:
-    """Print a line to stderr, or to another stream; a bar that stands there is erased.
+    """Print a line to stderr, or another stream, and erase a progress bar there.
 
-    Names of others in it give the terminal no orders, and passwords in URLs are left out.
+    Control characters are spelled out, and passwords in URLs are hidden.
     """
     stream = sys.stderr if to is None else to
-    # At once: print writes the end of the line apart, and ranks share the console.
+    # One write call: print writes the newline separately, and ranks share the console.
     stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
     stream.flush()
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines of a stream can be written over."""
+    """Whether a stream is a terminal, where lines can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def draw_bar(done: int, whole: int, seconds_left: float) -> None:
-    """Show on stdout how much is done; the cursor rests at the start, for the next line."""
+    """Draw a progress bar on stdout.
+
+    The cursor stays at the start, so that a line overwrites it.
+    """
     filled = _BAR * done // whole
     text = f"step {done:>6}   {'━' * filled}{'─' * (_BAR - filled)} {done / whole:4.0%}"
     text += f"   {timedelta(seconds=round(seconds_left))} left"
-    width = shutil.get_terminal_size().columns - 1  # a line that is wrapped cannot be written over
+    width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be overwritten
     sys.stdout.write(f"{_ERASE}{text[:width]}\r")
     sys.stdout.flush()
 
 
-USAGE = 2  # as autopar's commands have it: bad usage
-MISMATCH = 6  # environment and plan do not match
-FAILED = 7  # the training itself
+USAGE = 2  # exit codes, the same as those of autopar's commands: bad usage
+MISMATCH = 6  # the environment does not fit the plan
+FAILED = 7  # the training failed
 INTERRUPTED = 130  # by Ctrl-C
 RUN_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one `autopar run`
 VERDICT = "verdict.json"
 _LEFT, _GONE, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
-_LOOK_SECONDS = 0.5  # between two looks whether another rank has left
+_LOOK_SECONDS = 0.5  # between two checks whether another rank is leaving
 _POLL_SECONDS = 0.1
-_TOGETHER_SECONDS = 0.3  # until the last of them has seen that all leave
-_PATIENCE_SECONDS = 10.0  # in which other ranks learn that one leaves
+_TOGETHER_SECONDS = 0.3  # until the last rank has noticed that all leave
+_PATIENCE_SECONDS = 10.0  # time for other ranks to learn that one leaves
 _CLEANING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a rank leaves; `autopar run` finds it in the rank's folder of logs."""
+    """Why a rank leaves. `autopar run` reads it from the rank's log folder."""
 
     code: int
     found: str
@@ -116,7 +119,7 @@ class Verdict:
 
 
 class LeavingError(SystemExit):
-    """Ends this process for a reason that has been told."""
+    """Ends this process after its message has been printed."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.code)
@@ -124,18 +127,18 @@ class LeavingError(SystemExit):
 
 
 def leave(verdict: Verdict) -> NoReturn:
-    """End this process and, under torchrun, all other ranks.
+    """Print a message, and end this process and, under torchrun, all other ranks.
 
-    Where several ranks find something, all of them leave with what the first one has found. What
-    one rank finds alone reaches the others by the store of torchrun, where each of them looks.
+    If several ranks leave, all print the first one's message. Other ranks learn it from torchrun's
+    store, which each of them watches.
     """
     atexit.unregister(tell_early_end)
     room = _room()
     verdict = _told(verdict, room)
     if room is not None:
-        with suppress(RuntimeError):  # torchrun has gone
+        with suppress(RuntimeError):  # torchrun is gone
             if not room.begins_to_leave():
-                time.sleep(_PATIENCE_SECONDS)  # in which the other thread ends this process
+                time.sleep(_PATIENCE_SECONDS)  # the watching thread ends this process meanwhile
             room.leave_together()
         _end_undisturbed(verdict.code)
     _leave_groups()
@@ -143,18 +146,18 @@ def leave(verdict: Verdict) -> NoReturn:
 
 
 def leave_interrupted() -> NoReturn:
-    """End all ranks without a word: who has pressed Ctrl-C knows why."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends another one
+    """End all ranks without a message, after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second one
     leave(Verdict(INTERRUPTED, "", ""))
 
 
 def tell(verdict: Verdict) -> None:
-    """Say why this rank leaves, for a thread that ends the process itself."""
+    """Print why this rank leaves, for a thread that ends the process itself."""
     _told(verdict, _room())
 
 
 def _told(verdict: Verdict, room: Room | None) -> Verdict:
-    """Say why this rank leaves, unless another rank of this node has; return why all leave."""
+    """Print why this rank leaves, once per node; return the message of all ranks."""
     is_told = False
     if room is not None:
         with suppress(RuntimeError):
@@ -168,7 +171,7 @@ def _told(verdict: Verdict, room: Room | None) -> Verdict:
 
 
 def leave_beside_logs(name: str, text: str) -> None:
-    """Leave a file beside the logs of this rank, if `autopar run` has started it."""
+    """Write a file beside this rank's logs, if `autopar run` has started it."""
     reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if RUN_TOKEN in os.environ and reply:
         with suppress(OSError):
@@ -176,8 +179,8 @@ def leave_beside_logs(name: str, text: str) -> None:
 
 
 def tell_early_end() -> None:
-    """End all ranks where this process ends by itself, at its end, before its training is over."""
-    if not dist.is_initialized():  # stop() has been called, or start() has not
+    """End all ranks if this process exits on its own before its training is over."""
+    if not dist.is_initialized():  # before start() or after stop()
         return
     found = "the process ends before its training is over, without an error"
     try:
@@ -187,22 +190,23 @@ def tell_early_end() -> None:
 
 
 def leave_with_others() -> None:
-    """Have this process end, wherever it is, when another rank has told why it leaves.
+    """End this process from a thread when another rank has printed why it leaves.
 
-    Its main thread may wait in a message for that rank, or for ever under nccl. Connections do not
-    break as long as the rank lives; once it has ended, torchrun kills all others.
+    The main thread may wait for that rank in a collective, under nccl for ever. Connections break
+    only when the other process ends, and torchrun then kills all others.
     """
     room = _room()
     if room is not None and room.ranks > 1:
-        own = replace(room, store=room.store.clone())  # the main thread may wait in the other one
+        # the main thread may be waiting in the other connection
+        own = replace(room, store=room.store.clone())
         threading.Thread(target=_look, args=(own,), daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Where ranks that leave find each other: those of a training, or of a node before it begins.
+    """Where leaving ranks meet: those of a training, or of a node before it begins.
 
-    Each start has a store of its own once its ranks have joined (rendezvous.py).
+    Each start has keys of its own in the store, once its ranks have joined.
     """
 
     store: Any
@@ -210,29 +214,29 @@ class Room:
     ranks: int
 
     def first_of(self, own: Verdict) -> Verdict:
-        """Return the verdict of the first rank that has one."""
+        """Return the first verdict of any rank; `own` if there was none."""
         found = self.store.compare_set(_LEFT, "", json.dumps(asdict(own)))
         return Verdict(**json.loads(found))
 
     def has_verdict(self) -> bool:
-        """Whether a rank leaves."""
+        """Whether any rank leaves."""
         return bool(self.store.check([_LEFT]))
 
     def verdict(self) -> Verdict:
-        """Return why it does."""
+        """Return why it leaves."""
         return Verdict(**json.loads(self.store.get(_LEFT)))
 
     def is_first_here(self) -> bool:
-        """Whether no other rank of this node has come here."""
+        """Whether this is the first rank of its node to leave."""
         node = os.environ.get("GROUP_RANK", "")
         return bool(self.store.add(f"{_LEFT}/{node}", 1) == 1)
 
     def begins_to_leave(self) -> bool:
-        """Whether no other thread of this process has come here."""
+        """Whether this is the first thread of its process to leave."""
         return bool(self.store.add(f"{_GONE}/{self.rank}", 1) == 1)
 
     def leave_together(self) -> None:
-        """Wait until all ranks leave, at once: torchrun kills others when it sees that one has."""
+        """Wait for a common time to exit. torchrun kills the other ranks once one has exited."""
         if self.store.add(_GONE, 1) == self.ranks:
             self.store.set(_END, str(time.time() + _TOGETHER_SECONDS))
         until = time.monotonic() + _PATIENCE_SECONDS
@@ -240,12 +244,12 @@ class Room:
             if time.monotonic() > until:
                 return
             time.sleep(_POLL_SECONDS)
-        seconds = float(self.store.get(_END)) - time.time()  # clocks of two nodes differ
+        seconds = float(self.store.get(_END)) - time.time()  # the clocks of two nodes differ
         time.sleep(min(max(seconds, 0.0), _TOGETHER_SECONDS))
 
 
 def _room() -> Room | None:
-    """Return where the ranks that torchrun has started find each other; None without torchrun."""
+    """Return where ranks under torchrun meet, or None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     if dist.is_initialized():
@@ -265,8 +269,8 @@ def _room() -> Room | None:
 
 
 def _look(room: Room) -> None:
-    """End this process once another rank leaves, unless the main thread does so by itself."""
-    with suppress(RuntimeError):  # torchrun has gone
+    """End this process once another rank leaves, unless the main thread does."""
+    with suppress(RuntimeError):  # torchrun is gone
         while not room.has_verdict():
             time.sleep(_LOOK_SECONDS)
             if not dist.is_initialized():  # the training is over
@@ -279,7 +283,7 @@ def _look(room: Room) -> None:
 
 
 def _clean_up() -> None:
-    """Do what an interpreter does at its end: what is held is given back."""
+    """Run the exit handlers of the interpreter, to release resources."""
     for own in (_end, tell_early_end):
         atexit.unregister(own)
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
@@ -291,25 +295,26 @@ def _clean_up() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End this process, but not its groups: C++ aborts where one of their threads is left over."""
+    """End this process without destroying groups: C++ aborts if their threads still run."""
     _clean_up()
     os._exit(code)
 
 
 def _end_undisturbed(code: int) -> None:
-    """Have this process end with a code, whatever torchrun does as another rank has ended."""
+    """End this process with an exit code, even if torchrun sends signals meanwhile."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         atexit.register(_end, code)
-        timer = threading.Timer(_CLEANING_SECONDS, _end, (code,))  # threads of the user's may wait
+        # the user's threads may block the exit
+        timer = threading.Timer(_CLEANING_SECONDS, _end, (code,))
         timer.daemon = True
         timer.start()
 
 
 def _leave_groups() -> None:
-    """Give up the groups of nccl: at its exit, a process would wait in them for what never comes.
+    """Abort nccl's groups, which would otherwise wait at exit for messages that never come.
 
-    torch's own destroy_process_group waits for all ranks, which may not know that this one leaves.
+    torch's destroy_process_group waits for all ranks, which may not know that this one leaves.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         with suppress(RuntimeError):

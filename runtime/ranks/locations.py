@@ -1,4 +1,4 @@
-"""Places for files, on disks and in stores, and where nothing may be written."""
+"""Locations of files, on disks and in object stores, and where nothing may be written."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SCHEME = "://"
 
 @dataclass(frozen=True, slots=True)
 class StorePath:
-    """A file or a folder in a store that fsspec reads, with the methods of pathlib's paths.
+    """A file or folder in a store that fsspec supports, with the methods of pathlib.Path.
 
-    A store has no folders that are empty and no names that change: `replace` copies. What goes
-    wrong in a store, whatever its library raises, is an OSError here.
+    A store has no empty folders and cannot rename: `replace` copies. Every error of a store,
+    whatever its library raises, becomes an OSError.
     """
 
     url: str
@@ -56,7 +56,7 @@ class StorePath:
         return self.parent / name
 
     def resolve(self) -> StorePath:
-        """Return itself, for it does not depend on where a program was started."""
+        """Return itself: a URL does not depend on the working directory."""
         return self
 
     def exists(self) -> bool:
@@ -80,12 +80,12 @@ class StorePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[StorePath]:
-        """Yield what is in this folder and has a name of that pattern."""
+        """Yield the entries of this folder that match a pattern."""
         if self.is_dir():
             yield from (one for one in self.iterdir() if fnmatchcase(one.name, pattern))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: a folder is there once a file is in it."""
+        """Do nothing: a folder exists once a file is in it."""
 
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[io.BufferedIOBase]:
@@ -96,7 +96,7 @@ class StorePath:
                 yield file
 
     def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
-        """Return what is in a file, or a range of it, without reading the rest."""
+        """Return the contents of a file, or a range of bytes."""
         with _as_os_errors(self.url):
             store, path = self._opened()
             found: bytes = store.cat_file(path, start=start, end=end)
@@ -107,7 +107,7 @@ class StorePath:
         return self.read_bytes().decode(encoding)
 
     def write(self, blocks: Iterable[bytes | memoryview]) -> None:
-        """Write a file, block by block. It is there once all of them are."""
+        """Write a file block by block. It appears once all blocks are written."""
         with _as_os_errors(self.url):
             store, path = self._opened()
             try:
@@ -116,11 +116,11 @@ class StorePath:
                 self.parent._make_folder()
                 file = store.open(path, "wb")
         try:
-            for block in blocks:  # errors of whoever makes the blocks stay what they are
+            for block in blocks:  # an error in making a block is not an OSError
                 with _as_os_errors(self.url):
                     file.write(block)
         except BaseException:
-            with suppress(Exception):  # a file that is forgotten would be closed, and be there
+            with suppress(Exception):  # closing an abandoned file would create it
                 file.close()
                 self.unlink()
             raise
@@ -134,20 +134,20 @@ class StorePath:
             store.rm_file(path)
 
     def replace(self, target: StorePath) -> None:
-        """Move a file over another one, or a folder file by file."""
+        """Move a file over another one, or move a folder file by file."""
         if self.is_dir():
             target._make_folder()
             for one in list(self.iterdir()):
                 one.replace(target / one.name)
             return
-        if target.is_file():  # not all stores write over what is there
+        if target.is_file():  # not all stores overwrite
             target.unlink()
         with _as_os_errors(self.url):
             store, path = self._opened()
             store.mv(path, target._opened()[1])
 
     def size_bytes(self) -> int:
-        """Return how long a file is."""
+        """Return a file's size."""
         info = self._info()
         if info is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
@@ -160,9 +160,9 @@ class StorePath:
             return float(store.modified(path).timestamp())
 
     def _info(self) -> dict[str, Any] | None:
-        """Return what the store knows of it, and None where nothing is.
+        """Return the store's entry for it, or None if there is none.
 
-        A store that does not answer raises: what cannot be seen is not taken for what is not there.
+        A store that does not respond raises an error, so that a file is not taken for missing.
         """
         try:
             with _as_os_errors(self.url):
@@ -173,14 +173,14 @@ class StorePath:
         return found
 
     def _make_folder(self) -> None:
-        """Make a folder in one of the stores that do have them."""
+        """Create the folder, for stores that have folders."""
         with _as_os_errors(self.url):
             store, path = self._opened()
             store.makedirs(path, exist_ok=True)
 
     def _opened(self) -> tuple[Any, str]:
-        """Return the store and the name in it; what was listed before may have changed."""
-        from fsspec.core import url_to_fs  # here alone: most trainings need no store
+        """Return the file system and the path in it, without cached listings."""
+        from fsspec.core import url_to_fs  # imported here, because most trainings need no store
 
         store, path = url_to_fs(self.url)
         store.invalidate_cache()
@@ -191,7 +191,7 @@ Location: TypeAlias = Path | StorePath
 
 
 def location(text: str) -> Location:
-    """Return the place that a text names; leave where nothing here reads that kind of store."""
+    """Parse a path or URL; exit if no installed library reads that kind of store."""
     if not text.strip():
         refuse("a place has no name", fix="name a file or a folder; is a shell variable not set?")
     scheme, separator, name = text.partition(_SCHEME)
@@ -212,18 +212,18 @@ def location(text: str) -> Location:
 
 
 def located(folder: Location, pattern: str) -> list[Location]:
-    """Return what is in a folder and has a name of that pattern, in the order of the names."""
+    """Return the entries of a folder that match a pattern, sorted by name."""
     return sorted(folder.glob(pattern), key=str)
 
 
 def check_regular(place: Location) -> None:
-    """Raise OSError where a disk has a pipe or a device: who opens one may wait for ever."""
+    """Raise OSError for a pipe or a device: opening one may block for ever."""
     if isinstance(place, Path) and place.exists() and not (place.is_file() or place.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe, a device or a socket, not a file", str(place))
 
 
 def text_of(file: Location, *, most_bytes: int) -> str:
-    """Return the text of a file; OSError where it is none, or larger than any that is written."""
+    """Return the text of a file; raise OSError if it is not text, or larger than autopar writes."""
     check_regular(file)
     size = size_of(file)
     if size > most_bytes:
@@ -232,7 +232,7 @@ def text_of(file: Location, *, most_bytes: int) -> str:
 
 
 def head_of(file: Location, count: int) -> bytes:
-    """Return the first bytes of a file, at most so many."""
+    """Return at most so many first bytes of a file."""
     check_regular(file)
     if isinstance(file, StorePath):
         return file.read_bytes(0, min(count, file.size_bytes()))
@@ -241,15 +241,15 @@ def head_of(file: Location, count: int) -> bytes:
 
 
 def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a file, block by block; it is on the disk, or in the store, when this returns.
+    """Write a file block by block; when this returns, it is on the disk or in the store.
 
-    Whatever is raised meanwhile, half a file does not stay: it takes room that may be missing.
+    After an error, no half-written file stays, because disk space may be short.
     """
     if isinstance(to, StorePath):
         to.write(blocks)
         return
     check_regular(to)
-    file = to.open("wb")  # what cannot be opened stays as it is
+    file = to.open("wb")  # if opening fails, an old file stays
     try:
         with file:
             for block in blocks:
@@ -263,7 +263,7 @@ def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
 
 
 def put(what: Location, place: Location) -> None:
-    """Move a file to its place, also over another one, or a folder."""
+    """Move a file to its final name, replacing a file or folder there."""
     if isinstance(what, StorePath):
         what.replace(StorePath(str(place)))
     else:
@@ -271,7 +271,7 @@ def put(what: Location, place: Location) -> None:
 
 
 def size_of(file: Location) -> int:
-    """Return how many bytes a file has."""
+    """Return a file's size."""
     return file.stat().st_size if isinstance(file, Path) else file.size_bytes()
 
 
@@ -282,7 +282,7 @@ def written_at(file: Location) -> float:
 
 @contextmanager
 def _as_os_errors(url: str) -> Iterator[None]:
-    """Raise whatever goes wrong inside as an OSError that says what and where."""
+    """Raise every error inside as an OSError with the URL."""
     try:
         yield
     except Exception as error:
@@ -291,8 +291,8 @@ def _as_os_errors(url: str) -> Iterator[None]:
         raise OSError(getattr(error, "errno", None) or missing, said, url) from error
 
 
-MARK = MappingProxyType({"written_by": "autopar"})  # in what autopar writes, and may replace
-MANIFEST = "checkpoint.json"  # what makes a checkpoint of a folder
+MARK = MappingProxyType({"written_by": "autopar"})  # in files that autopar writes and may replace
+MANIFEST = "checkpoint.json"  # a folder with this file is a checkpoint
 STEP, UNFINISHED, BROKEN = "step-", ".tmp", ".broken"
 _OF_A_STEP = re.compile(rf"{STEP}\d+({re.escape(UNFINISHED)}|{re.escape(BROKEN)})?")
 _MARKED = re.compile(rb'"written_by": *"autopar"')
@@ -300,11 +300,11 @@ _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 
 
 def is_named_as_file(text: str, *, but: str = "") -> bool:
-    """Whether a text names a file by its ending, as w.bin does; llama-3.1 and w.bin/ are folders.
+    """Whether a path looks like a file: w.bin does; llama-3.1 and w.bin/ are folders.
 
-    A folder that is there is one whatever its name is. `but` is an ending of what is meant.
+    An existing folder is a folder whatever its name is. `but` is an ending to ignore.
     """
-    with suppress(OSError):  # a name that is too long
+    with suppress(OSError):  # the name is too long
         if text.endswith("/") or ("://" not in text and Path(text).is_dir()):
             return False
     _, dot, ending = text.rpartition("/")[2].rpartition(".")
@@ -314,23 +314,23 @@ def is_named_as_file(text: str, *, but: str = "") -> bool:
 def refuse_no_file(
     path: Location, *, option: str, fix: str, beside: Location | None = None
 ) -> None:
-    """Leave where a file cannot be, or would be in a checkpoint.
+    """Exit if a file cannot be created there, or would be inside a checkpoint.
 
-    `beside` is the folder in which this training makes checkpoints, if it does.
+    `beside` is the folder where this training writes checkpoints, if any.
     """
     try:
         check_regular(path)
         if path.is_dir():
             refuse(f"{option}: {path} is a folder", fix=fix)
         _refuse_in_checkpoint(path, option=option, fix=fix, beside=beside)
-    except OSError as error:  # of a store that lets nobody look, too
+    except OSError as error:  # also of a store that denies access
         refuse(f"{option}: nothing can be written to {path}: {error.strerror}", fix=fix)
 
 
 def refuse_no_folder(
     path: Location, *, option: str, fix: str, beside: Location | None = None
 ) -> None:
-    """Leave where a folder cannot be, or would be in a checkpoint."""
+    """Exit if a folder cannot be created there, or would be inside a checkpoint."""
     try:
         check_regular(path)
         if path.is_file():
@@ -341,7 +341,7 @@ def refuse_no_folder(
 
 
 def refuse_unwritable(folder: Location, *, fix: str) -> None:
-    """Leave where nothing can be written to a folder, which is made if need be."""
+    """Exit if a folder is not writable; it is created if needed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".autopar-{uuid4().hex}.tmp"
@@ -360,7 +360,7 @@ def _refuse_in_checkpoint(
 
 
 def _with_all_around(path: Location) -> Iterator[Location]:
-    """Yield a place and the folders around it."""
+    """Yield a path and its parents."""
     if isinstance(path, Path):
         yield from (path, *path.parents)
         return
@@ -370,8 +370,8 @@ def _with_all_around(path: Location) -> Iterator[Location]:
 
 
 def _is_checkpoint(folder: Location, beside: Location | None) -> bool:
-    """Whether a folder is a checkpoint, or would take the place of one that is to come."""
-    with suppress(OSError):  # a folder in which nobody may look
+    """Whether a folder is a checkpoint, or has a name that a checkpoint will get."""
+    with suppress(OSError):  # the folder may be unreadable
         if _has_manifest(folder):
             return True
         if _OF_A_STEP.fullmatch(folder.name):
@@ -381,6 +381,6 @@ def _is_checkpoint(folder: Location, beside: Location | None) -> bool:
 
 
 def _has_manifest(folder: Location) -> bool:
-    """Whether a manifest of ours is in a folder: other programs have files of that name, too."""
+    """Whether a folder has a manifest of autopar; other programs use the name, too."""
     file = folder / MANIFEST
     return file.is_file() and _MARKED.search(head_of(file, 200)) is not None

@@ -1,10 +1,10 @@
-"""The axes of ranks and their groups, joined once at the start.
+"""The device mesh: axes of ranks and their process groups.
 
 Turns the degrees of a plan and torchrun's environment into the mesh of this process.
 
 An axis belongs to the mesh, a dim to a tensor. The tensor axis is the fastest, so that its ranks
-are neighbours on the quickest links; then data, whose ranks that share one sharded copy are
-neighbours; the pipeline axis is the slowest:
+are neighbours on the fastest links. Next is the data axis; ranks that share one sharded copy are
+neighbours. The pipeline axis is the slowest:
 
     rank = (pipeline · data_size + data) · tensor_size + tensor
     data = replica · shard_size + shard
@@ -44,7 +44,7 @@ class Stopwatch:
         self.seconds = 0.0
 
     def timed(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield items; the time until each of them is there is added."""
+        """Yield items, and add up the time until each of them arrives."""
         while True:
             begun = time.perf_counter()
             try:
@@ -61,9 +61,9 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 def stop_with_parent() -> None:
-    """Let this process get SIGTERM when the one that started it ends; elsewhere than on Linux, no.
+    """Make the kernel send SIGTERM to this process when its parent ends (Linux only).
 
-    Without it the ranks of a torchrun that was killed would train on, and nobody would know.
+    Otherwise the ranks of a killed torchrun would train on unnoticed.
     """
     if _prctl is not None:
         _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -73,9 +73,10 @@ _STDOUT, _STDERR = 1, 2
 
 
 def join_streams() -> None:
-    """Do so in a rank that `autopar run` has started; all other processes keep both streams.
+    """Send stderr to stdout, in a rank that `autopar run` has started.
 
-    torchrun follows a file for each stream, and shows what is new in each of them now and then.
+    torchrun follows a log file per stream and shows new lines from time to time, so that lines of
+    two streams would be out of order.
     """
     if RUN_TOKEN in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()
@@ -84,8 +85,8 @@ def join_streams() -> None:
 
 
 DRY_RUN = "AUTOPAR_DRYRUN"
-# How long a message may take, in steps, and at least: the watch over steps, which knows more of
-# what stands still, is to come first (keeping/watch.py).
+# Time limit of a message, in steps and at least in seconds. The watch over steps knows more about a
+# hang, and should come first (checkpointing/watch.py).
 _STEPS_OF_MESSAGE = 4
 _LEAST_TIMEOUT = timedelta(minutes=30)
 _LEAST_START = timedelta(minutes=1)
@@ -93,12 +94,12 @@ _LEAST_START = timedelta(minutes=1)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of the mesh as this process sees it; size 1 has no group and costs nothing."""
+    """One axis of the mesh as this process sees it; with size 1 it has no group."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
-    is_gloo: bool = False  # which has no mean, see data_parallel/averaging.py
+    is_gloo: bool = False  # gloo has no mean reduction
 
 
 ALONE = Axis(0, 1, None)
@@ -106,7 +107,7 @@ ALONE = Axis(0, 1, None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Where this process stands on every axis, and its device."""
+    """The position of this process on every axis, and its device."""
 
     device: torch.device
     rank: int
@@ -116,12 +117,13 @@ class Mesh:
     tensor: Axis
     world: Axis
     device_mesh: DeviceMesh
-    shard: Axis  # the ranks of the data axis that share one sharded copy
-    replica: Axis  # the ranks of the data axis that hold the same shard
+    shard: Axis  # the data ranks that share one sharded copy
+    replica: Axis  # the data ranks that hold the same shard
     is_dry_run: bool
-    owns_processes: bool  # start() made the process group, so stop() ends it
+    owns_processes: bool  # whether start() made the process group, so that stop() must end it
     message_timeout: timedelta = _LEAST_TIMEOUT
-    reading: Stopwatch = field(default_factory=Stopwatch, compare=False)  # the rows of this rank
+    # time spent waiting for rows
+    reading: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
 
 def start(
@@ -132,10 +134,9 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes that torchrun started and find this one's place in the mesh.
+    """Join the processes that torchrun started, and find this one's place in the mesh.
 
-    `timeout` is how many seconds a step may take, and this start; messages have several times as
-    long.
+    `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
     """
     shard = data if shard is None else shard
     if data % shard:
@@ -171,17 +172,17 @@ def start(
 
 
 def _start_timeout(seconds: float) -> timedelta:
-    """Return how long the ranks of a start wait for each other: for the imports of all, too."""
+    """Return how long ranks wait for each other at the start, including their imports."""
     if not seconds:
         return default_pg_timeout
     return max(timedelta(seconds=seconds), _LEAST_START)
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the axes of several ranks: each has a group, whose buffers take memory.
+    """Return a DeviceMesh of the axes with several ranks; each has a group, which takes memory.
 
-    An axis that all ranks are on has the group of the world. Copies want the shard axis beside
-    theirs, however small; so does a process that has no other axis.
+    An axis with all ranks uses the world's group. With copies, the shard axis is needed even at
+    size 1; a process without any other axis needs one, too.
     """
     is_kept = {name: size > 1 for name, size in sizes.items()}
     is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())
@@ -190,7 +191,7 @@ def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def _set_timeouts(timeout: timedelta) -> None:
-    """Give all groups their time: those of a device mesh have ten minutes under nccl."""
+    """Set the timeout of all groups; nccl groups of a device mesh have ten minutes by default."""
     if dist.get_backend() == "fake":
         return
     for group in dist.distributed_c10d._world.pg_map:
@@ -198,7 +199,7 @@ def _set_timeouts(timeout: timedelta) -> None:
 
 
 def _data_axis(device_mesh: DeviceMesh, axes: Mapping[str, Axis]) -> Axis:
-    """Return the data axis; where each shard has one copy, or each copy one rank, it is that."""
+    """Return the data axis, or the shard or replica axis if that has the same ranks."""
     replica, shard = axes["replica"], axes["shard"]
     if replica.size > 1 and shard.size > 1:
         return _axis(device_mesh["replica", "shard"]._flatten("data"))
@@ -206,7 +207,7 @@ def _data_axis(device_mesh: DeviceMesh, axes: Mapping[str, Axis]) -> Axis:
 
 
 def stop(mesh: Mesh) -> None:
-    """Leave the processes, if start() joined them: all at once, and no thread of a group behind."""
+    """Leave the processes that start() joined: all ranks at once, and no thread stays behind."""
     if mesh.owns_processes and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -229,12 +230,12 @@ def _device() -> torch.device:
 
 
 def _join(needed: int, timeout: timedelta) -> None:
-    """Join under torchrun; without torchrun this process is the whole world."""
+    """Join the process group under torchrun; without torchrun this process is the whole world."""
     if place := os.environ.get(DRY_RUN):
         _join_fake(place, needed)
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        stop_with_parent()  # which is torchrun
+        stop_with_parent()  # the parent is torchrun
     _check_world(number_in("WORLD_SIZE", default=1), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -249,14 +250,14 @@ def _join(needed: int, timeout: timedelta) -> None:
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,  # connects now, not at first use
+            device_id=device if device.type == "cuda" else None,  # connect now, not at first use
         )
-    if hook is not sys.__excepthook__:  # torch has one around it, which names the rank in each line
+    if hook is not sys.__excepthook__:  # torch wraps it to print the rank in each line
         sys.excepthook = hook
 
 
 def _join_fake(place: str, needed: int) -> None:
-    """Stand at one place of a world of any size in which no message is ever sent."""
+    """Take a place in a fake world of any size, in which no message is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank, _, world = place.partition("/")

@@ -1,8 +1,7 @@
-"""The metrics of a training: lines of a file, and curves.
+"""Writes the metrics of a training: lines of a file, and curves.
 
-Turns JSON that may be anybody's into frozen dataclasses, or says which value is not its field's.
-
-pydantic does the same for files that commands read. A script needs torch alone.
+Parses JSON that may come from anybody into frozen dataclasses, or says which value does not fit its
+field. Commands use pydantic for this; scripts depend on torch alone.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from autopar.runtime.ranks.locations import Location, head_of, refuse_no_file, r
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
-MOST_CHARACTERS = 100_000  # of one text
+MOST_CHARACTERS = 100_000  # of one string
 _SHOWN_CHARACTERS = 40
-_LARGEST = 2**60  # bytes, elements, rows: more than any machine has
+_LARGEST = 2**60  # of bytes, elements, rows: more than any machine has
 _Record = TypeVar("_Record")
 
 
 class NotARecordError(ValueError):
-    """A value that is not what its field asks for; the text says where it is."""
+    """A value does not fit its field; the text says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a value has to be beyond its type, in words and as a test."""
+    """A condition on a value beyond its type, in words and as a function."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -47,7 +46,7 @@ Count: TypeAlias = Annotated[int, Check("0 or more", lambda count: 0 <= count <=
 
 
 def parsed(text: str | bytes) -> Any:
-    """Return what a JSON text holds; ValueError for every text that is none, endless nests too."""
+    """Parse JSON; every invalid text raises ValueError, including endless nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -55,7 +54,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def record(kind: type[_Record], value: Any, *, where: str = "") -> _Record:
-    """Return a value of JSON as a dataclass; `where` is the place of the value, for messages."""
+    """Turn a JSON value into a dataclass; `where` is the value's path, for messages."""
     made: _Record = _made(kind, value, where)
     return made
 
@@ -81,7 +80,7 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a value as the first kind that takes it; 3 stays an int where it may be one."""
+    """Return a value as the first type that accepts it; 3 stays an int if int is allowed."""
     refused = NotARecordError(where)
     for kind in sorted(kinds, key=lambda one: (one is not NoneType, one is float)):
         try:
@@ -116,7 +115,7 @@ def _made_dataclass(kind: Any, value: Any, where: str) -> Any:
 
 @cache
 def _fields_of(kind: Any) -> Mapping[str, tuple[Any, bool]]:
-    """Return the fields of a dataclass: the type of each, and whether it may be left out."""
+    """Return the fields of a dataclass: the type of each, and whether it is optional."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         one.name: (hints[one.name], (one.default, one.default_factory) != (MISSING, MISSING))
@@ -126,7 +125,7 @@ def _fields_of(kind: Any) -> Mapping[str, tuple[Any, bool]]:
 
 def _plain(kind: Any, value: Any, where: str) -> Any:
     if kind is float and type(value) in (int, float):
-        with suppress(OverflowError):  # a whole number that is too large
+        with suppress(OverflowError):  # an int too large for a float
             if math.isfinite(number := float(value)):
                 return number
     if kind in (bool, int, str, NoneType) and type(value) is kind:
@@ -152,9 +151,9 @@ _NO_CURVES = ("step", "unit", "seconds_left")
 
 
 class Curves:
-    """The folder of --tensorboard; where none is asked for, nothing is written.
+    """Writes the curves of --tensorboard, if that is given.
 
-    What an earlier training has left there of steps after `begun` is no longer shown.
+    Curves of an earlier training are hidden from step `begun` on.
     """
 
     def __init__(
@@ -182,20 +181,20 @@ class Curves:
             )
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Add a point to each curve of a line; a disk that is full does not end a training."""
+        """Add a point to each curve of a line; a full disk does not end the training."""
         if self._writer is None:
             return
         try:
             for name, value in _points(fields):
                 self._writer.add_scalar(name, value, fields["step"])
-            self._writer.flush()  # a training that is killed leaves what it has told
+            self._writer.flush()  # so that nothing is lost if the training is killed
         except OSError as error:
             say(f"note: {self._folder} gets no further figures: {error.strerror}")
             self._writer = None
 
 
 def _points(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of a step line or of an evaluation; other events have none."""
+    """Yield the figures of a step line or an evaluation; other events have none."""
     if "event" not in fields:
         figures = {name: value for name, value in fields.items() if name not in _NO_CURVES}
         yield from ((f"training/{n}", value) for n, value in figures.items() if value is not None)
@@ -209,7 +208,7 @@ _LONGEST_LINE = 2**20
 
 
 class Event(StrEnum):
-    """What a line tells that is no line of a step."""
+    """The kind of a line that is not a step line."""
 
     STARTED = "started"
     EVALUATED = "evaluated"
@@ -223,9 +222,9 @@ class Event(StrEnum):
 
 
 class Metrics:
-    """The file of --metrics, and curves; where none is asked for, nothing is written.
+    """Writes the lines of --metrics and curves, if these are given.
 
-    A line is added as a whole, so that a training that is killed leaves whole lines but the last.
+    Each line is written in one call. After a kill, at most the last line is incomplete.
     """
 
     def __init__(
@@ -243,13 +242,14 @@ class Metrics:
                 refuse(found, fix=fix)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
-                if file.tell() and not _ends_in_a_line(self._path):  # a training was killed
+                # the last line was cut by a kill
+                if file.tell() and not _ends_in_a_line(self._path):
                     file.write(b"\n")
         except OSError as error:
             refuse(f"nothing can be written to {self._path}: {error.strerror}", fix=fix)
 
     def add(self, **fields: Any) -> None:
-        """Add a line with the time; a disk that is full does not end a training."""
+        """Add a line with the time; a full disk does not end the training."""
         self._curves.add(fields)
         if self._path is None:
             return
@@ -262,7 +262,7 @@ class Metrics:
 
 
 def is_metrics_line(line: str | bytes) -> bool:
-    """Whether a line is one of a training."""
+    """Whether a line was written by a training."""
     try:
         found = parsed(line)
     except ValueError:
@@ -273,7 +273,7 @@ def is_metrics_line(line: str | bytes) -> bool:
 
 
 def _has_metrics(path: Path) -> bool:
-    """Whether a file is empty, or begins with a line of a training, which a kill may have cut."""
+    """Whether a file is empty or begins with a line of metrics, possibly cut by a kill."""
     lines = head_of(path, _LONGEST_LINE).split(b"\n")
     if lines[0].startswith(_BEGINNING) and not _is_json(lines[0]):
         lines = lines[1:]
@@ -295,7 +295,7 @@ def _ends_in_a_line(path: Path) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Return fields as every reader of JSON takes them: nan and inf, which it lacks, as text."""
+    """Return fields with nan and inf as strings, because JSON has neither."""
     if isinstance(value, dict):
         return {name: _as_json(one) for name, one in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,15 +1,12 @@
-"""How ranks find each other over the network, and what to set where they do not.
+"""How ranks find each other over the network, and what to set if they do not.
 
-Gives the ranks of one start a store of their own, where torchrun keeps one for all starts.
+torchrun keeps one store for all starts. After a restart, torch's own env:// reads the addresses of
+dead ranks from it (2.13), and gloo tries to connect to them until it times out. Here every start
+has a prefix of its own in the store.
 
-After a restart, torch's own env:// reads the addresses of dead ranks from that store (2.13): gloo
-connects to them until it gives up. Here all that the ranks of a start leave begins with a word
-that no earlier start has.
-
-Finds the network interface by which other nodes reach this one, for gloo and nccl to listen on.
-
-gloo listens on the address that the name of the machine has there. Debian and Ubuntu give that name
-127.0.1.1, which on each other node is that node itself.
+gloo listens on the address that the machine's own name resolves to. On Debian and Ubuntu that is
+127.0.1.1, which other nodes cannot reach. So the network interface that leads to the other nodes is
+found here, for gloo and nccl.
 """
 
 from __future__ import annotations
@@ -35,14 +32,14 @@ from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
-_AGAIN = timedelta(seconds=1)  # after which a rank looks whether it was told another word
+_AGAIN = timedelta(seconds=1)  # after which a rank checks for another word
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
 def store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return what the ranks that torchrun has started together find each other by.
+    """Return the store through which the ranks of one start find each other.
 
-    Leaves where they do not find each other in time.
+    Exits if they do not meet in time.
     """
     try:
         return _store_of(rank, world_size, timeout)
@@ -73,12 +70,12 @@ def _store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a word that the ranks of this start have, and those of no earlier one.
+    """Return a word that identifies this start, the same on all of its ranks.
 
-    TORCHELASTIC_RESTART_COUNT would not do: nodes whose own ranks did not fail count one less. Each
-    rank says hello by a word of its own. The first one tells its word to every hello that it finds,
-    until every rank whose hello stands there has said that it has the word. What an earlier start
-    has left is told the word too, and has nobody who says so.
+    TORCHELASTIC_RESTART_COUNT does not work: nodes whose own ranks did not fail count one less.
+    Each rank writes a random word. The first rank answers every such word with its own, until every
+    rank of this start has confirmed it. Words left by an earlier start are answered too, but nobody
+    confirms.
     """
     own = uuid4().hex
     store.set(f"{_RENDEZVOUS_ROOM}/hello/{rank}", own)
@@ -92,14 +89,14 @@ def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -
         )
         word = store.get(f"{_RENDEZVOUS_ROOM}/for/{own}").decode()
         store.set(f"{_RENDEZVOUS_ROOM}/{word}/{rank}", own)
-        with suppress(DistStoreError):  # it may be the word of a first rank that has gone
+        with suppress(DistStoreError):  # the word may be of a first rank that is gone
             store.wait([f"{_RENDEZVOUS_ROOM}/{word}/done"], _AGAIN)
             return word
     raise TimeoutError("ranks are missing")
 
 
 def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None:
-    """Tell all ranks the word, until all of them have it."""
+    """Write the word for all ranks, until all of them have confirmed it."""
     told: set[str] = set()
     store.set(f"{_RENDEZVOUS_ROOM}/{word}/0", word)
     while time.monotonic() < deadline:
@@ -116,7 +113,7 @@ def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None
 
 
 def _of_each(store: Store, key: str, world_size: int) -> list[str]:
-    """Return what each rank has said, after waiting for those that have said nothing."""
+    """Return every rank's entry, after waiting for missing ones."""
     return [said.decode() for said in store.multi_get([f"{key}/{n}" for n in range(world_size)])]
 
 
@@ -124,28 +121,28 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ROOM = "autopar/network"
 _FIRST, _LOOPBACK, _FAILED = f"{_ROOM}/first", f"{_ROOM}/loopback", f"{_ROOM}/failed"
 _POLL_SECONDS, _LOOK_SECONDS = 0.02, 1.0
-_MOST_TOLD = 200  # characters of an error
+_MOST_TOLD = 200  # characters of an error that are printed
 
 
 @contextmanager
 def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator[None]:
-    """Have groups that are made inside listen where the other nodes reach them.
+    """Make groups created inside listen on addresses that other nodes reach.
 
-    Where some node cannot be reached, all nodes leave with one message that says what to set.
+    If a node cannot be reached, all nodes exit with one message that says what to set.
     """
     if number_in("LOCAL_WORLD_SIZE", default=world_size) >= world_size:
         yield
         return
-    with suppress(OSError):  # no way leads to the first node, by UDP at least
+    with suppress(OSError):  # no route to the first node, at least by UDP
         _choose_interface(store, timeout)
     ended = Event()
-    own: Any = store  # torch's stubs lack `clone`: a connection of its own, for another thread
+    own: Any = store  # torch's stubs lack `clone`: a second connection, for another thread
     Thread(target=_leave_with_others, args=(own.clone(), ended), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
         told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_TOLD]
-        with suppress(RuntimeError):  # the first node has gone, with the store
+        with suppress(RuntimeError):  # the first node is gone, and the store with it
             told = store.compare_set(_FAILED, "", told).decode()
         _refuse(told)
     finally:
@@ -153,7 +150,7 @@ def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator
 
 
 def _leave_with_others(store: Store, ended: Event) -> None:
-    """End this process when another rank could not join: this one would wait for that for long."""
+    """End this process when another rank could not join, instead of waiting for it."""
     while not ended.wait(_LOOK_SECONDS):
         try:
             told = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
@@ -162,7 +159,7 @@ def _leave_with_others(store: Store, ended: Event) -> None:
         if told and not ended.is_set():
             with suppress(SystemExit):
                 _refuse(told)
-            os._exit(MISMATCH)  # the main thread waits for a message, and takes no exception
+            os._exit(MISMATCH)  # the main thread waits in a collective and cannot take an exception
 
 
 def _refuse(found: str) -> None:
@@ -176,11 +173,11 @@ def _refuse(found: str) -> None:
 
 
 def _choose_interface(store: Store, timeout: timedelta) -> None:
-    """Set the variables that name the interface, where nobody has set them.
+    """Set the variables that name the network interface, unless they are set.
 
-    It is the one that leads to MASTER_ADDR. On that machine itself, its name may be all that leads
-    there, and mean loopback: the other nodes tell which address the name has for them. Where it is
-    loopback for all nodes, they are on one machine, and nothing is to be chosen.
+    The interface is the one that leads to MASTER_ADDR. On that machine itself the name may resolve
+    to loopback; then the other nodes write which address they see. If all see loopback, they are on
+    one machine, and nothing is set.
     """
     first, own = _addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if not _is_loopback(own):
@@ -190,20 +187,20 @@ def _choose_interface(store: Store, timeout: timedelta) -> None:
     name = next((name for name, address in _interfaces() if address == own), None)
     if name is not None:
         os.environ.setdefault(GLOO, name)
-        os.environ.setdefault(NCCL, f"={name}")  # nccl takes a name alone for the beginning of one
+        os.environ.setdefault(NCCL, f"={name}")  # nccl takes a name without "=" as a prefix
 
 
 def _addresses_towards(host: str, port: int) -> tuple[str, str]:
-    """Return the address of a host, and the one that this machine reaches it from."""
+    """Return the address of a host, and the local address on the route to it."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     family, kind, _, _, place = found[0]
     with socket.socket(family, kind) as one:
-        one.connect(place)  # which sends nothing
+        one.connect(place)  # sends nothing
         return str(place[0]), str(one.getsockname()[0])
 
 
 def _told_by_others(store: Store, timeout: timedelta) -> str:
-    """Return the address that the first node has for the others; "" where no node tells one."""
+    """Return the first node's address as others see it; "" if no node writes one."""
     nodes = number_in("GROUP_WORLD_SIZE", default=1)
     deadline = time.monotonic() + timeout.total_seconds()
     alike = store.add(_LOOPBACK, int(number_in("LOCAL_RANK", default=0) == 0))
@@ -218,7 +215,7 @@ def _is_loopback(address: str) -> bool:
 
 
 class _Entry(ctypes.Structure):
-    """The beginning of what C calls `struct ifaddrs`: an address of an interface."""
+    """The beginning of C's `struct ifaddrs`: an address of an interface."""
 
 
 _Entry._fields_ = [
@@ -227,11 +224,12 @@ _Entry._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-_PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # of an address: its first byte, bytes
+# where the address is: its first byte, its length
+_PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Yield the interfaces of this machine with each of their addresses; on Linux alone."""
+    """Yield the interfaces of this machine with their addresses (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     library, first = ctypes.CDLL(None), ctypes.POINTER(_Entry)()

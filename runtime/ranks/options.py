@@ -1,4 +1,4 @@
-"""The options of a script, and what each may be."""
+"""The options of a script, and their allowed values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAST_WORKERS, _WORKERS_OF_PROCESSOR = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Reads a whole number within bounds."""
+    """Parses an integer within bounds."""
 
     least: int
     most: int
@@ -46,7 +46,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """Reads a number within bounds; nan is within none."""
+    """Parses a number within bounds; rejects nan."""
 
     least: float
     most: float = math.inf
@@ -63,16 +63,16 @@ class Real:
 
 
 def times(text: str) -> Fraction:
-    """Return how many times the training goes through its rows; 0.1 is a tenth, and no rounded one.
+    """Parse the number of epochs; 0.1 is exactly a tenth.
 
-    Bounds come first: a fraction of 1e999999999 would be a number of so many digits.
+    Bounds are checked first: a fraction of 1e999999999 would have as many digits.
     """
     Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)
     return Fraction(text)
 
 
 def share_below_one(text: str) -> float:
-    """Return a number from 0 to below 1, as betas are."""
+    """Parse a number from 0 up to, but not including, 1, such as beta."""
     found = Real(0, 1)(text)
     if found == 1:
         raise ArgumentTypeError("1 is not a number below 1")
@@ -83,22 +83,22 @@ STEPS = Whole(1, MOST_STEPS)
 STEPS_OR_NEVER = Whole(0, MOST_STEPS)
 COUNT = Whole(1, 10**6)
 SEED = Whole(0, 2**63 - 1)
-RATE = Real(0, 1e6)  # below 0 a training would climb
-NORM = Real(0)  # clipped to less than 0, gradients would point the other way
+RATE = Real(0, 1e6)  # a negative rate would climb
+NORM = Real(0)  # clipping to a negative norm would flip gradients
 SECONDS = Whole(1, 10**7)
 MINUTES = Real(0.01, 1e6)
 DECAY = Real(0, 1e6)
 
 
 def workers_here(text: str) -> int:
-    """Return a number of processes that read ahead for a rank; ranks share the processors here."""
+    """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine."""
     shared_by = max(number_in("LOCAL_WORLD_SIZE", default=1), 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
     return Whole(0, max(most, _LEAST_WORKERS))(text)
 
 
 def number_in(variable: str, *, default: int) -> int:
-    """Return the whole number in an environment variable; leave where there is something else."""
+    """Return the integer in an environment variable; exit if it is something else."""
     text = os.environ.get(variable)
     if text is None:
         return default
@@ -109,7 +109,7 @@ def number_in(variable: str, *, default: int) -> int:
 
 
 def folder_or_none(text: str) -> str:
-    """Return the place of a folder, or none; a name such as kept.json is meant for a file."""
+    """Parse the path of a folder, or "none"; a name such as kept.json is rejected as a file's."""
     if is_named_as_file(text):
         raise ArgumentTypeError(
             f"{text} is the name of a file, and a folder is asked for; if it is one: {text}/"
@@ -118,7 +118,7 @@ def folder_or_none(text: str) -> str:
 
 
 def weights_or_none(text: str) -> str:
-    """Return the place of weights: a .safetensors file, a folder, or none."""
+    """Parse the path of weights: a .safetensors file, a folder, or "none"."""
     if is_named_as_file(text, but=WEIGHTS_ENDING):
         raise ArgumentTypeError(
             f"{text} is the name of a file, and weights are {WEIGHTS_ENDING} files; "
@@ -128,14 +128,14 @@ def weights_or_none(text: str) -> str:
 
 
 def local_file(text: str) -> Path:
-    """Return a file to which lines are added, which stores cannot do."""
+    """Parse the path of a file that lines are appended to, which stores cannot do."""
     if "://" in text:
         raise ArgumentTypeError(f"{text}: stores add no lines to a file; name one on a disk")
     return Path(text)
 
 
 def local_folder(text: str) -> Path:
-    """Return a folder of files to which lines are added."""
+    """Parse the path of a folder whose files are appended to."""
     return local_file(folder_or_none(text))
 
 
@@ -145,31 +145,31 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingWeights:
-    """The files that a training starts from, and the names that they may lack."""
+    """The files that a training starts from, and the parameters that they may lack."""
 
     files: Location
-    may_lack: tuple[str, ...] = ()  # in which * stands for any characters
+    may_lack: tuple[str, ...] = ()  # patterns; * stands for any characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """An option of scripts.
 
-    Its default is a `setting` of the script: a constant of this name. A script without the constant
-    that it `needs` has no such option, and the value is what it is `without`: without WORKERS there
-    is no dataset, without EVAL_EVERY no evaluation, without BETAS the model file's own optimizer.
+    Its default is the script's constant called `setting`. A script without the constant that the
+    option `needs` does not offer it, and its value is `without`: without WORKERS there is no
+    dataset, without EVAL_EVERY no evaluation, without BETAS the model file has its own optimizer.
     """
 
     name: str
-    how: Mapping[str, Any]  # argparse reads it
+    how: Mapping[str, Any]  # arguments for argparse
     setting: str = ""
     needs: str = ""
     without: Any = None
-    is_length: bool = False  # of a training: one of them at most is given
+    is_length: bool = False  # --steps or --epochs: only one may be given
 
     @property
     def key(self) -> str:
-        """Its name among the options that are read."""
+        """Its name among the parsed options."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
@@ -194,97 +194,107 @@ def _option(
 
 
 OPTIONS = (
-    _option("--steps", "how many to train", setting="STEPS", type=STEPS, is_length=True),
+    _option("--steps", "how many steps to train", setting="STEPS", type=STEPS, is_length=True),
     _option(
-        "--epochs", "how often to go through the dataset, or 0.5", type=times, metavar="N",
+        "--epochs", "passes through the dataset, such as 3 or 0.5", type=times, metavar="N",
         needs="WORKERS", is_length=True,
     ),
     _option(
-        "--last-rows", "of an epoch, too few for a step: they are one with rows of the next epoch, "
-        "none, or one of their own", choices=("run-on", "drop", "pad"), default="run-on",
+        "--last-rows", "the last rows of an epoch, if too few for a step: joined with the next "
+        "epoch, dropped, or a step of their own", choices=("run-on", "drop", "pad"),
+        default="run-on",
         needs="WORKERS", without="run-on",
     ),
     _option("--lr", "a learning rate in place of the optimizer's own", type=RATE),
     _option(
-        "--betas", "of AdamW: of the mean of the gradients, and of their squares",
+        "--betas", "the two betas of AdamW",
         setting="BETAS", needs="BETAS", type=share_below_one, nargs=2, metavar="BETA",
     ),
     _option(
-        "--weight-decay", "of AdamW, on matrices",
+        "--weight-decay", "AdamW's weight decay, applied to matrices",
         setting="WEIGHT_DECAY", needs="WEIGHT_DECAY", type=DECAY,
     ),
     _option(
-        "--warmup-steps", "until the highest rate; a tenth of all steps at most",
+        "--warmup-steps", "steps until the highest learning rate; at most a tenth of all steps",
         setting="WARMUP_STEPS", needs="WARMUP_STEPS", type=STEPS_OR_NEVER,
     ),
     _option("--clip", "largest gradient norm", setting="CLIP_NORM", type=NORM),
-    _option("--seed", "of all that is drawn", setting="SEED", type=SEED),
+    _option("--seed", "seed of all random numbers", setting="SEED", type=SEED),
     _option(
-        "--data", "the dataset, or example_batch again and again", needs="WORKERS",
+        "--data", "train on the dataset, or on example_batch in every step", needs="WORKERS",
         choices=("dataset", "synthetic"), default="dataset",
     ),
     _option(
-        "--workers", "how many read ahead", setting="WORKERS", needs="WORKERS", type=workers_here
+        "--workers", "processes that read rows ahead, for each rank", setting="WORKERS",
+        needs="WORKERS", type=workers_here,
     ),
-    _option("--weights", "the .safetensors to start from", type=location),
+    _option("--weights", "initial weights: a .safetensors file, or a folder", type=location),
     _option(
-        "--allow-missing", 'parameters that --weights may lack, as "head.*": they start as they '
-        "are constructed", action="append", default=[], metavar="NAME",
+        "--allow-missing", 'parameters that --weights may lack, such as "head.*": they keep the '
+        "constructor's values", action="append", default=[], metavar="NAME",
     ),
     _option(
-        "--dtype", "to compute in; 16 bits are those of the plan", setting="DTYPE",
+        "--dtype", "dtype of the computation", setting="DTYPE",
         choices=(*_HALVES, "float32", "float64"),
     ),
     _option(
         "--check-first-step", "compare the first loss with that of the whole model in plain "
         "PyTorch, on rank 0", setting="CHECK_FIRST_STEP", action=argparse.BooleanOptionalAction,
     ),
-    _option("--log-every", "steps to a line", setting="LOG_EVERY", type=STEPS),
-    _option("--json", "log one JSON object a line", action="store_true"),
-    _option("--metrics", "a file that gets one JSON object a line, too", type=local_file),
+    _option("--log-every", "steps between two log lines", setting="LOG_EVERY", type=STEPS),
+    _option("--json", "log each line as a JSON object", action="store_true"),
     _option(
-        "--tensorboard", "where its curves are, for TensorBoard", type=local_folder,
+        "--metrics", "a file to which each log line is appended as a JSON object", type=local_file,
+    ),
+    _option(
+        "--tensorboard", "write curves for TensorBoard to this folder", type=local_folder,
         metavar="FOLDER",
     ),
-    _option("--profile-step", "measured apart on each rank", type=STEPS, metavar="STEP"),
+    _option("--profile-step", "profile this step on each rank", type=STEPS, metavar="STEP"),
     _option(
-        "--on-nan", "where the loss is no number", choices=("stop", "go-on"), default="stop"
+        "--on-nan", "what to do if the loss is nan or inf", choices=("stop", "go-on"),
+        default="stop",
     ),
     _option(
-        "--timeout", "seconds without a step, after which it ends", type=SECONDS, default=600
+        "--timeout", "end the training after so many seconds without a step", type=SECONDS,
+        default=600,
     ),
     _option(
-        "--eval-every", "steps to an evaluation", setting="EVAL_EVERY", needs="EVAL_EVERY",
+        "--eval-every", "steps between two evaluations", setting="EVAL_EVERY", needs="EVAL_EVERY",
         without=0, type=STEPS_OR_NEVER,
     ),
     _option(
-        "--early-stop", "evaluations without a better one until it ends", needs="EVAL_EVERY",
-        type=STEPS,
+        "--early-stop", "end the training after so many evaluations without improvement",
+        needs="EVAL_EVERY", type=STEPS,
     ),
     _option(
         "--export", "trained weights: .safetensors, a folder, or none", setting="EXPORT",
         type=weights_or_none,
     ),
     _option(
-        "--export-best", "export the weights of the best evaluation, of which there is a "
-        "checkpoint", needs="EVAL_EVERY", without=False, action="store_true",
+        "--export-best", "export the weights of the best evaluation, read from its checkpoint",
+        needs="EVAL_EVERY", without=False, action="store_true",
     ),
     _option(
         "--checkpoint", "the folder of checkpoints, or none", setting="CHECKPOINT",
         type=folder_or_none,
     ),
     _option(
-        "--checkpoint-every", "steps to a checkpoint", setting="CHECKPOINT_EVERY", type=STEPS
+        "--checkpoint-every", "steps between two checkpoints", setting="CHECKPOINT_EVERY",
+        type=STEPS,
     ),
-    _option("--checkpoint-minutes", "one is also written after so long", type=MINUTES),
-    _option("--keep", "how many of the newest checkpoints stay", setting="KEEP", type=COUNT),
-    _option("--keep-every", "of every so many steps one stays", type=STEPS, metavar="STEPS"),
-    _option("--resume", "auto (the newest whole checkpoint), a folder step-N, or never"),
+    _option("--checkpoint-minutes", "also write a checkpoint after so many minutes", type=MINUTES),
+    _option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
+    _option(
+        "--keep-every", "also keep the checkpoints of every multiple of so many steps", type=STEPS,
+        metavar="STEPS",
+    ),
+    _option("--resume", "auto (the newest complete checkpoint), a folder step-N, or never"),
 )  # fmt: skip
 
 
 def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the options of a script; what is not given is as its constants have it."""
+    """Return the options of a script; options that are not given have the script's constants."""
     parser = OptionParser()
     length = parser.add_mutually_exclusive_group()
     for one in OPTIONS:
@@ -299,7 +309,7 @@ def read_options(argv: Sequence[str] | None, settings: Mapping[str, Any]) -> arg
 def _together(
     options: argparse.Namespace, parser: OptionParser, planned: str
 ) -> argparse.Namespace:
-    """Return options as the training takes them; leave where two of them contradict each other."""
+    """Return the final options; exit if two of them contradict each other."""
     if options.dtype in _HALVES and options.dtype != (
         planned if planned in _HALVES else "bfloat16"
     ):
@@ -314,14 +324,14 @@ def _together(
     if options.weights is not None:
         options.weights = StartingWeights(files=options.weights, may_lack=may_lack)
     elif may_lack:
-        parser.error("--allow-missing says what --weights may lack, and there are no --weights")
+        parser.error("--allow-missing is for --weights, and there are no --weights")
     if options.keep_every is not None and options.keep_every % options.checkpoint_every:
         parser.error(
             f"--keep-every {options.keep_every} is no multiple of --checkpoint-every "
             f"{options.checkpoint_every}: no checkpoint would stay"
         )
     if options.epochs is not None and options.data == "synthetic":
-        parser.error("--epochs counts times through the dataset, and --data synthetic reads none")
+        parser.error("--epochs counts passes through the dataset, and --data synthetic reads none")
     if options.early_stop is not None and not options.eval_every:
         parser.error("--early-stop counts evaluations, and --eval-every 0 has none")
     if options.export_best:
@@ -330,10 +340,10 @@ def _together(
 
 
 def _check_best(options: argparse.Namespace, parser: OptionParser) -> None:
-    """Leave where there is no best evaluation, no checkpoint of it, or nothing is exported."""
+    """Exit if --export-best lacks an evaluation, a checkpoint, or an export."""
     if not options.eval_every:
-        parser.error("--export-best is of the best evaluation, and --eval-every 0 has none")
+        parser.error("--export-best needs evaluations, and --eval-every 0 has none")
     if options.checkpoint == NONE and options.resume in (None, "never"):
         parser.error("--export-best reads a checkpoint, and none is kept: add --checkpoint FOLDER")
     if options.export == NONE:
-        parser.error("--export-best says what is exported, and --export none exports nothing")
+        parser.error("--export-best needs an export, and --export none exports nothing")

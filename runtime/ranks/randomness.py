@@ -1,8 +1,7 @@
-"""Random numbers of ranks: seeds, generators, and regions without any.
+"""Random numbers of ranks: seeds, generators, and regions without randomness.
 
-Computes without random numbers: nothing is dropped out, and constants stand for what is drawn.
-
-No two splits of a model share what they draw, so they are compared without.
+In a region without randomness dropout is off, and random ops return constants. Different splits of
+a model draw different numbers, so they can only be compared without any.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ States: TypeAlias = Sequence[Tensor]
 
 
 def generator_states() -> States:
-    """Return the states of the CPU's generator and, if a GPU is in use, of that GPU's."""
+    """Return the states of the CPU generator and, if a GPU is in use, of its generator."""
     device = _device_in_use()
     cpu = torch.get_rng_state()
     return (cpu,) if device is None else (cpu, device.get_rng_state())
@@ -43,9 +42,9 @@ def set_generator_states(states: States) -> None:
 
 
 def _device_in_use() -> Any | None:
-    """Return torch's module for the accelerator (torch.cuda), if this process has begun to use it.
+    """Return torch's module for the accelerator (torch.cuda), if this process already uses it.
 
-    To ask a GPU for its generator's state would begin to use it.
+    Asking a GPU for its generator's state would initialise it.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -56,13 +55,13 @@ def _device_in_use() -> Any | None:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Mix numbers into one seed; unlike a sum it does not meet itself for other numbers."""
+    """Mix numbers into one seed; unlike a sum, other numbers give another seed."""
     text = "/".join(str(number) for number in numbers).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 def seed_numbers(seed: int) -> None:
-    """Seed all that Python code draws from on a CPU: torch, Python and numpy, if it is there."""
+    """Seed the CPU generators: torch, Python and, if it is imported, numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -71,7 +70,7 @@ def seed_numbers(seed: int) -> None:
 
 @contextmanager
 def kept_numbers() -> Iterator[None]:
-    """Leave these generators as they were."""
+    """Restore these generators afterwards."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     try:
@@ -85,7 +84,7 @@ def kept_numbers() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let numbers that are drawn here be the same in every process, those of devices too."""
+    """Seed everything inside, including devices, and restore generators afterwards."""
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if has_device else []
     with kept_numbers(), torch.random.fork_rng(devices=devices):
@@ -101,12 +100,12 @@ def seed_all(seed: int, mesh: Mesh) -> None:
 
 @contextmanager
 def split_randomness(axis: Axis) -> Iterator[None]:
-    """Let random numbers inside differ from rank to rank, as the masks of split tensors must.
+    """Make random numbers inside differ between ranks, as dropout of split tensors requires.
 
-    The seed is drawn from the CPU generator, which is in the same state on every rank of the axis
-    and which activation recomputation sets back, so a recomputed region gets the same masks.
+    The seed is drawn from the CPU generator. Its state is the same on every rank of the axis, and
+    activation recomputation restores it, so a recomputed region gets the same masks.
     """
-    if axis.size == 1 or detect_fake_mode() is not None:  # fake tensors hold no numbers to seed by
+    if axis.size == 1 or detect_fake_mode() is not None:  # fake tensors have no values to seed with
         yield
         return
     seed = mixed_seed(int(torch.randint(2**62, ()).item()), axis.rank)
@@ -122,7 +121,7 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return what ops here draw from: torch.manual_seed seeds all devices, which takes 0.1 ms."""
+    """Return the generators that ops here use: torch.manual_seed seeds all devices in 0.1 ms."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -131,9 +130,9 @@ def _generators() -> list[torch.Generator]:
 
 Run: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
-_DRAWN = 0.5  # in place of every random number
-_GOLDEN = (5**0.5 - 1) / 2  # whose multiples, without their whole parts, lie evenly
+_MHA_DROPOUT = 10  # the index of dropout_p in F.multi_head_attention_forward
+_DRAWN = 0.5  # returned in place of every random number
+_GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples are evenly distributed
 _DRAWING = frozenset(
     {
         torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal,
@@ -154,7 +153,7 @@ _COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
 class Undrawn(TorchFunctionMode):
-    """A region in which nothing is drawn."""
+    """A region without randomness."""
 
     def __torch_function__(
         self,
@@ -163,13 +162,13 @@ class Undrawn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch."""
+        """Call a torch function."""
         del types
         return undrawn(func, args, kwargs or {}, lambda one, given, named: one(*given, **named))
 
 
 def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
-    """Call a function of torch by `run`, with a dropout of zero and without random numbers."""
+    """Call a torch function with `run`, without dropout and without random numbers."""
     kwargs = dict(kwargs)
     if func in _DROPPING:
         return args[0] if args else kwargs["input"]
@@ -177,7 +176,7 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
         return _gumbel_softmax(*args, **kwargs)
     if func is functional.rrelu:
         args, kwargs["training"] = args[:3], False
-    if func in _RECURRENT:  # their one number that is not whole is the chance to drop
+    if func in _RECURRENT:  # their only fractional argument is the dropout probability
         args = tuple(0.0 if isinstance(one, float) else one for one in args)
     if func in (torch.bernoulli, Tensor.bernoulli_):
         return func(*args, **kwargs).fill_(1)
@@ -197,9 +196,10 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
 
 
 def _spread(drawn: Tensor) -> Tensor:
-    """Give every row of a mask of places the same numbers, some below each chance.
+    """Give every row of a mask the same evenly spread numbers, some below any threshold.
 
-    With one number for all, `torch.rand(rows, places) < 0.15` masks nothing: the loss is no number.
+    If all were the same number, `torch.rand(rows, places) < 0.15` would mask nothing, and the loss
+    would be nan.
     """
     if drawn.dim() != 2:
         return drawn
@@ -208,7 +208,7 @@ def _spread(drawn: Tensor) -> Tensor:
 
 
 def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number in the middle of those that randint and its kin draw from."""
+    """Return the middle of the range of randint and similar functions."""
     ends = [one for one in args if isinstance(one, int)]
     ends += [kwargs[name] for name in ("from", "low", "to", "high") if kwargs.get(name) is not None]
     low, high = (0, 0, *ends)[-2:]
@@ -218,7 +218,7 @@ def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _gumbel_softmax(
     logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:
-    """Do what the function does whose draws, made within it, are all the same."""
+    """Compute gumbel_softmax with all random numbers equal."""
     del eps
     soft = (logits / tau).softmax(dim)
     if not hard:
@@ -228,5 +228,5 @@ def _gumbel_softmax(
 
 
 def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop dropout_p where it stands in its place, behind query, key, value and mask."""
+    """Drop a positional dropout_p, after query, key, value and mask."""
     return args[:4] if len(args) == 5 else args

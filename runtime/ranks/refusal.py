@@ -1,4 +1,4 @@
-"""Ends a script that cannot run as it was started: one message in the place of a traceback."""
+"""Ends a script that cannot run as it was started, with one message instead of a traceback."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -14,32 +14,32 @@ _Value = TypeVar("_Value")
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Reads the options of a script; what is wrong with them is told once, not by every rank."""
+    """Parses the options of a script; an error is printed once, not by every rank."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)  # `autopar run` looks for whole names
+        super().__init__(allow_abbrev=False, **settings)  # `autopar run` searches for whole names
 
     def add_argument(self, *flags: Any, **how: Any) -> argparse.Action:
-        """Add an option; its default, a setting of the script, is read as what is typed is."""
+        """Add an option; its default is parsed like a typed value."""
         return super().add_argument(*flags, **as_typed(how))
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and leave."""
+        """Print an error, and exit."""
         leave(Verdict(USAGE, message, f"{self.prog} --help lists the options"))
 
 
 def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how an option is read: never as an empty text, and a setting as what is typed."""
+    """Return argparse settings that parse a default like a typed value, and reject ""."""
     if how.get("action", "store") not in ("store", "append"):
         return how
     setting = how.get("default")
     default = str(setting) if isinstance(setting, (str, int, float)) else setting
-    # argparse reads defaults that are text
+    # argparse parses defaults that are strings
     return {**how, "type": _filled(how.get("type", str)), "default": default}
 
 
 def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """Refuse an empty text, as a shell makes it of a variable that is not set."""
+    """Reject an empty value, which a shell makes of an unset variable."""
 
     @wraps(read)
     def filled(text: str) -> _Value:
@@ -51,11 +51,11 @@ def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 class RefusedInWorkerError(Exception):
-    """What a worker of a DataLoader refuses: the rank that it reads for tells it."""
+    """Raised in a DataLoader worker; its rank prints the message and exits."""
 
 
 def refuse(found: str, *, fix: str) -> NoReturn:
-    """Say what was found and what to do, and leave; every rank that finds it does."""
+    """Print what was found and what to do, and exit, on every rank that finds it."""
     verdict = Verdict(MISMATCH, found, fix)
     if get_worker_info() is not None:
         raise RefusedInWorkerError(str(verdict))
@@ -63,16 +63,16 @@ def refuse(found: str, *, fix: str) -> NoReturn:
 
 
 def give_up(found: str, *, fix: str) -> NoReturn:
-    """Say why the training cannot go on, and leave; every rank does."""
+    """Print why the training cannot go on, and exit on every rank."""
     leave(Verdict(FAILED, found, fix))
 
 
 @contextmanager
 def refusals_of_workers() -> Iterator[None]:
-    """Leave where a worker of the DataLoader that is read inside refuses something."""
+    """Exit if a DataLoader worker used inside raises RefusedInWorkerError."""
     try:
         yield
-    except RefusedInWorkerError as error:  # torch has put the worker's traceback before its text
+    except RefusedInWorkerError as error:  # torch has put the worker's traceback before the text
         told = str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
         found, _, fix = told.removeprefix("error: ").partition("\n  fix: ")
         leave(Verdict(MISMATCH, found, fix))

@@ -1,15 +1,14 @@
-"""Messages between ranks, groups of neighbours, and what all ranks agree on.
+"""Messages between ranks, groups of neighbours, and checks that ranks agree.
 
 Moves tensors between the ranks of an axis, without gradients.
 
-What a layer waits for travels by torch's functional collectives, which `torch.compile` sees
-through. Sums and parts of a bucket travel in its own memory while other work is done.
+Layers use torch's functional collectives, which `torch.compile` supports. Buckets are reduced in
+place, asynchronously.
 
-Gives each two neighbours on the pipeline axis a group of their own.
-
-nccl runs what a group is told in turn, on one stream: a message to a neighbour that is late would
-hold up those to all others of the axis. torch's schedules of several stages per rank count on it
-that messages of two pairs do not wait for each other.
+Each two neighbours on the pipeline axis get a process group of their own. nccl runs the messages of
+a group in order, on one stream, so that a late neighbour would block messages to all others.
+torch's schedules with several stages per rank require that messages of two pairs do not wait for
+each other.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 
 _functional: Any = torch.ops._c10d_functional
-# torch 2.13 renamed both; the old names warn there.
+# torch 2.13 renamed both; the old names raise a warning there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -72,14 +71,14 @@ def exchanged_pieces(
 
 
 class _Coming:
-    """A tensor of this rank that turns into what all ranks make of theirs."""
+    """A tensor of this rank that a collective is updating in place."""
 
     def __init__(self, own: Tensor) -> None:
         self._own = own
         self._work: dist.Work | None = None
 
     def value(self) -> Tensor:
-        """Return the tensor, the first time after waiting for it."""
+        """Return the tensor; the first call waits for it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -87,7 +86,7 @@ class _Coming:
 
 
 class ComingSum(_Coming):
-    """A tensor that turns into the sum, or the mean, of every rank's while other work is done."""
+    """A tensor that is being replaced by the sum or mean over all ranks."""
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
         super().__init__(x)
@@ -96,7 +95,7 @@ class ComingSum(_Coming):
 
 
 class ComingPart(_Coming):
-    """This rank's part of a flat tensor, which turns into the sum, or the mean, of every rank's."""
+    """This rank's part of a flat tensor, being replaced by the sum or mean over all ranks."""
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
         super().__init__(x.view(axis.size, -1)[axis.rank])
@@ -107,7 +106,7 @@ class ComingPart(_Coming):
 
 
 def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
-    """Start to give every rank all parts of a flat tensor, in place; each brings its own."""
+    """Start an in-place all-gather of a flat tensor from every rank's part."""
     part = flat.view(axis.size, -1)[axis.rank]
     work: dist.Work | None = _all_gather(flat, part, group=axis.group, async_op=True)
     return work
@@ -123,7 +122,7 @@ def _name(axis: Axis) -> str:
     return axis.group.group_name
 
 
-_DESCRIBED = "mesh_pipeline"  # as torch describes the group of the axis, in what it records
+_DESCRIBED = "mesh_pipeline"  # torch's name for the axis in records of its group
 
 
 class Pairs(Enum):
@@ -135,10 +134,10 @@ class Pairs(Enum):
 
 
 def neighbour_groups(mesh: Mesh, kind: Pairs) -> Mapping[int, dist.ProcessGroup]:
-    """Return the groups of this rank and each of its neighbours, by the neighbour's pipeline rank.
+    """Return this rank's groups with its neighbours, by the neighbour's pipeline rank.
 
-    The group of an axis of two ranks is one of two already. All ranks of the world make these
-    groups together, in one order.
+    An axis of two ranks already has a group of two. All ranks of the world create these groups
+    together, in the same order.
     """
     axis = mesh.pipeline
     if axis.size <= 2 or kind is Pairs.NONE:
@@ -153,7 +152,7 @@ def neighbour_groups(mesh: Mesh, kind: Pairs) -> Mapping[int, dist.ProcessGroup]
 
 
 def _pairs_apart(size: int, *, is_ring: bool) -> list[list[tuple[int, int]]]:
-    """Return all pairs of neighbours, in lists of pairs that have no rank in common."""
+    """Return all pairs of neighbours, in lists of disjoint pairs."""
     pairs = [(rank, rank + 1) for rank in range(size - 1)]
     apart = [pairs[::2], pairs[1::2]]
     if is_ring and size % 2:
@@ -164,7 +163,7 @@ def _pairs_apart(size: int, *, is_ring: bool) -> list[list[tuple[int, int]]]:
 
 
 def _on_each_column(pairs: Sequence[tuple[int, int]], mesh: Mesh) -> list[list[int]]:
-    """Return the ranks of the pairs in the world, for all places on the other axes."""
+    """Return the world ranks of the pairs, for all positions on the other axes."""
     columns = mesh.world_size // mesh.pipeline.size
     return [
         [pipeline * columns + column for pipeline in pair]
@@ -176,9 +175,9 @@ def _on_each_column(pairs: Sequence[tuple[int, int]], mesh: Mesh) -> list[list[i
 def _group_of_this_rank(
     groups: Sequence[list[int]], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Make groups that have no rank in common; return the one of this rank, if there is one.
+    """Create disjoint groups, and return this rank's group, or None.
 
-    nccl makes all of them in one go, out of the communicator of the world.
+    nccl splits all of them off the world's communicator in one call.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -195,10 +194,11 @@ def _group_of_this_rank(
 def agreed(
     batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield batches, after the ranks that share rows have told that the first one is the same.
+    """Yield batches, after checking that ranks which share rows have read the same first batch.
 
-    Pipeline ranks read a row's inputs here and its targets there, tensor ranks share its work: a
-    dataset that drew other numbers on each of them would train them on rows that do not exist.
+    Pipeline ranks read a row's inputs in one place and its targets in another, and tensor ranks
+    share the work on it. If a dataset drew other random numbers on each rank, they would train on
+    rows that do not exist.
     """
     first = next(batches)
     for axis in sharers:
@@ -208,7 +208,7 @@ def agreed(
 
 
 def check_same_length(rows: int, maker: str, mesh: Mesh) -> None:
-    """Leave where ranks have datasets of unlike lengths: they share out the rows of one."""
+    """Exit if ranks have datasets of different lengths."""
     if mesh.world.size == 1:
         return
     own = torch.tensor([rows], device=mesh.device)
@@ -237,6 +237,6 @@ def _check(batch: Mapping[str, Tensor], axis: Axis, device: torch.device) -> Non
 
 
 def _digest(value: Tensor) -> int:
-    """Return a number that tells rows, and their order, apart."""
+    """Return a digest of rows that depends on their order."""
     plain = torch.view_as_real(value) if value.is_complex() else value
     return mixed_seed(*torch.hash_tensor(plain.reshape(len(plain), -1), dim=1).tolist())

@@ -1,4 +1,4 @@
-"""The user's files as scripts run them: whether they have changed, and what they raise."""
+"""Errors in the user's files, and changes to these files since the script was written."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from autopar.runtime.ranks.refusal import refuse
 SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
 _RUNTIME = Path(__file__).parents[1]
 _TORCH, _STANDARD = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
-_MOST_CHARACTERS = 300  # of what an error says
+_MOST_CHARACTERS = 300  # of an error message
 
-# What is told in the place of an error, and what to do, by words of its text: gloo and DataLoaders
-# raise RuntimeErrors alone.
+# Messages for known errors, found by words in their text: gloo and DataLoader only raise
+# RuntimeError.
 _KNOWN = (
     (
         ("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
@@ -70,9 +70,9 @@ class _Of(Enum):
 
 @contextmanager
 def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Leave where the code inside raises an error; `what` names it, as "build_dataset()".
+    """Exit if the code inside raises an error; `what` names the code, such as "build_dataset()".
 
-    `of` is the user's function that made what fails, for an error that no line of theirs raises.
+    `of` is the user's function to name if the traceback has no line of the user's.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def _refuse(found: str, error: BaseException, of: Callable[..., Any] | None) -> 
 
 
 def place_of(function: Callable[..., Any] | None) -> str:
-    """Return where a function of the user's is written; "" where it is another's, or none."""
+    """Return where the user's function is defined, or "" if it is not the user's."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
@@ -99,17 +99,18 @@ def place_of(function: Callable[..., Any] | None) -> str:
 
 
 def tell_errors_once() -> None:
-    """Have an error that nothing catches be one message on all ranks, not a traceback of each.
+    """Print an uncaught error as one message for all ranks, not as a traceback on each.
 
-    The ranks leave for the reason that the first of them has. A process that ends otherwise before
-    its training is over is told as well.
+    All ranks exit with the message of the first one. A process that exits by other means before its
+    training is over gets a message, too.
     """
-    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # tells errors too
+    # it also prints errors
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         try:
             _tell(error)
-        except KeyboardInterrupt:  # this error, or one that has come meanwhile
+        except KeyboardInterrupt:  # a second error may have come meanwhile
             leave_interrupted()
 
     sys.excepthook = tell
@@ -127,7 +128,7 @@ def _tell(error: BaseException) -> NoReturn:
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """Return what is told of an error that ends a training."""
+    """Return the message for an error that ends a training."""
     first = _first_cause(error)
     said = said_of(first)
     for words, found, fix in _KNOWN:
@@ -142,9 +143,9 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the user's error for which a library has raised another one, as torch's pipelines do.
+    """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    Where the user's own code has raised an error because of another one, its words are told.
+    If the user's own code raised the error because of another one, its text is printed.
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]
@@ -157,14 +158,14 @@ def said_of(error: BaseException) -> str:
     """Return an error in one line."""
     try:
         text = str(error).strip()
-    except Exception:  # of an error with a text of its own
+    except Exception:  # the text of an error may be computed and fail
         text = ""
     line = next(iter(text.splitlines()), "")
     return f"{type(error).__name__}: {line}".rstrip(": ")[:_MOST_CHARACTERS]
 
 
 def failing_at(error: BaseException) -> str:
-    """Return the innermost line of the user's code; "" where that has only called the runtime."""
+    """Return the innermost line of the user's code, or "" if that only called the runtime."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     own = [str(one) for one in _lines(error) if one.whose is _Of.USER and not one.is_of_loop]
@@ -172,14 +173,14 @@ def failing_at(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line that is no library's, or else the innermost one."""
+    """Return the innermost line outside libraries, or the innermost line of all."""
     lines = list(_lines(error))
     own = [one for one in lines if one.whose is not _Of.LIBRARY]
     return str((own or lines)[-1])
 
 
 class _Line(NamedTuple):
-    """A line that an error came through."""
+    """A line of a traceback."""
 
     whose: _Of
     file: str
@@ -191,7 +192,7 @@ class _Line(NamedTuple):
 
     @property
     def is_of_loop(self) -> bool:
-        """Whether it is one of the script's that call the runtime."""
+        """Whether it is a line of the script that calls the runtime."""
         is_script = Path(self.file).resolve() == Path(sys.argv[0]).resolve()
         return is_script and self.function in ("<module>", "main", "<genexpr>")
 
@@ -212,7 +213,7 @@ def _whose(file: str) -> _Of:
 
 
 def source_digest(paths: Iterable[Path]) -> str:
-    """Return what stands for the text of files, in this order."""
+    """Return a digest of files, in this order."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -220,9 +221,9 @@ def source_digest(paths: Iterable[Path]) -> str:
 
 
 def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, mesh: Mesh) -> None:
-    """Say on the first rank that the model file, or one that it imports, is another one by now.
+    """Print a note on the first rank if the model file, or a file it imports, has changed.
 
-    The names of the files are seen from the folder of the model file.
+    `names` are relative to the folder of the model file.
     """
     found = _changed(model_file, names, digest)
     if found and mesh.rank == 0:
@@ -233,7 +234,7 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
 
 
 def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) -> None:
-    """Leave where the model file is another one by now: the script has forwards of what it was."""
+    """Exit if the model file has changed: the script contains forwards of the old one."""
     found = _changed(model_file, names, digest)
     if found:
         refuse(
@@ -244,7 +245,7 @@ def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) ->
 
 
 def _changed(model_file: ModuleType, names: Iterable[str], digest: str) -> tuple[str, str] | None:
-    """Return what has changed, if anything, and the digest of the files by now."""
+    """Return what has changed and the new digest, or None."""
     path = Path(str(model_file.__file__))
     files = [path.parent / name for name in names]
     if not all(file.is_file() for file in files):

@@ -1,4 +1,4 @@
-"""Layers that run again in the backward, on what they were given.
+"""Layers that are recomputed in the backward.
 
 Scripts import from here; files import from each other.
 """

@@ -1,17 +1,12 @@
-"""Layers that run again: on what they were given, drawing what they drew.
+"""Recomputes layers in the backward, with the inputs and random numbers of the first forward.
 
-Has a layer that runs again in the backward draw the random numbers of its first forward.
+torch.utils.checkpoint saves the generators of GPUs that positional tensors are on, and none if a
+layer is called with keywords only. Here the CPU's and the GPU's generators are always saved. With
+selective recomputation, an op whose result is saved is not run again. If the op draws random
+numbers (attention with dropout), the second forward sets the generators to their states after it.
 
-torch.utils.checkpoint keeps the generators of the GPUs that positional tensors lie on, and none
-where a layer is called by keywords alone. Here the generators of the CPU and of the GPU are kept,
-whatever the layer is given. With selective recomputation an op whose result is kept does not run
-again. If it drew numbers (attention with dropout), the second forward sets the generators to where
-the op left them in the first one, for what is drawn after it.
-
-Lets a forward that runs again find the objects that it is given as they were the first time.
-
-A cache of keys and values, a dict that layers share: what the first run wrote there, the second
-would find. Tensors and modules are not copied.
+A layer may change objects that it is given: a cache of keys and values, a dict that layers share.
+The second forward gets them as they were before the first. Tensors and modules are not copied.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ from autopar.runtime.tensor.slices import remembered
 
 
 class DrawnNumbers:
-    """The states of the generators before a forward, and after each of its kept ops that draw."""
+    """The generator states before a forward, and after each saved op that draws random numbers."""
 
     def __init__(self) -> None:
         self._before = generator_states()
@@ -51,7 +46,7 @@ class DrawnNumbers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Surround the second forward; afterwards the generators are as they were before it."""
+        """Run the second forward inside; the generators are restored afterwards."""
         now = generator_states()
         set_generator_states(self._before)
         self._to_come = iter(self._after_ops)
@@ -63,7 +58,7 @@ class DrawnNumbers:
     def follow(
         self, first: TorchDispatchMode, again: TorchDispatchMode, is_kept: Callable[[Any], bool]
     ) -> None:
-        """Note the states after kept ops of the first forward, and set them in the second."""
+        """Record the states after saved ops of the first forward, and set them in the second."""
 
         def note(op: Any) -> None:
             if is_kept(op):
@@ -80,7 +75,7 @@ class DrawnNumbers:
 
 @lru_cache
 def _followed(kind: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
-    """Return the class of modes that call `after_draw` with each op that may draw numbers."""
+    """Return a subclass of a mode that calls `after_draw` with each op that may draw numbers."""
 
     class Followed(kind):  # type: ignore[valid-type, misc]
         after_draw: Callable[[Any], None]
@@ -109,9 +104,10 @@ _PLAIN = (
 def run_alike(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
-    """Return a forward that runs on the arguments, then on what these were, and the latter.
+    """Return a forward, its first arguments, and a copy of them for the second run.
 
-    It is handed the latter each time: that is what is kept until the backward.
+    The copy is passed in both runs, because it is what is saved until the backward. The first run
+    uses the original arguments instead.
     """
     copied = _copies((args, kwargs))
     if copied is None:
@@ -126,7 +122,10 @@ def run_alike(
 
 
 def _copies(given: Arguments) -> Callable[[], Arguments] | None:
-    """Return what makes arguments as these are now; None where they cannot be written to."""
+    """Return a function that copies arguments in their current state.
+
+    None if they are immutable.
+    """
     args, kwargs = given
     if all(map(_is_plain, (*args, *kwargs.values()))):
         return None
@@ -134,7 +133,7 @@ def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     try:
         _ObjectWriter(written, shared).dump(given)
     except (pickle.PicklingError, TypeError, AttributeError):
-        return None  # of a local class, say: the layer has to do without copies
+        return None  # objects of a local class, say, cannot be copied
 
     def copied() -> Arguments:
         found: Arguments = _ObjectReader(BytesIO(written.getbuffer()), shared).load()
@@ -144,21 +143,21 @@ def _copies(given: Arguments) -> Callable[[], Arguments] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether nothing can be written to a value, or it is a tensor or a module."""
+    """Whether a value is immutable, a tensor or a module, and need not be copied."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
 
 
 class _ObjectWriter(pickle.Pickler):
-    """Writes the structure of objects, and lists what they share with their copies."""
+    """Pickles the structure of objects, and lists the parts that copies share."""
 
     def __init__(self, file: BytesIO, shared: list[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.shared = shared
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number of what is not copied."""
+        """Return the number of an object that is not copied."""
         if not isinstance(obj, _SHARED):
             return None
         self.shared.append(obj)
@@ -166,14 +165,14 @@ class _ObjectWriter(pickle.Pickler):
 
 
 class _ObjectReader(pickle.Unpickler):
-    """Reads what a writer wrote."""
+    """Unpickles that structure."""
 
     def __init__(self, file: BytesIO, shared: list[Any]) -> None:
         super().__init__(file)
         self.shared = shared
 
     def persistent_load(self, pid: int) -> Any:
-        """Return what was not copied."""
+        """Return an object that is not copied."""
         return self.shared[pid]
 
 
@@ -193,9 +192,9 @@ ATTENTION = (
 def recompute(
     module: nn.Module, mode: Mode, *, keep: Collection[str] = MATMULS + ATTENTION
 ) -> None:
-    """Have a module (a layer) keep only its inputs, and under "selective" the results of `keep`.
+    """Recompute a module (a layer) in the backward; "selective" saves the results of `keep`.
 
-    `keep` names aten ops, without the overload. Only this instance's forward changes, beneath its
+    `keep` names aten ops, without the overload. Only this instance's forward changes, below its
     hooks: fully_shard has gathered the parameters before the forward is run again.
     """
     if mode == "none":
@@ -205,7 +204,7 @@ def recompute(
     contexts = partial(_contexts, WrittenBuffers(module), is_kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Of the class that the instance has by then: batch norms may take a synchronised one.
+        # Looked up at the call: batch norms may have taken a synchronised class by then.
         return type(module).forward(module, *args, **kwargs)
 
     @wraps(module.forward)
@@ -217,7 +216,8 @@ def recompute(
             run,
             *args,
             use_reentrant=False,
-            preserve_rng_state=False,  # `contexts` do that, for keywords and kept ops too
+            # `contexts` restores generators, also for keyword arguments and saved ops
+            preserve_rng_state=False,
             context_fn=contexts,
             **kwargs,
         )
@@ -227,14 +227,14 @@ def recompute(
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Tell whether a module or one inside it computes its activations again in the backward."""
+    """Whether a module, or one inside it, is recomputed in the backward."""
     return any(OUTERMOST in child.__dict__ for child in module.modules())
 
 
 def _contexts(
     buffers: WrittenBuffers, is_kept: IsKept | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what surrounds the forward, and what surrounds it when it runs again."""
+    """Return the context managers of the first forward and of the second."""
     numbers = DrawnNumbers()
     first, again = buffers.contexts()
     again = reduce(_both, (_Stopping(), numbers.again(), remembered()(), again))
@@ -252,11 +252,12 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _Stopping:
-    """Stops a forward that runs again where torch stops it, though the forward catches that.
+    """Ends a recomputed forward where torch stops it, although the forward catches the exception.
 
-    As soon as all that the backward needs is there, torch leaves the forward by an exception, and
-    so saves its last matmul; code that catches every exception raises another instead. A class,
-    because a generator's frames would keep the error alive, and with it what the forward made.
+    As soon as everything that the backward needs is computed, torch leaves the forward with an
+    exception, which saves the last matmul. Code that catches every exception may raise another one.
+    This is a class, because a generator's frames would keep the exception alive, and tensors with
+    it.
     """
 
     def __enter__(self) -> None: ...
@@ -267,14 +268,14 @@ class _Stopping:
 
 
 def _is_stop(error: BaseException | None) -> bool:
-    """Whether an error is torch's stop, or was raised while that was handled."""
+    """Whether an error is torch's stop, or was raised while handling it."""
     while error is not None and not isinstance(error, _StopRecomputationError):
         error = error.__context__
     return error is not None
 
 
 def _policy(is_kept: IsKept, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Say for one op of the forward whether its result is kept."""
+    """Return whether the result of an op is saved."""
     del args, kwargs
     return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 

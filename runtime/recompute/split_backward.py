@@ -1,13 +1,15 @@
-"""Turns a stage's backward into one for its inputs now and one for its weights later.
+"""Splits a stage's backward: gradients of its inputs now, those of its weights later.
 
-torch's own split finds a weight's gradient where its path meets that of the stage's inputs. What
-never meets it is lost without a word: all weights of a stage whose inputs need no gradient, or a
-second embedding whose rows go straight to the next stage. Such weights get theirs at once here.
-So do all weights of a stage that recomputes activations: two halves would compute them twice.
-So do those of a stage where a weight meets that path in several places (the position bias that all
-layers of T5 add): torch counts it, and what it meets, as often, and runs the collectives on the way
-in an order that differs from rank to rank. And so do those of a stage on the CPU that has a group
-norm: its kernel crashes where images lie channels last and their gradient is not asked for.
+torch's own split finds a weight's gradient where its path meets that of the stage's inputs. It
+silently loses weights whose path never does: all weights of a stage whose inputs need no gradient,
+or a second embedding whose rows go straight to the next stage. Here such weights get their
+gradients at once. So do all weights
+
+- of a stage that recomputes activations, which two halves would do twice; - of a stage where one
+weight meets the path in several places (the position bias that all layers of
+  T5 add): torch would count it several times, and run collectives in another order on each rank;
+- of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
+  gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class SplitBackward:
         self._module = module
         # Found at the first microbatch:
         self._early: frozenset[str] | None = None  # names
-        self._is_whole = recomputes(module)  # not split at all
+        self._is_whole = recomputes(module)  # whether the backward is not split at all
 
     def backward_inputs(
         self,
@@ -48,7 +50,7 @@ class SplitBackward:
         output_grads: Sequence[Tensor | None],
         input_values: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-        """Return the gradients of the inputs, and what the weights' half will need."""
+        """Return the gradients of the inputs, and what the half for weights will need."""
         if self._early is None:
             self._examine(stage_output, input_values)
         if self._is_whole:
@@ -57,14 +59,14 @@ class SplitBackward:
             self._accumulate_early(stage_output, output_grads)
         result: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]] = stage_backward_input(
             list(stage_output),
-            output_grads,  # type: ignore[arg-type]  # None where an output needs none
+            output_grads,  # type: ignore[arg-type]  # None for an output that needs no gradient
             list(input_values),
             iter(self._weights(early=False).values()),
         )
         return result
 
     def backward_weights(self, param_groups: list[dict[str, Any]]) -> None:
-        """Add the gradients of the weights that `backward_inputs` left for later."""
+        """Add the gradients of the weights that `backward_inputs` postponed."""
         stage_backward_weight(iter(self._weights(early=False).values()), param_groups)
 
     def _weights(self, *, early: bool) -> dict[str, nn.Parameter]:
@@ -76,7 +78,7 @@ class SplitBackward:
         }
 
     def _examine(self, stage_output: Sequence[Tensor], input_values: Sequence[Any]) -> None:
-        """Find the weights that reach an output without meeting the path of an input."""
+        """Find the weights whose path to an output does not meet that of an input."""
         early = set[str]()
         if not self._is_whole:
             roots = _nodes(stage_output)
@@ -123,7 +125,7 @@ def _backward_at_once(
         stage_output, output_grads, list(input_values)
     )
     for output in stage_output:
-        output.detach_()  # nothing is left to do with its graph
+        output.detach_()  # its graph is not needed any more
     return gradients
 
 

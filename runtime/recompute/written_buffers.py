@@ -1,8 +1,8 @@
-"""Keeps what a forward writes to buffers apart where it runs more often than a step has it.
+"""Saves and restores buffers that a forward writes, if it runs more than once per step.
 
-A layer that runs again in the backward finds its buffers as they were the first time, and leaves
-them as they are. What does not depend on rows (a count of steps, the power iteration of a spectral
-norm) is written once in a step, however many microbatches that has.
+A recomputed layer finds its buffers as they were in the first forward, and restores them
+afterwards. Buffers that do not depend on rows (a step count, the power iteration of a spectral
+norm) are written once per step, however many microbatches it has.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Kept: TypeAlias = dict[Place, Tensor]
 
 
 class WrittenBuffers:
-    """The buffers that a module's forward writes, found when it runs for the first time."""
+    """The buffers that a module's forward writes, found in its first run."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._written: list[Place] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return what surrounds a forward, and what surrounds it when it runs again."""
+        """Return the context managers of the first forward and of the second."""
         before: Kept = {}
         return self._first(before), self._again(before)
 
@@ -63,17 +63,17 @@ class WrittenBuffers:
 
 
 def update_once(module: nn.Module, names: Collection[str], *, microbatches: int) -> None:
-    """Have a module, which runs once for each microbatch, write some of its buffers once in a step.
+    """Make a module, which runs once per microbatch, write the named buffers once per step.
 
-    Each microbatch finds them as the first one of its step did, in tensors of its own: backwards
-    that are still to come may read what an earlier one wrote.
+    Each microbatch starts from the values before the step, in tensors of its own: a later backward
+    may read what an earlier microbatch wrote.
     """
     begun: Kept = {}
     runs = 0
 
     def rewind(*_: Any) -> None:
         nonlocal runs
-        if not module.training or not torch.is_grad_enabled():  # an evaluation is no step
+        if not module.training or not torch.is_grad_enabled():  # an evaluation is not a step
             return
         if runs % microbatches == 0:
             begun.update((place, _of(place)) for place in _buffers(module, names))
@@ -86,7 +86,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Have what is written to the buffers of a module forgotten afterwards."""
+    """Restore the buffers of a module afterwards."""
     places = _buffers(module)
     found = [_of(place) for place in places]
     for (owner, name), fresh in zip(places, _copies(found), strict=True):
@@ -99,14 +99,14 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:
-    """Copy buffers, one that several modules share once."""
+    """Copy buffers; a buffer of several modules is copied once."""
     found = list(buffers)
     copies = {id(buffer): buffer.clone() for buffer in found}
     return [copies[id(buffer)] for buffer in found]
 
 
 def _is_written(place: Place, before: Tensor, version: int) -> bool:
-    """Whether a buffer is another one now; torch's norms write statistics without a mark."""
+    """Whether a buffer was written; torch's norms do not change its version counter."""
     return (
         isinstance(place[0], _NormBase)
         or _of(place) is not before
@@ -115,7 +115,7 @@ def _is_written(place: Place, before: Tensor, version: int) -> bool:
 
 
 def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Place]:
-    """Return where a module has its buffers, or those of some names."""
+    """Return where a module's buffers are registered, all or those with these names."""
     return [
         (child, name)
         for path, child in module.named_modules(remove_duplicate=False)

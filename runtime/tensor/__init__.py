@@ -1,4 +1,4 @@
-"""Tensors in parts over ranks: who holds what, and what is sent where whole ones are needed.
+"""Tensors split over ranks: who holds which part, and how parts are exchanged.
 
 Scripts import from here; files import from each other.
 """

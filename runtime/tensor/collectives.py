@@ -1,4 +1,4 @@
-"""Turns a tensor of one layout on an axis into another, forward and backward.
+"""Converts a tensor between two layouts on an axis, forward and backward.
 
     I   same value on every rank; its gradient is whole on every rank
     R   same value on every rank; its gradient is a partial sum on each rank
@@ -20,9 +20,9 @@
     first_whole    R → P    x on rank 0, zeros else   the same mask
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
-`parts` says how a dim is cut (see cuts.py). Left out, the dim is one part of single elements;
-where only the local size is known, every rank then holds the same number, unless it is a share of
-a length that is known (see lengths.py).
+`parts` says how a dim is cut (see slices.py); by default it is one part of single elements. If only
+the local size is known, all ranks are assumed to hold equally many elements, unless it is a share
+of a known length.
 """
 
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def _convert_along(
 
 
 def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
-    """Cut a dim that is whole on this rank."""
+    """Return the cut of a dim that is whole on this rank."""
     held = cut(((x.shape[dim], 1),) if parts is None else parts, axis.size)
     if parts is None:
         note_length(x.shape[dim])
@@ -155,7 +155,7 @@ def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
 
 
 def _cut_local(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
-    """Cut a dim of which this rank holds its slice."""
+    """Return the cut of a dim of which this rank holds a slice."""
     local = x.shape[dim]
     held = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
     if held.sizes[axis.rank] != local:
@@ -169,7 +169,7 @@ def _unchanged(x: Tensor, _: Axis) -> Tensor:
 
 
 def _on_first(x: Tensor, axis: Axis) -> Tensor:
-    """Zeros elsewhere, not x · 0, which would keep an infinity."""
+    """Return zeros except on rank 0. Not x · 0, which would turn inf into nan."""
     return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
 
 
@@ -182,7 +182,7 @@ _PLACE_OWN: tuple[Along, Along] = (pad_along, slice_along)
 
 
 class _Convert(torch.autograd.Function):
-    """A conversion that treats the tensor as one whole."""
+    """A conversion of the whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:

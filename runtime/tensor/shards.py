@@ -1,14 +1,10 @@
 """Which part of which parameter a rank holds.
 
-Tells which chunks of a global tensor the shard in this process holds.
+Turns whole parameters into the shards of this rank of the tensor axis. Shards are plain local
+parameters, so that the user's own nn.Linear works on its share.
 
-The record lives on the module that owns the parameter: `fully_shard` replaces parameter objects
-but leaves modules in place.
-
-Turns whole parameters into the shards that this rank of the tensor axis holds.
-
-Shards are plain local parameters, so that the user's own nn.Linear works on its share; what a
-shard holds of the whole is recorded (see chunks.py).
+The chunks of a shard are recorded on the module that owns the parameter: `fully_shard` replaces
+parameter objects but keeps modules.
 """
 
 from __future__ import annotations
@@ -32,18 +28,19 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def put_into(tensor: Tensor, source: Tensor) -> None:
-    """Have a tensor be what another one is now: its memory, sizes, type and device.
+    """Replace a tensor's memory, sizes, dtype and device by those of another one.
 
-    The object stays, so whoever holds it sees the new contents: modules, lists, other objects. So
-    do its class, its attributes and its hooks, and whether it takes gradients. The source is used
-    up. This is what torch.utils.swap_tensors does, without the class and the attributes.
+    The tensor stays the same object, so that modules, lists and other holders see the new contents.
+    It keeps its class, attributes, hooks and requires_grad. The source must not be used afterwards.
+    Unlike torch.utils.swap_tensors, the class and the attributes are not swapped.
     """
     fresh = source.detach().requires_grad_(tensor.requires_grad)
     one: Any = tensor
     hooks, behind = one._backward_hooks, one._post_accumulate_grad_hooks
     one._backward_hooks = one._post_accumulate_grad_hooks = None
     torch._C._swap_tensor_impl(tensor, fresh)
-    if has_own_ops(source) and not isinstance(tensor, type(source)):  # such contents need the class
+    # such contents need their class
+    if has_own_ops(source) and not isinstance(tensor, type(source)):
         is_parameter = isinstance(tensor, nn.Parameter)
         tensor.__class__ = type(source)
         tensor.__dict__.update(source.__dict__, _is_param=is_parameter)
@@ -53,9 +50,9 @@ def put_into(tensor: Tensor, source: Tensor) -> None:
 
 
 def made_like(tensor: AnyTensor, original: Tensor) -> AnyTensor:
-    """Let a tensor that takes the place of another one be of its class, with its attributes.
+    """Give a replacement tensor the class and the attributes of the original.
 
-    A DTensor stays one: it takes a class that is both.
+    A DTensor gets a class that derives from both.
     """
     own: Any = type(tensor)
     wanted = next(one for one in type(original).__mro__ if not _computes(one))
@@ -69,18 +66,18 @@ def made_like(tensor: AnyTensor, original: Tensor) -> AnyTensor:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether something tells a tensor from others of its contents: a class, or attributes."""
+    """Whether a tensor has attributes or a class beyond Tensor and Parameter."""
     return bool(tensor.__dict__) or type(tensor) not in (Tensor, nn.Parameter)
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers lie in one storage as they are, unlike those of sparse ones."""
+    """Whether a tensor is strided in one storage, unlike sparse or quantised ones."""
     is_plain = tensor.layout is torch.strided and tensor.dtype not in QUANTIZED
     return is_plain and not has_own_ops(tensor)
 
 
 def has_own_ops(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that computes in its own way, as DTensor is."""
+    """Whether a tensor's class implements its own ops, as DTensor does."""
     return _computes(type(tensor))
 
 
@@ -111,7 +108,7 @@ class Chunks:
         return math.prod(self.local_shape)
 
     def within_box(self, box: Box) -> Chunks:
-        """Narrow them to a box of the shard."""
+        """Return the chunks of a box of the shard."""
         ranges = zip(self.ranges, box, strict=True)
         return Chunks(self.global_shape, tuple(within(held, *sides) for held, sides in ranges))
 
@@ -122,18 +119,18 @@ def whole(shape: tuple[int, ...]) -> Chunks:
 
 
 def record_chunks(module: nn.Module, name: str, chunks: Chunks) -> None:
-    """Remember what the module's own parameter or buffer holds."""
+    """Record the chunks of a module's own parameter or buffer."""
     module.__dict__.setdefault(RECORD, {})[name] = chunks
 
 
 def recorded_chunks(module: nn.Module, name: str) -> Chunks | None:
-    """Recall what the module's own tensor holds on the tensor axis, if it was cut."""
+    """Return the recorded chunks of a module's own tensor on the tensor axis, or None."""
     chunks: Chunks | None = module.__dict__.get(RECORD, {}).get(name)
     return chunks
 
 
 def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
-    """Tell what every parameter and buffer holds, the rows of `fully_shard` included."""
+    """Return the chunks of every parameter and buffer, including the rows of `fully_shard`."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -145,10 +142,10 @@ def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
 
 
 def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:
-    """Narrow the chunks of a whole shard to the rows that `fully_shard` left here."""
+    """Restrict the chunks of a whole shard to the rows that `fully_shard` keeps on this rank."""
     if not isinstance(tensor, DTensor):
         return chunks
-    with unset_fake_temporarily():  # torch counts with tensors whose values it reads
+    with unset_fake_temporarily():  # torch counts with real tensors here
         local, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
@@ -160,7 +157,7 @@ def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:
 
 
 def within(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """Keep the elements start … stop − 1 of ranges that are laid end to end."""
+    """Return the elements start … stop − 1 of ranges that are laid end to end."""
     kept, offset = [], 0
     for low, high in ranges:
         first, last = max(start, offset), min(stop, offset + high - low)
@@ -171,7 +168,7 @@ def within(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut the elements start … stop − 1 of a flattened tensor into boxes, in their order."""
+    """Cut the elements start … stop − 1 of a flattened tensor into boxes, in order."""
     if start >= stop:
         return
     if not shape:
@@ -194,7 +191,7 @@ def _boxes_of_row(shape: tuple[int, ...], number: int, start: int, stop: int) ->
         yield ((number, number + 1), *box)
 
 
-_TIES = "tied_names"  # where a model that is a part of one has the names of that
+_TIES = "tied_names"  # the attribute with the tied names of the whole model, on a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,26 +199,26 @@ class Split:
     """How a parameter or buffer is cut over the tensor axis."""
 
     dim: int
-    parts: Parts  # see cuts.py
+    parts: Parts  # see slices.py
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor hangs in a model."""
+    """A place of a tensor in a model: a module, and an attribute."""
 
-    name: str  # the whole dotted name
+    name: str  # the full dotted name
     module: nn.Module
     attribute: str
     tensor: Tensor
 
 
 def ranges(split: Split, rank: int, size: int) -> Ranges:
-    """Find the ranges of the split dim that a rank holds."""
+    """Return the ranges of the split dim that a rank holds."""
     return cut(split.parts, size).ranges[rank]
 
 
 def local_size(parts: Parts, axis: Axis) -> int:
-    """Count the elements of a dim that this rank holds."""
+    """Return how many elements of a dim this rank holds."""
     return cut(parts, axis.size).sizes[axis.rank]
 
 
@@ -237,7 +234,7 @@ def local_part(tensor: Tensor, split: Split, axis: Axis) -> Tensor:
 
 
 def local_chunks(shape: tuple[int, ...], split: Split | None, axis: Axis) -> Chunks:
-    """Describe what this rank holds of a tensor of that global shape."""
+    """Return the chunks that this rank holds of a tensor with a global shape."""
     chunks = whole(shape)
     if split is None:
         return chunks
@@ -247,7 +244,7 @@ def local_chunks(shape: tuple[int, ...], split: Split | None, axis: Axis) -> Chu
 
 
 def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
-    """Replace every named parameter or buffer by this rank's part, all its aliases alike."""
+    """Replace every named parameter or buffer, under all its aliases, by this rank's part."""
     aliases = group_aliases(places(model))
     check_names(splits, {place.name for group in aliases for place in group})
     for group in aliases:
@@ -260,7 +257,7 @@ def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) 
 
 
 def places(model: nn.Module) -> Iterator[TensorPlace]:
-    """Find every parameter and buffer under all of its names."""
+    """Yield every parameter and buffer under all of its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -269,7 +266,7 @@ def places(model: nn.Module) -> Iterator[TensorPlace]:
 
 
 def group_aliases(found: Iterable[TensorPlace]) -> list[list[TensorPlace]]:
-    """Gather the places that hold the same tensor."""
+    """Group the places that hold the same tensor."""
     groups: dict[int, list[TensorPlace]] = {}
     for place in found:
         groups.setdefault(id(place.tensor), []).append(place)
@@ -277,34 +274,34 @@ def group_aliases(found: Iterable[TensorPlace]) -> list[list[TensorPlace]]:
 
 
 def note_ties(model: nn.Module, found: Iterable[TensorPlace]) -> None:
-    """Note which names of a whole model stand for one tensor, before a part of it is let go."""
+    """Record the tied names of a whole model, before parts of it are removed."""
     names = (tuple(place.name for place in group) for group in group_aliases(found))
     ties = {name: group for group in names for name in group if len(group) > 1}
     model.__dict__.setdefault(_TIES, ties)
 
 
 def tied_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return all names that a tensor has in the whole model, its own first."""
+    """Return all names of a tensor in the whole model, the given one first."""
     ties: Mapping[str, tuple[str, ...]] = model.__dict__.get(_TIES, {})
     return (name, *(other for other in ties.get(name, ()) if other != name))
 
 
 def whole_names(model: nn.Module, group: list[TensorPlace]) -> tuple[str, ...]:
-    """Return all names that a tensor has in the whole model, in the order of its modules there."""
+    """Return all names of a tensor in the whole model, in the order of its modules there."""
     ties: Mapping[str, tuple[str, ...]] = model.__dict__.get(_TIES, {})
     own = tuple(place.name for place in group)
     return ties.get(own[0], own)
 
 
 def check_names(splits: Mapping[str, Split], known: Collection[str]) -> None:
-    """Refuse a split of something that the model does not have."""
+    """Raise for a split of a name that the model does not have."""
     unknown = sorted(set(splits) - set(known))
     if unknown:
         raise KeyError(f"the model has no parameter or buffer {', '.join(unknown)}")
 
 
 def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | None:
-    """Find how a tensor is cut; its aliases may not disagree."""
+    """Return how a tensor is cut; its aliases must agree."""
     asked = {splits[place.name] for place in group if place.name in splits}
     if len(asked) > 1:
         names = ", ".join(place.name for place in group)
@@ -313,17 +310,17 @@ def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | N
 
 
 def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
-    """Hang a part in all places of the tensor that it replaces, and remember what it holds."""
+    """Put a part in all places of the tensor that it replaces, and record its chunks."""
     hang(group, tensor)
     for place in group:
         record_chunks(place.module, place.attribute, chunks)
 
 
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
-    """Hang new contents in all places of a tensor; a parameter stays the object that it was.
+    """Put new contents in all places of a tensor; a parameter stays the same object.
 
-    A buffer that others may hold as well, such as a global table, keeps its numbers for them: the
-    modules get another one, of its class and with its attributes.
+    A buffer may also be held elsewhere, such as a global table, and keeps its values there: the
+    modules get another tensor, of its class and with its attributes.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:

@@ -1,17 +1,14 @@
-"""Cuts of tensors over ranks: their places, lengths and slices.
+"""Cuts of tensors over ranks: their ranges, lengths and slices.
 
-Turns the description of how a dim is cut into the ranges that each rank of an axis holds.
+`parts` describes a dim as parts laid end to end, each of `count` blocks of `unit` elements. Every
+part is cut over the ranks by whole blocks; if they do not divide, the first ranks get one more. A
+fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shard of a concatenation
+is the concatenation of the shards.
 
-A dim is laid end to end of parts, each `count` blocks of `unit` elements; every part is cut over
-the ranks by whole blocks, balanced, the first ranks taking one more where it does not divide. A
-fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shard of a concat is
-the concat of the shards.
-
-Remembers how long the dims of a microbatch are, of which each tensor rank holds a share.
-
-57 tokens on two ranks are 29 and 28: a rank that has 29 cannot tell 57 from 58. What was cut whole
-in this forward is known, and so is what a stage receives; two lengths with equal shares on some
-rank (of a text and of its labels, say) are told apart by a message.
+Also remembers the whole lengths of a microbatch's split dims. 57 tokens on two ranks are 29 and 28,
+and a rank with 29 cannot tell 57 from 58. Lengths are known if a dim was cut in this forward, or if
+a stage received it. If two known lengths have equal shares on some rank (of a text and of its
+labels, say), a message decides.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What every rank holds of one dim."""
+    """The elements of one dim that every rank holds."""
 
     ranges: tuple[Ranges, ...]  # per rank, [start, stop) of the whole dim
-    sizes: tuple[int, ...]  # per rank, how many elements that is
+    sizes: tuple[int, ...]  # number of elements, per rank
     is_even: bool  # one range per rank, all of one size
 
     @property
@@ -58,7 +55,7 @@ def cut(parts: Parts, size: int) -> Cut:
 
 
 def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
-    """Find the non-empty ranges of the whole dim that one rank holds, in order."""
+    """Return the non-empty ranges of the whole dim that one rank holds, in order."""
     ranges, start = [], 0
     for count, unit in parts:
         first, last = _blocks_before(count, rank, size), _blocks_before(count, rank + 1, size)
@@ -69,22 +66,22 @@ def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
 
 
 def _blocks_before(count: int, rank: int, size: int) -> int:
-    """Count the blocks of the ranks before this one."""
+    """Return the number of blocks before this rank's."""
     return rank * (count // size) + min(rank, count % size)
 
 
-RECEIVED = "received_lengths"  # where a stage's module finds those of what it receives
+RECEIVED = "received_lengths"  # the attribute of a stage's module with the lengths of received dims
 
-_KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # of the forward that runs
+_KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # known lengths in the running forward
 
 
 def begin_anew(model: nn.Module) -> None:
-    """Have each forward of a model know the lengths of its own microbatch alone."""
+    """Make each forward of a model forget the lengths of earlier microbatches."""
     model.register_forward_pre_hook(_forget)
 
 
 def begins_anew(model: nn.Module) -> bool:
-    """Whether the forwards of a model do so."""
+    """Whether the forwards of a model do that."""
     return _forget in model._forward_pre_hooks.values()
 
 
@@ -93,7 +90,7 @@ def _forget(module: nn.Module, _: object) -> None:
 
 
 def note_length(whole: int) -> None:
-    """Note how long a dim is that is cut."""
+    """Record the whole length of a dim that is cut."""
     known = _KNOWN.get(None)
     if known is not None:
         known[whole] = None
@@ -113,7 +110,7 @@ def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
 
 
 def remembered() -> Callable[[], Any]:
-    """Return what has the lengths that are known now known again, while a layer runs again."""
+    """Return a context that restores the lengths known now, for a recomputed layer."""
     known = _KNOWN.get(None)
 
     @contextmanager
@@ -131,13 +128,13 @@ def remembered() -> Callable[[], Any]:
 
 
 def receives(module: nn.Module, wholes: Iterable[int]) -> None:
-    """Tell a stage's module how long the dims are whose shares it receives."""
+    """Record the whole lengths of the dims whose shares a stage receives."""
     module.__dict__[RECEIVED] = tuple(wholes)
 
 
 @lru_cache(maxsize=4096)
 def _clash(one: int, other: int, size: int) -> bool:
-    """Whether some rank holds as much of one length as of another."""
+    """Whether some rank holds equally much of both lengths."""
     pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)
     return any(first == second for first, second in pairs)
 
@@ -147,7 +144,7 @@ def _cut(whole: int, size: int) -> Cut:
 
 
 def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Lay the ranges of a dim end to end in a new contiguous tensor."""
+    """Concatenate the ranges of a dim in a new contiguous tensor."""
     if len(ranges) == 1:
         start, stop = ranges[0]
         return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
@@ -171,7 +168,7 @@ def pad_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
 
 
 def gather_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
-    """Lay every rank's slice of a dim in its place."""
+    """Put every rank's slice of a dim in its place."""
     if held.is_even:
         return _merge(gathered(x, axis), dim)
     shapes = [_resized(x, dim, size) for size in held.sizes]
@@ -210,12 +207,12 @@ def _split(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _merge(stack: Tensor, dim: int) -> Tensor:
-    """Lay the slices of dim 0 along the dim that they were cut from, contiguous for a view."""
+    """Concatenate the slices of dim 0 along the dim that they were cut from. Contiguous."""
     return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _assemble(pieces: list[Tensor], dim: int, held: Cut) -> Tensor:
-    """Lay each rank's ranges where they belong in the whole dim."""
+    """Put each rank's ranges in their places of the whole dim."""
     placed = []
     for piece, ranges in zip(pieces, held.ranges, strict=True):
         offset = 0

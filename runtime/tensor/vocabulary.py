@@ -1,6 +1,6 @@
-"""Embeds and scores a vocabulary, or a table, that is split over the tensor axis.
+"""Embedding and cross entropy of a vocabulary, or a table, split over the tensor axis.
 
-No rank ever holds the logits of the whole vocabulary: the loss needs one small message per target
+No rank holds the logits of the whole vocabulary: the loss needs one small message per target
 (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
 """
 
@@ -18,12 +18,12 @@ from autopar.runtime.tensor.slices import Parts, cut
 def vocab_parallel_embedding(
     ids: Tensor, weight_local: Tensor, axis: Axis, parts: Parts, padding_idx: int | None = None
 ) -> Tensor:
-    """Look up the rows that this rank holds, zeros for the others: layout P."""
+    """Look up ids in this rank's rows, zeros for rows of other ranks: layout P."""
     if axis.size == 1:
         return embedding(ids, weight_local, padding_idx)
     _check_rows(ids, parts, axis)
     local, held = _local_ids(ids, parts, axis)
-    if not weight_local.shape[0]:  # more ranks than rows; the gradient is still asked for
+    if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weight
         return weight_local.sum(0).expand(*ids.shape, -1)
     rows = embedding(local, weight_local, _local_row(padding_idx, parts, axis))
     return rows.masked_fill(~held.unsqueeze(-1), 0)
@@ -41,9 +41,9 @@ def vocab_parallel_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Add up in each bag the rows that this rank holds: layout P.
+    """Sum up in each bag the rows that this rank holds: layout P.
 
-    A mean is divided by how many entries a bag has on all ranks together. Maxima are no sums.
+    A mean divides by the bag's number of entries on all ranks. "max" is no sum, and not supported.
     """
     if axis.size == 1:
         return embedding_bag(
@@ -59,7 +59,7 @@ def vocab_parallel_embedding_bag(
     local, held = _local_ids(ids, parts, axis)
     is_entry = torch.ones_like(held) if padding_idx is None else ids != padding_idx
     bags = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, _ends(offsets, ids))
-    if not weight_local.shape[0]:  # more ranks than rows; gradients are still asked for
+    if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weights
         weighed = 0 if per_sample_weights is None else per_sample_weights[:0].sum()
         return (weight_local.sum(0) + weighed).expand(len(bags[0]), -1)
     counts = (held & is_entry).to(weight_local.dtype)
@@ -79,7 +79,7 @@ def vocab_parallel_embedding_bag(
 
 
 def _ends(offsets: Tensor, ids: Tensor) -> Tensor:
-    """Return where bags end, of which the last one ends with the ids."""
+    """Return the end of each bag; the last one ends with the ids."""
     return torch.cat((offsets[1:], offsets.new_full((1,), len(ids))))
 
 
@@ -115,7 +115,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of every target: log Σ exp(logits) − (1 − ε) · its logit − ε · the mean logit."""
+    """The loss per target: log Σ exp(logits) − (1 − ε) · its logit − ε · the mean logit."""
 
     @staticmethod
     def forward(
@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, local, held, valid = ctx.saved_tensors
         gradient = gradients[0].masked_fill(~valid, 0).to(log_sum.dtype).unsqueeze(-1)
-        result = (logits - log_sum.unsqueeze(-1)).exp_()  # the probabilities, made anew
+        result = (logits - log_sum.unsqueeze(-1)).exp_()  # softmax, recomputed
         if ctx.smoothing:
             result -= ctx.smoothing / ctx.vocabulary
         if result.shape[-1]:
@@ -157,12 +157,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
-    """Say what the other ranks must know of this rank's logits, four numbers per target.
+    """Return this rank's four statistics per target, which the other ranks need.
 
-    In fp32 where these have 16 bits, without a copy of them all that would be as large again.
+    16-bit logits are reduced in fp32, without an fp32 copy of them all.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    lowest = torch.finfo(wide).min  # not −∞, whose difference to itself is not a number
+    lowest = torch.finfo(wide).min  # not −∞, because −∞ − (−∞) is nan
     if not logits.shape[-1]:
         nothing = torch.zeros_like(held, dtype=wide)
         return torch.stack((nothing + lowest, nothing, nothing, nothing))
@@ -173,7 +173,7 @@ def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
 
 
 def _local_row(index: int | None, parts: Parts, axis: Axis) -> int | None:
-    """Find the row of this rank's shard that has a global index, if it is here."""
+    """Return the local row of a global index, or None if another rank holds it."""
     offset = 0
     for start, stop in cut(parts, axis.size).ranges[axis.rank]:
         if index is not None and start <= index < stop:
@@ -183,13 +183,13 @@ def _local_row(index: int | None, parts: Parts, axis: Axis) -> int | None:
 
 
 def _check_rows(ids: Tensor, parts: Parts, axis: Axis) -> None:
-    """Raise an error for an id that no rank holds: its row would be zeros."""
+    """Raise for an id that no rank holds; its row would be zeros."""
     rows = cut(parts, axis.size).whole
     torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id is not one of {rows} rows")
 
 
 def _local_ids(ids: Tensor, parts: Parts, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Turn ids into rows of this rank's shard, and tell which it holds; the others get row 0."""
+    """Return local rows of ids, and a mask of those on this rank; others get row 0."""
     local, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     offset = 0
     for start, stop in cut(parts, axis.size).ranges[axis.rank]:

@@ -1,4 +1,4 @@
-"""The numbers that parameters begin with: from the constructor, or from files.
+"""The initial values of parameters: from the constructor, or from files.
 
 Scripts import from here; files import from each other.
 """

@@ -1,4 +1,4 @@
-"""Turns the numbers of a whole tensor into the part of it that this process holds."""
+"""Fills this process's part of a tensor from the whole one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.runtime.tensor.slices import Ranges
 
 
 class TensorSource(Protocol):
-    """A whole tensor, in memory or in a file, of which slices can be read."""
+    """A whole tensor, in memory or in a file, that can be sliced."""
 
     def __getitem__(self, index: Any, /) -> Tensor:
         """Read a slice."""
@@ -31,7 +31,7 @@ class TensorSource(Protocol):
 
 
 class ShapeError(ValueError):
-    """A source of another shape than the tensor that it should fill."""
+    """A source has another shape than the tensor that it should fill."""
 
 
 def fill(
@@ -44,10 +44,10 @@ def fill(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Replace a meta tensor in all its places by a real one with its part of the source.
+    """Replace a meta tensor, in all its places, by a real one with its part of the source.
 
-    A tensor that was sharded on meta already keeps its chunks, the rows of `fully_shard` included;
-    another one is cut as `splits` says. Without a source only memory is taken.
+    A tensor that was sharded on meta keeps its chunks, including the rows of `fully_shard`. Another
+    one is cut according to `splits`. Without a source, memory is only allocated.
     """
     old = group[0].tensor
     known = recorded_chunks(group[0].module, group[0].attribute)
@@ -72,7 +72,7 @@ def fill(
 
 
 def read(source: TensorSource, ranges: tuple[Ranges, ...], index: tuple[slice, ...] = ()) -> Tensor:
-    """Read the ranges of every dim, laid end to end."""
+    """Read the ranges of every dim, concatenated."""
     if len(index) == len(ranges):
         return source[index] if index else source[...]
     dim = len(index)
@@ -87,9 +87,9 @@ _WIDE = {torch.complex64: torch.complex128}
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """Give parameters and buffers float64, and complex ones complex128, in place; return the model.
+    """Convert a model to float64, complex tensors to complex128, in place; return it.
 
-    model.to(torch.float64) would leave out the imaginary parts of complex numbers.
+    model.to(torch.float64) would drop the imaginary parts of complex tensors.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() or tensor.is_complex():

@@ -1,7 +1,7 @@
 """Turns a model's constructor into initial weights that are the same under every plan.
 
-The model is built on the meta device while each op of its constructor is recorded; a rank then
-replays, one parameter at a time, only what it holds.
+The model is built on the meta device while the constructor's ops are recorded. Each rank then
+replays, one parameter at a time, only those of the tensors that it holds.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ ON_META = "leaves it on the meta device, where tensors have no numbers"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make every parameter and buffer of a model, by name."""
+    """How to compute every parameter and buffer of a model, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     source: Callable[[str], TensorSource]
     dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
-    bare: Mapping[str, str] = field(default_factory=dict)  # what has no numbers, and why
-    digests: Callable[[], Mapping[str, int]] = dict  # by which processes compare what they made
-    whole: Callable[[], nn.Module] | None = None  # builds the model once more, uncut, on meta
+    bare: Mapping[str, str] = field(default_factory=dict)  # tensors without values, and why
+    # processes compare these to see whether their weights agree
+    digests: Callable[[], Mapping[str, int]] = dict
+    whole: Callable[[], nn.Module] | None = None  # builds the whole model again, on meta
 
     def saved_form(self) -> SavedForm | None:
-        """Return what the model's `save_pretrained` would write, or None where it has none."""
+        """Return the files that the model's `save_pretrained` would write, or None without one."""
         if self.whole is None:
             return None
         with unseen():
@@ -75,18 +76,19 @@ class Recipe:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Give real values to what is still on meta: this rank's part, one tensor at a time.
+        """Give values to tensors on meta: this rank's part, one tensor at a time.
 
-        The model may be any part of the recorded one as long as names are kept, and may have been
-        cut on meta by shard_parameters and fully_shard. Floating-point parameters and buffers get
-        the dtype, as module.to(dtype) would give it.
+        The model may be a part of the recorded one, if names are kept, and may have been cut on
+        meta by shard_parameters and fully_shard. Floating-point parameters and buffers get `dtype`,
+        as with module.to(dtype).
         """
-        check_names(splits, self.shapes)  # of the whole model, of which this may be a stage
+        # checked against the whole model, of which this may be a stage
+        check_names(splits, self.shapes)
         for group in group_aliases(places(model)):
             if group[0].tensor.device == META:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-            elif group[0].tensor.device.type != device.type:  # of a kind that is not cut
+            elif group[0].tensor.device.type != device.type:  # a kind of tensor that is not cut
                 hang(group, group[0].tensor.to(device))
         move_held(model, device)
 
@@ -98,7 +100,7 @@ class Recipe:
     def _source(self, place: TensorPlace) -> tuple[tuple[int, ...], TensorSource | None]:
         if place.name not in self.shapes:
             raise KeyError(f"the recorded model has no {place.name}: its names may not change")
-        if detect_fake_mode() is not None:  # a dry run, which needs shapes only
+        if detect_fake_mode() is not None:  # a dry run needs shapes only
             return self.shapes[place.name], None
         if place.name in self.bare:
             kind = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
@@ -116,13 +118,13 @@ def record(
 ) -> tuple[nn.Module, Recipe]:
     """Build a model on the meta device, and the recipe of its weights.
 
-    With float64 the model is in that: plans are compared to the last digits.
+    With dtype float64 the model has that dtype, so that plans can be compared to the last digits.
     """
-    with unset_fake_temporarily():  # of a dry run: the constructor may read numbers
+    with unset_fake_temporarily():  # in a dry run: the constructor may read values
         model, recipe = _record(factory, seed)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            module.sparse = False  # ranks add up dense gradients
+            module.sparse = False  # ranks sum dense gradients
 
     def whole() -> nn.Module:
         return record(factory, seed=seed, dtype=dtype)[0]
@@ -137,7 +139,7 @@ def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Rec
             model, recording = recorded_model(factory, seed)
             recipe = _recipe(recording, model, factory, seed)
             make_real(recording, {id(place.tensor) for place in places(model)})
-    except Exception as error:  # whatever a constructor does that meta tensors cannot
+    except Exception as error:  # a constructor on meta may raise anything
         return _built_for_real(factory, seed, error)
     return model, recipe
 
@@ -161,7 +163,7 @@ def _recipe(
         value = values[name]
         try:
             return history.copied(value) or history.replay([value])[0]
-        except UnrecordableError as error:  # torch computes otherwise than it says on meta
+        except UnrecordableError as error:  # torch's op gives another result than on meta
             _note_in_full(error)
             return in_full()[name]
 
@@ -187,7 +189,7 @@ def _recipe(
 
 
 def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Build a whole model on the CPU with the weights that every plan starts from."""
+    """Build a whole model on the CPU, with the initial weights of every plan."""
     model, recipe = record(factory, seed=seed)
     recipe.materialise(model, {}, ALONE, torch.device("cpu"))
     return model
@@ -196,12 +198,12 @@ def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 def _built_for_real(
     factory: Callable[[], nn.Module], seed: int, error: Exception
 ) -> tuple[nn.Module, Recipe]:
-    """Build the whole model in memory, where its constructor cannot be recorded."""
+    """Build the whole model in memory, if its constructor cannot be recorded."""
     model = plain_model(factory, seed=seed)
     found = _cut(model)
     tensors = dict(_tensors(model))
     on_meta = {place.name: ON_META for place in found if place.tensor.is_meta}
-    if not on_meta:  # these are refused, or come from files
+    if not on_meta:  # tensors on meta are refused, or filled from files
         _note_in_full(error)
     move_to_meta(found, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe(
@@ -216,7 +218,7 @@ def _built_for_real(
 
 
 def _cut(model: nn.Module) -> list[TensorPlace]:
-    """Return the places of what ranks hold parts of; sparse tensors, and their like, stay whole."""
+    """Return the places of tensors that ranks hold parts of; sparse tensors stay whole."""
     return [place for place in places(model) if has_plain_memory(place.tensor)]
 
 

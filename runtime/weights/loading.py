@@ -1,4 +1,4 @@
-"""Gives the parts of a model their weights: from files, or as the constructor makes them."""
+"""Gives a model's parts their weights: from files, or from the constructor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from autopar.runtime.weights.saving.stored_model import StoredModel
 
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
-    """Refuse weights that begin otherwise in some process, by the name of one."""
-    if detect_fake_mode() is not None:  # a dry run is one process
+    """Exit if weights differ between processes, and name one."""
+    if detect_fake_mode() is not None:  # a dry run is a single process
         return
     for axis in (mesh.data, mesh.tensor, mesh.pipeline):
         if axis.size > 1:
@@ -51,7 +51,7 @@ def _check_along(axis: Axis, digests: Mapping[str, int], device: torch.device) -
 
 
 def _differ(numbers: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """Return the places of numbers in which the ranks of an axis differ."""
+    """Return the indices at which the ranks of an axis have different numbers."""
     own = torch.tensor(numbers, device=device)
     is_same = (gathered(own, axis) == own).all(0).tolist()
     return [place for place, same in enumerate(is_same) if not same]
@@ -76,9 +76,10 @@ def load_weights(
     *,
     splits: Mapping[str, Split] = NOTHING_SPLIT,
 ) -> None:
-    """Give parameters and buffers on meta their numbers, on each rank those that it holds.
+    """Give parameters and buffers on meta this rank's part of their values.
 
-    They are from safetensors where these are given and have them. Names in `splits` may have stars.
+    Values come from the safetensors files if these have them, else from the recipe. Names in
+    `splits` may have stars.
     """
     check_same(recipe.digests(), mesh)
 
@@ -111,16 +112,16 @@ def load_weights(
 
 
 class Begun:
-    """Where weights came from: from files, if any were given, or from the constructor."""
+    """The origin of weights: files, if any were given, or the constructor."""
 
     def __init__(self, recipe: Recipe, weights: StartingWeights | None) -> None:
         self.recipe, self._weights = recipe, weights
         self._files = ExitStack()
 
     def values(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield what a tensor with these names may have begun with: its numbers tell which it was.
+        """Yield the possible initial values of a tensor; the caller compares to see which it was.
 
-        The files may be others by now, or none: a training may have gone on from a checkpoint.
+        The files may have changed, or the training may have been resumed from a checkpoint.
         """
         stored = None if self._stored is None else self._stored.source(names)
         if stored is not None:
@@ -136,5 +137,5 @@ class Begun:
     def _form(self) -> SavedForm | None:
         try:
             return self.recipe.saved_form()
-        except UnsavableError:  # the weights had the names of the model
+        except UnsavableError:  # the files had the model's own names
             return None

@@ -1,14 +1,11 @@
-"""Turns a constructor into the model that plain PyTorch makes of it; each draw has its own seed.
+"""Builds the model that plain PyTorch would, on the CPU; each draw has its own seed.
 
-Turns a seed into the random numbers that a constructor draws: the n-th draw is seeded by n.
+The n-th draw of a constructor is seeded by n. Draws can therefore be repeated one by one, and no
+process makes the whole model. If a constructor seeds a generator itself, the following draws depend
+on each other as in plain PyTorch.
 
-A draw that is seeded by its number can be made alone, so no process makes the whole model. What a
-constructor seeds itself stays as it seeds it: its draws then follow each other as in plain PyTorch.
-
-Turns a model's constructor into the model that plain PyTorch makes of it, on the CPU.
-
-Nothing is recorded, replayed or pretended. Each random op is seeded by its number (see draws.py),
-so these are the weights that a plan starts from, and an independent reference for them.
+Nothing is recorded or replayed here. The weights are those that a plan starts from, and an
+independent reference for them.
 """
 
 from __future__ import annotations
@@ -28,43 +25,44 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 
-REJECTING = "_no_grad_trunc_normal_"  # draws until all numbers fit: how often depends on them
+# draws until all numbers are in range: how often depends on the values
+REJECTING = "_no_grad_trunc_normal_"
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """Where a generator stood before an op drew from it: one of these is known."""
+    """The state of a generator before an op drew from it: exactly one field is set."""
 
-    seed: int | None = None  # of a draw that has a number
+    seed: int | None = None  # the seed of a numbered draw
     state: Tensor | None = None
     behind: int | None = None  # the recorded op that drew before
 
 
 class Draws:
-    """The draws of one constructor, in their order.
+    """The draws of one constructor, in order.
 
-    Before a draw that has a number, torch's default generator is seeded by that number. So a state
-    that the constructor reads and sets back means the same number again, and a generator in any
-    other state was set by the constructor.
+    Before each numbered draw, torch's default generator is seeded by the number. A state that the
+    constructor saves and restores therefore stands for that number, and a generator in any other
+    state was seeded by the constructor.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._numbers: dict[int, int] = {}  # by the seeds that they give
+        self._numbers: dict[int, int] = {}  # draw numbers, by the seeds that they set
         self._behind: dict[
             int, GeneratorState
-        ] = {}  # by seeds that stand for states which nobody has made
-        self._is_inside = False  # of a draw that is made of several ops
+        ] = {}  # by seeds that stand for states which were not computed
+        self._is_inside = False  # a draw made of several ops
 
     def begin(self, number: int = 0) -> None:
-        """Seed the default generator for the draw of a number."""
+        """Seed the default generator for a draw."""
         seed = mixed_seed(self._seed, number)
         self._numbers[seed] = number
         torch.default_generator.manual_seed(seed)
 
     @contextmanager
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Make one draw in the body, from the default generator unless another is given."""
+        """Perform one draw inside, from the default generator unless another is given."""
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
             yield
@@ -77,9 +75,9 @@ class Draws:
         self.begin(number + 1)
 
     def noted(self, op: int) -> GeneratorState:
-        """Note what a recorded op draws from the default generator, without drawing it.
+        """Record the generator state before an op draws, without drawing.
 
-        A generator that the constructor has set gets a state that stands for the one after the op.
+        A generator that the constructor has seeded gets a placeholder for its state after the op.
         """
         seed = _fresh_seed()
         if seed in self._numbers:
@@ -92,19 +90,19 @@ class Draws:
         return draw
 
     def behind(self) -> int | None:
-        """Return the op whose draw was noted last, where the generator stands for its state."""
+        """Return the op whose placeholder state the generator has, or None."""
         draw = self._behind.get(_fresh_seed())
         return None if draw is None else draw.behind
 
 
 def is_default(generator: Any) -> bool:
-    """Whether an op draws from torch's default generator."""
+    """Whether a generator is torch's default one."""
     default: Any = torch.default_generator
     return generator is None or generator._cdata == default._cdata
 
 
 def _fresh_seed() -> int:
-    """Return the seed of the default generator, -1 where numbers were drawn since."""
+    """Return the default generator's seed, or -1 if numbers were drawn since."""
     default = torch.default_generator
     seed = default.initial_seed()
     fresh = torch.Generator().manual_seed(seed)
@@ -112,7 +110,10 @@ def _fresh_seed() -> int:
 
 
 def is_random(func: Callable[..., Any]) -> bool:
-    """Tell ops that draw numbers; attention is marked so in torch, and draws by other ops."""
+    """Whether an op draws numbers.
+
+    Attention is tagged as random in torch, but draws by other ops.
+    """
     if not isinstance(func, OpOverload):
         return True
     name = func.__name__
@@ -122,7 +123,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 @contextmanager
 def rejecting_by(draw: Callable[..., Tensor]) -> Iterator[None]:
-    """Have `draw(original, tensor, *args, generator=…)` do what torch's trunc_normal_ does."""
+    """Make `draw(original, tensor, *args, generator=…)` replace torch's trunc_normal_."""
     original = getattr(init, REJECTING, None)
     if original is None:  # older versions draw once, without a loop
         yield
@@ -136,11 +137,11 @@ def rejecting_by(draw: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def plain_model(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Run a constructor, each random op of it seeded by its own number."""
+    """Run a constructor; each random op is seeded by its own number."""
     draws = Draws(seed)
 
     def one_draw(original: Any, tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
-        if tensor.is_meta:  # takes no numbers
+        if tensor.is_meta:  # takes no values
             return tensor
         with draws.one(generator):
             filled: Tensor = original(tensor, *args, generator=generator)
@@ -153,7 +154,7 @@ def plain_model(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 
 
 class _NumberedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region in which each random op is one draw, and runs as it is."""
+    """A mode in which each random op is one numbered draw."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -175,7 +176,7 @@ class _NumberedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op makes or fills a tensor that has no numbers."""
+    """Whether an op makes or fills a tensor on meta."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"]).type == "meta"
     given = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)

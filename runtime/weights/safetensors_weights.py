@@ -1,4 +1,4 @@
-"""Turns safetensors, a file or a folder of them, into this rank's parameters, slice by slice."""
+"""Reads safetensors, a file or a folder, into this rank's parameters, slice by slice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
 
 _READABLE = "--weights names a place that can"
 _MOST_TOLD = 5
-_MOST_CHARACTERS = 200  # of a name
+_MOST_CHARACTERS = 200  # of a tensor's name
 
 
 @torch.no_grad()
@@ -39,13 +39,11 @@ def load_safetensors(
     may_lack: Sequence[str] = (),
     ask: Callable[[], SavedForm | None] = lambda: None,
 ) -> list[str]:
-    """Give a model on meta this rank's part of every parameter that it has in the files.
+    """Fill a model on meta with this rank's part of every parameter that the files have.
 
-    Names are those of the model, or those that its `save_pretrained` writes: `ask` returns these.
-
-    Buffers come from the files where they are there; the rest is left to Recipe.materialise. The
-    names of parameters that the files lack, or have in another shape, are returned: `may_lack`
-    allows that.
+    Names are those of the model, or those of its `save_pretrained`, which `ask` returns. Buffers
+    are filled if the files have them; the rest is left to Recipe.materialise. Returns the names of
+    parameters that the files lack, or have in another shape, if `may_lack` allows it.
     """
     left = list[str]()
     with ExitStack() as files:
@@ -76,12 +74,12 @@ def load_safetensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundTensor:
-    """A tensor of the model, and what the files have of it."""
+    """A tensor of the model, and its source in the files."""
 
     group: list[TensorPlace]
-    source: Any  # None: nothing
-    is_spared: bool  # the files may lack it
-    is_missing: bool  # the files should have it
+    source: Any  # None: not in the files
+    is_spared: bool  # --allow-missing covers it
+    is_missing: bool  # the files lack it, but should have it
 
     @classmethod
     def of(
@@ -91,7 +89,7 @@ class _FoundTensor:
         stored: StoredModel,
         may_lack: Sequence[str],
     ) -> _FoundTensor:
-        """Look for a tensor under each of its names, also those that other stages have for it."""
+        """Look a tensor up under each of its names, also those in other stages."""
         first = group[0]
         names = [name for place in group for name in tied_names(model, place.name)]
         source = stored.source(names)
@@ -111,14 +109,14 @@ class _FoundTensor:
 
 
 def _allowing(name: str) -> str:
-    """Say how a script is told that files may lack a parameter."""
+    """Return how to allow that files lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
     return f'--allow-missing "{pattern}" has it start as it is constructed'
 
 
 def note_left(names: Sequence[str], mesh: Mesh) -> None:
-    """Say on the first rank of each pipeline stage what starts as it is constructed."""
+    """Print on the first rank of each stage which parameters keep the constructor's values."""
     if names and mesh.data.rank == mesh.tensor.rank == 0:
         say(
             f"note: {len(names)} weights are not from --weights, but as they are constructed: "
@@ -127,7 +125,7 @@ def note_left(names: Sequence[str], mesh: Mesh) -> None:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """Return the first names of files that may be anybody's, each as a part of one line."""
+    """Return the first few names, each safe to print in a line."""
     shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_TOLD])
     return ", ".join(shown) + (" …" if len(names) > _MOST_TOLD else "")
 
@@ -138,7 +136,7 @@ def note_unused(
     mesh: Mesh,
     ask: Callable[[], SavedForm | None] = lambda: None,
 ) -> None:
-    """Say on the first rank which tensors in the files, if any, are none of the whole model's."""
+    """Print on the first rank which tensors in the files do not belong to the model."""
     if mesh.rank != 0:
         return
     with ExitStack() as files:
@@ -159,7 +157,7 @@ def stored_model(
 
 
 def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Find which file holds which tensor."""
+    """Yield each tensor's name with its open file."""
     from safetensors import SafetensorError
 
     for path in _paths(folder):
@@ -177,7 +175,7 @@ def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
 
 
 def _paths(folder: Location) -> Sequence[Location]:
-    """Return the file that is named, or all in a folder."""
+    """Return the named file, or all files of a folder."""
     try:
         check_regular(folder)
         if not folder.exists():
@@ -193,7 +191,7 @@ def _paths(folder: Location) -> Sequence[Location]:
 
 
 def _in_folder(folder: Location) -> list[Location]:
-    """Return the files of weights in a folder: those that its index names, or else all."""
+    """Return the weight files of a folder: those in its index, or all."""
     index = folder / INDEX
     if not index.exists():
         return located(folder, "*.safetensors")

@@ -1,4 +1,4 @@
-"""Turns a .safetensors file into slices of its tensors, of which those alone are read."""
+"""Reads slices of tensors in a .safetensors file, without reading the rest."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KINDS = {
 }  # fmt: skip
 DTYPES = {word: dtype for dtype, word in KINDS.items()}
 INDEX = "model.safetensors.index.json"  # of a folder: which file has which tensor
-_MOST_HEADER_BYTES = 100 * 10**6  # as safetensors has it
+_MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
 
 
 @contextmanager
 def open_tensors(path: Location) -> Iterator[Any]:
-    """Open a file as safetensors does: on a disk by its library, in a store by ranges of bytes."""
+    """Open a file: on a disk with safetensors, in a store by byte ranges."""
     check_regular(path)
     if isinstance(path, Path):
         with safe_open(path, framework="pt") as file:
@@ -40,7 +40,7 @@ def open_tensors(path: Location) -> Iterator[Any]:
 
 
 class _InStore:
-    """A file in a store, with the methods of safetensors' own that are used here."""
+    """A file in a store, with the methods of safetensors that are used here."""
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
@@ -63,7 +63,7 @@ class _InStore:
         return list(self._tensors)
 
     def get_slice(self, name: str) -> _Slice:
-        """Return a tensor of which nothing has been read."""
+        """Return a tensor for slicing, without reading it."""
         return _Slice(self, name, self._tensors[name])
 
     def get_tensor(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class _InStore:
         return self.get_slice(name)[...]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read whole rows, which lie in one range; the last ones stay, for their next columns."""
+        """Read whole rows in one range; they are kept for the next columns."""
         if self._last is None or self._last[0] != (name, start, stop):
             one = self._tensors[name]
             row = math.prod(one.shape[1:]) * one.dtype.itemsize
@@ -90,7 +90,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """A tensor in a store, read where it is indexed."""
+    """A tensor in a store; indexing reads it."""
 
     file: _InStore
     name: str
@@ -106,7 +106,7 @@ class _Slice:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the word for its type, as safetensors does."""
+        """Return the name of its dtype, as safetensors does."""
         return KINDS[self.held.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -120,7 +120,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What a header says of a tensor; where it lies is counted from the end of the header."""
+    """A tensor in a header; its offsets are relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Tensor:
 
     @classmethod
     def read(cls, said: Any) -> _Tensor:
-        """Read it, or raise one of the errors of data that is not as it should be."""
+        """Parse it, or raise an error about invalid data."""
         dtype, shape, (begin, end) = DTYPES[said["dtype"]], said["shape"], said["data_offsets"]
         if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError

@@ -125,7 +125,7 @@ def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_
     told = error.replace("[0] ", "").replace("[1] ", "")
     still = "error: no step has ended for 3 s: "
     waits = "rank 0 after step 3, in main (train.py, line "
-    assert f"{still}rank 1 answers nothing, as one that is stopped; {waits}" in told
+    assert f"{still}rank 1 does not answer, and may be stopped; {waits}" in told
     assert "; rank 1 after step 2, in main (train.py" in told
     assert "time.sleep(1000)" in error
     assert f"the training failed before its first line: {still.removeprefix('error: ')}" in error

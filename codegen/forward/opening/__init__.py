@@ -1,1 +1,1 @@
-"""Decides what gets code of its own, where conversions stand, and where stages are cut."""
+"""Decides what gets printed code, where conversions are, and where stages are cut."""

@@ -1,8 +1,8 @@
-"""Cuts the ops of a graph into pipeline stages: what each runs, and what crosses between them.
+"""Cuts the ops of a graph into pipeline stages: the ops of each, and tensors between them.
 
-What is computed from weights crosses the cuts. What is not (masks, rotary tables, positions) is
-computed again from the batch by each stage that uses it, unless random numbers are drawn for it
-that several stages need: these are drawn once, and what is computed from them crosses too.
+Tensors computed from weights are sent. Others (masks, rotary tables, positions) are computed again
+from the batch by each stage that uses them. If several stages need the same random numbers, these
+are drawn once, and tensors computed from them are sent, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.planner.rules.rule import is_random
 
 
 def stage_of_ops(split: SplitGraph, counts: Sequence[int]) -> dict[str, int]:
-    """Return for each op the stage that runs it, from how many layers each stage has."""
+    """Return the stage of each op, from the number of layers in each stage."""
     layers = split.layers.layers
     if sum(counts) != len(layers) or 0 in counts:
         raise InputError(
@@ -36,7 +36,7 @@ def stage_of_ops(split: SplitGraph, counts: Sequence[int]) -> dict[str, int]:
 
 
 def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
-    """Return the calls that run in several stages: their code stands in the root's."""
+    """Return the calls that run in several stages; their code is in the root's."""
     return [
         call
         for call, ops in tree.ops.items()
@@ -70,11 +70,11 @@ class Cutter:
             self.needed = self._needed_by_stage()
         self._refuse_written_batch()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
-        self.cuts = self._cuts()  # behind each stage
+        self.cuts = self._cuts()  # after each stage
         self._refuse_written_views()
 
     def _drawn_for_several(self) -> frozenset[str]:
-        """Return the random numbers that several stages need, who must not draw each its own."""
+        """Return the random numbers that several stages need. Each must not draw its own."""
         found = [
             op
             for op in self.graph.ops
@@ -90,7 +90,7 @@ class Cutter:
         return frozenset(name for op in found for name in op.outputs)
 
     def _refuse_written_batch(self) -> None:
-        """Raise an error for an op that changes the batch, which several stages would do."""
+        """Raise if an op writes to the batch, because several stages would."""
         tensors = self.graph.tensors
         for op in self.graph.ops:
             storages = self.graph.index.written_by(op)
@@ -104,7 +104,7 @@ class Cutter:
                 )
 
     def _refuse_written_views(self) -> None:
-        """Raise an error for a write into memory that a stage receives under several names."""
+        """Raise if an op writes to memory that a stage receives under several names."""
         for number, takes in enumerate(self.cuts, start=1):
             received = Counter(self.graph.tensors[held.tensor].storage for held in takes)
             for op in self.part(number).ops:
@@ -116,7 +116,7 @@ class Cutter:
                     )
 
     def _returns_loss(self) -> bool:
-        """Whether the last stage returns the loss: it must where the root's result is not plain."""
+        """Whether the last stage returns the loss: needed if the root's result is not plain."""
         has_own_loss = any(op.call == LOSS for op in self.graph.ops)
         plain = is_plain(self.graph.calls[ROOT].result)
         is_opened = LOSS in self.opening.opened or bool(self.split.weighed)
@@ -129,11 +129,11 @@ class Cutter:
         return tuple(name for name in refs(result) if name in self.graph.tensors)
 
     def _needed_by_stage(self) -> list[frozenset[str]]:
-        """Return the ops that each stage runs: its own, and what those need besides."""
+        """Return the ops that each stage runs: its own, and those they need."""
         return [self._needed(stage, own) for stage, own in enumerate(self._own())]
 
     def _own(self) -> list[list[Op]]:
-        """Return the ops that only one stage runs, by stage: for one tensor alone, or a buffer."""
+        """Return the ops that only one stage runs, by stage: for a single tensor, or a buffer."""
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
             if (op.call != LOSS or self.returns_loss) and (
@@ -150,7 +150,7 @@ class Cutter:
         return frozenset(op.name for op in (*own, *besides))
 
     def _handed(self, op: Op) -> Iterator[str]:
-        """Yield what the module is given that an op runs in, be it read there or not."""
+        """Yield the arguments of the module that runs an op, even if they are not read."""
         unit = self.opening.unit(op, ROOT)
         if unit is not None:
             record = self.graph.calls[unit]
@@ -164,7 +164,7 @@ class Cutter:
         return any(name in self.once for name in op.outputs)
 
     def _cuts(self) -> list[tuple[LocalTensor, ...]]:
-        """Return the values that cross behind each stage but the last, in the order of the ops."""
+        """Return the values sent after each stage except the last, in the order of the ops."""
         results = set(self._results())
         cuts: list[list[LocalTensor]] = [[] for _ in range(self.last)]
         for op in filter(self._runs_once, self.graph.ops):
@@ -178,7 +178,7 @@ class Cutter:
         return [tuple(cut) for cut in cuts]
 
     def _crossing_layout(self, tensor: str, later: Sequence[Op]) -> Layout:
-        """Return the layout in which a tensor crosses: partial sums are summed before."""
+        """Return the layout in which a tensor is sent; partial sums are summed before."""
         made = self.split.made(tensor)
         if made.kind is not LayoutKind.PARTIAL:
             return made

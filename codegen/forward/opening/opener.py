@@ -1,14 +1,12 @@
-"""Finds which calls have to be printed, because the plan changes what they do.
+"""Finds the calls to print, because the plan changes what they do.
 
-Tells whether a module's own code would take the size of a part for that of a whole, or reversed.
+A module's own code may take the size of a shard for that of a whole, or the reverse. A trace shows
+sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. The
+tensors available in a module show which sizes may be affected.
 
-A trace shows sizes as numbers, those of rows as multiples of the batch, and not where they were
-read. What a rank has at hand in a module tells what they may be.
-
-Decides which modules get code of their own, and in which of them each conversion stands.
-
-Conversions stand where the fewest modules must be opened: by preference in the innermost call that
-sees both the op that makes a tensor and the ops that use it, or in one that is open anyway.
+Conversions are placed so that the fewest modules must be opened: preferably in the innermost call
+that contains both the op that makes a tensor and the ops that use it, or in one that is open
+already.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from autopar.planner.rules.signature import leaves
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call may take a size for another if it runs as it is; `ops` are its own."""
+    """Whether a call, run as it is, may confuse sizes; `ops` are its own."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
     is_told = any(is_told_own_rows(op, opening.split) for op in ops)
@@ -49,10 +47,10 @@ def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
 
 
 def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether the code of a call may read a size from what a rank has a part of.
+    """Whether a call's code may read a size from a shard.
 
-    It shapes a whole dim where a part of the same axis is at hand (`_, h, w = x.shape`, of an x
-    that is split by rows), or computes with a number that may be such a size (`x.shape[1]`).
+    It uses a whole dim's size while a shard of the same axis is available (`_, h, w = x.shape`, of
+    an x that is split by rows), or computes with a number that may be such a size (`x.shape[1]`).
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}
@@ -67,7 +65,7 @@ def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> boo
 
 
 def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
-    """Whether code that runs some ops may read a size from what a rank has a part of."""
+    """Whether code that runs some ops may read a size from a shard."""
     layouts = [split.need(op, i) for op in ops for i in range(len(op.inputs))]
     layouts += [split.made(name) for op in ops for name in op.outputs]
     parts = {layout.axis for layout in layouts if is_split(layout)}
@@ -79,7 +77,7 @@ def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
 
 
 def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph) -> bool:
-    """Whether an op is told the size of a whole dim of an axis of which a part is at hand."""
+    """Whether an op gets the whole size of an axis of which a shard is available."""
     return any(
         not parts.isdisjoint(leaf.name for leaf in leaves(dim))
         for op in ops
@@ -90,7 +88,7 @@ def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph)
 def _computes_with_sizes(
     call: str, ops: Sequence[Op], parts: AbstractSet[str], opening: Opening
 ) -> bool:
-    """Whether a number in a call may be the size of a part: which ones are is not traced."""
+    """Whether a number in a call may be a shard's size; traces do not show which are."""
     if any(map(counts_rows, ops)):
         return True
     module = _module(call, opening)
@@ -100,7 +98,7 @@ def _computes_with_sizes(
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:
-    """Whether a call's code can read numbers of rows from the rank's share alone."""
+    """Whether a call's code can only read numbers of rows from the rank's own share."""
     tree, module = opening.tree, _module(call, opening)
     if module is None or module.keeps_state:
         return False
@@ -114,13 +112,13 @@ def _has_own_rows_alone(call: str, opening: Opening) -> bool:
 
 
 def _module(call: str, opening: Opening) -> Module | None:
-    """Return the module of a call, None for the loss and for what is none."""
+    """Return the module of a call, or None for the loss and other calls."""
     record = None if call == LOSS else opening.tree.graph.calls[call]
     return opening.split.modules.get(record.path) if record is not None else None
 
 
 def _untold(given: Value) -> Iterator[Value]:
-    """Yield what arguments have that may know a number of rows: numbers of them, objects."""
+    """Yield the values in arguments that may contain a number of rows: numbers, objects."""
     if isinstance(given, Extent) and not given.is_constant:
         yield given
     elif isinstance(given, tuple):
@@ -131,7 +129,7 @@ def _untold(given: Value) -> Iterator[Value]:
 
 
 def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
-    """Whether a tensor's size that depends on the batch, if any, is the rank's share of it."""
+    """Whether a tensor's batch-dependent size, if any, is the rank's share."""
     own = opening.tree.graph.tensors.get(tensor)
     shape = own.shape if own is not None else ()
     varying = [number for number, size in enumerate(shape) if not size.is_constant]
@@ -149,7 +147,7 @@ def open_calls(
     inlined: Sequence[str] = (),
     called: frozenset[str] = frozenset(),
 ) -> Opening:
-    """Return what to open; `opened` and `inlined` are so in any case, `called` are not inlined."""
+    """Return what to open; `opened` and `inlined` are forced, `called` are never inlined."""
     return _Opener(split, tree, set(opened), set(inlined), called).opening()
 
 
@@ -161,7 +159,7 @@ class _Group:
     layout: Layout
     ops: tuple[Op, ...]
     home: str
-    below: tuple[str, ...]  # calls on the way from home to all the users
+    below: tuple[str, ...]  # calls on the way from home to all users
     above: tuple[str, ...]  # calls that the tensor leaves, from home to its maker
 
 
@@ -180,7 +178,7 @@ class _Opener:
         self.leaves: dict[str, tuple[str, Layout]] = {}
 
     def opening(self) -> Opening:
-        """Open what must be, then place conversions where something is open already."""
+        """Open what must be open, then place conversions in open calls if possible."""
         own = defaultdict[str, list[Op]](list)
         for op in self.tree.graph.ops:
             own[op.call].append(op)
@@ -221,13 +219,13 @@ class _Opener:
         )
 
     def _does_unseen(self, call: str) -> bool:
-        """Whether a call runs what the graph does not show: checks of sizes, unused results."""
+        """Whether a call runs code that the graph hides: checks of sizes, unused results."""
         record = self.tree.graph.calls[call]
         module = self.split.modules.get(record.path)
         return record.has_unused or (module is not None and module.checks_sizes)
 
     def _has_split(self, call: str) -> bool:
-        """Whether a rank has only a share of something in a call."""
+        """Whether a rank has only a shard of something in a call."""
         return any(
             is_split(layout)
             for op in self.tree.ops.get(call, ())
@@ -238,7 +236,7 @@ class _Opener:
         )
 
     def _open(self, call: str) -> None:
-        """Open a call; the code of PyTorch's own small modules stands in their caller's."""
+        """Open a call; small modules of PyTorch are inlined."""
         while self._is_small(call):
             self.inlined.add(call)
             call = self.tree.parent(call)
@@ -256,7 +254,7 @@ class _Opener:
     # --- conversions -----------------------------------------------------------------------------
 
     def _groups(self) -> list[_Group]:
-        """Return every needed conversion, with the calls in which it may stand."""
+        """Return every needed conversion, with the calls that may contain it."""
         found: dict[tuple[str, Way, str], list[Op]] = defaultdict(list)
         for op in self.tree.graph.ops:
             for i, tensor in enumerate(op.inputs):
@@ -281,9 +279,9 @@ class _Opener:
         return (LOSS, ROOT) if in_model else (LOSS,)
 
     def _highest(self, tensor: str, way: Way, op: Op) -> str:
-        """Return the outermost call in which a user's input may be converted.
+        """Return the outermost call that may convert a user's input.
 
-        The code of the loss does not call the model, and so converts nothing for it.
+        The loss's code does not call the model, so it converts nothing for it.
         """
         chain = self.tree.chain(op)
         shared = common([self._maker_chain(tensor), chain])
@@ -295,7 +293,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all users in a call want the tensor to go this way first."""
+        """Whether all users in a call need the same first conversion of the tensor."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
@@ -323,7 +321,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether everything outside a call wants the tensor to go this way."""
+        """Whether all users outside of a call need this conversion of the tensor."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 
@@ -346,7 +344,7 @@ class _Opener:
     # --- random numbers --------------------------------------------------------------------------
 
     def _open_for_randomness(self) -> None:
-        """See to it that code which is open stands around all that draws different numbers."""
+        """Open calls so that printed code surrounds everything that draws different numbers."""
         for op in self.tree.graph.ops:
             if not is_split_random(op, self.split):
                 continue
@@ -357,7 +355,10 @@ class _Opener:
                 self._open(op.call)
 
     def _open_all_around(self) -> None:
-        """Open what calls opened code: in training it may hand that what no trace has seen."""
+        """Open the callers of opened code.
+
+        In training they may pass arguments that no trace saw.
+        """
         for call in tuple(self.opened):
             for around in self.tree.chains[call]:
                 if around != LOSS:
@@ -368,9 +369,9 @@ class _Opener:
         return chain[chain.index(call) :]
 
     def _is_mixed(self, call: str) -> bool:
-        """Whether one region around a call would have equal and different numbers drawn in it.
+        """Whether a region around a call would contain both equal and different random numbers.
 
-        Opened code inside has a region of its own for different numbers, and none for equal ones.
+        Opened code inside has its own region for different numbers, and none for equal ones.
         """
         kinds = set()
         for op in self.tree.ops[call]:

@@ -1,9 +1,8 @@
-"""What is opened of a model: what the plan changes there, and what of its outputs nobody uses.
+"""The opened calls of a model: what the plan changes there, and unused outputs.
 
-Finds the calls that read what other code has left behind: on a module, or in what both know.
-
-Printed code leaves nothing anywhere, and neither does another stage: what reads there must be
-printed as well, where each tensor and each number is at hand.
+Also finds calls that read state left by other code, on a module or in shared objects. Printed code
+leaves no state, and neither does another stage. So such calls must be printed as well, with each
+tensor and number available.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def finds_state(opening: Opening) -> list[str]:
-    """Return the calls to open, as nobody may leave behind any longer what they look for."""
+    """Return the calls to open because the state that they read is no longer left."""
     tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
     calls = tree.graph.calls
     found: dict[str, None] = {}
@@ -48,7 +47,7 @@ def _is_function(call: str, tree: CallTree) -> bool:
 
 
 def _finds_left(call: str, opening: Opening) -> bool:
-    """Whether the code of a call may look for what a call inside it has left, or takes it away."""
+    """Whether a call's code may read or remove state that an inner call has left."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
     if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
         return not printed.isdisjoint(tree.chains[call][:-1])
@@ -72,10 +71,10 @@ def _repeated(tree: CallTree) -> list[Sequence[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The opened calls, those whose code stands in their caller's, and the place of conversions.
+    """The opened calls, the inlined calls, and the places of conversions.
 
-    `places` tells for an op, one of its inputs and a layout in which call the input is converted to
-    that; `leaves` tells for a tensor that it is converted before it leaves a call, and to what.
+    `places` maps an op, one of its inputs and a layout to the call that converts the input to it.
+    `leaves` maps a tensor to the layout it is converted to before it leaves a call.
     """
 
     split: SplitGraph
@@ -98,9 +97,9 @@ class Opening:
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call directly below printed code in which an op runs, None for its own ops."""
+        """Return the call directly inside printed code that runs an op, or None for its own ops."""
         chain = self.tree.chain(op)
-        if scope not in chain:  # the loss, printed behind the model's own code
+        if scope not in chain:  # the loss is printed after the model's own code
             return None
         below = chain[chain.index(scope) + 1 :]
         return next((call for call in below if call not in self.inlined), None)
@@ -110,12 +109,12 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether a call, or one inside it, is open and so sees to the randomness of an op."""
+        """Whether an open call around an op handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
     def entry(self, call: str, tensor: str) -> Layout:
-        """Return the layout in which a tensor is handed to a call."""
+        """Return the layout in which a tensor is passed to a call."""
         arrives = self.arrives(tensor, call)
         for op in self.tree.graph.index.readers[tensor]:
             if self.tree.is_inside(op, call):
@@ -126,7 +125,7 @@ class Opening:
         return arrives
 
     def arrives(self, tensor: str, call: str) -> Layout:
-        """Return the layout of a tensor outside the calls that it leaves, as seen from a call."""
+        """Return a tensor's layout outside of the calls that it leaves, as seen from a call."""
         left = self.leaves.get(tensor)
         if left is not None and left[0] not in self.tree.chains[call]:
             return left[1]
@@ -134,9 +133,9 @@ class Opening:
 
 
 def given_nothing(opening: Opening) -> Iterator[str]:
-    """Yield the calls whose own code would find None where the model's has a tensor.
+    """Yield the calls whose own code would get None where the model has a tensor.
 
-    It may ask that for its sizes, which the graph does not show.
+    It may read the tensor's sizes, which the graph does not show.
     """
     calls, tensors = opening.tree.graph.calls, opening.tree.graph.tensors
     unused_outputs = {
@@ -158,22 +157,22 @@ _VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.BAG: 0, OpKind.CROSS_ENTROPY: 1}  #
 
 
 def argument(op: Op, name: str) -> Value:
-    """Return an argument of an op, None where it has none of this name."""
+    """Return an argument of an op, or None."""
     return next((value for key, value in op.arguments if key == name), None)
 
 
 def is_split(layout: Layout) -> bool:
-    """Whether a layout is a split one."""
+    """Whether a layout is a split."""
     return layout.kind is LayoutKind.SPLIT
 
 
 def is_split_random(op: Op, split: SplitGraph) -> bool:
-    """Whether an op draws numbers that must differ from rank to rank."""
+    """Whether an op draws random numbers that must differ between ranks."""
     return is_random(op) and any(is_split(split.made(tensor)) for tensor in op.outputs)
 
 
 def is_changed(op: Op, split: SplitGraph) -> bool:
-    """Whether the op's own code is another under the split, its conversions aside."""
+    """Whether the op itself has another form under the split, apart from conversions."""
     layout = split.ops.get(op.name)
     if layout is None:
         return False
@@ -186,7 +185,7 @@ def is_changed(op: Op, split: SplitGraph) -> bool:
 
 
 def is_vocabulary_split(op: Op, split: SplitGraph) -> bool:
-    """Whether an embedding, a bag of them, or a loss is split along the vocabulary."""
+    """Whether an embedding, a bag, or a loss is split along the vocabulary."""
     dim = _VOCABULARY_DIMS.get(kind_of(op))
     return dim is not None and is_split(split.need(op, 0)) and split.need(op, 0).dim == dim
 
@@ -198,33 +197,33 @@ def has_local_groups(op: Op, split: SplitGraph) -> bool:
         return False
     if argument(op, "num_groups") is not None:
         return True
-    # Channels may be split inside of every group instead: then a rank has as many groups.
+    # Channels may be split inside every group instead; then a rank has all groups.
     groups = split.axes.ops[op.name].signature.letters.get("g")
     is_of_groups = isinstance(groups, Leaf) and split.ops[op.name].letter == groups.name
     return kind_of(op) is OpKind.CONVOLUTION and is_of_groups
 
 
 def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
-    """Whether an op is told a rank's share of a size that depends on the batch.
+    """Whether an op gets a rank's share of a size that depends on the batch.
 
-    Code that reads it from a tensor of which the rank has the same share needs no change.
+    Code that reads the size from a tensor with the same share needs no change.
     """
     return _told_size(op, split) is not None and is_of_rows(split.made(op.outputs[0]), split)
 
 
 def splits_rows(split: SplitGraph) -> bool:
-    """Whether tensor ranks have shares of the rows somewhere: code is then for so many rows."""
+    """Whether tensor ranks split rows anywhere; code is then for this number of rows."""
     layouts = split.ops.values()
     return any(is_of_rows(one, split) for op in layouts for one in (*op.needs, *op.gives))
 
 
 def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
-    """Whether a layout is split along the rows of a batch, whose number is no constant."""
+    """Whether a layout is split along the batch's rows, whose number varies."""
     return is_split(layout) and layout.axis in split.row_axes
 
 
 def _told_size(op: Op, split: SplitGraph) -> Value:
-    """Return the size along the split dim that an op is told, None where it is told none."""
+    """Return the size along the split dim in an op's arguments, or None."""
     if kind_of(op) is OpKind.REPEAT:
         return _told_repeats(op, split)
     if not (told := rule_of(op.target).sizes):
@@ -254,14 +253,14 @@ def _has_local_size(op: Op, split: SplitGraph) -> bool:
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
-    """Yield the dims whose sizes an op is told, and of which a rank has all."""
+    """Yield the dims whose sizes are in an op's arguments, and which a rank has whole."""
     rule = rule_of(op.target)
     if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
         return
     sizes = argument(op, rule.sizes)
     layout = split.made(op.outputs[0])
     for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
-        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or made anew
+        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or a new tensor
         if is_told and not (is_split(layout) and layout.dim == number):
             yield dim
 
@@ -276,15 +275,15 @@ def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
 
 
 def with_own_rows(split: SplitGraph) -> SplitGraph:
-    """Return a split whose ranks are given their shares of inputs where that is all they use."""
-    if split.batch < split.degree:  # some would have none
+    """Return a split whose ranks get only their rows of inputs, if they use no others."""
+    if split.batch < split.degree:  # some ranks would have none
         return split
     own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}
     return replace(split, own_rows=tuple(own), gives=MappingProxyType({**split.gives, **own}))
 
 
 def _share(name: str, split: SplitGraph) -> Layout | None:
-    """Return the layout in which all want an input, if that is a share of its rows."""
+    """Return the layout in which all users need an input, if that is a share of its rows."""
     shape = split.graph.tensors[name].shape
     if not shape or shape[0] != BATCH:
         return None

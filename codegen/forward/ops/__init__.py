@@ -1,1 +1,1 @@
-"""Turns one op into what a person would write for it, whole or split."""
+"""Prints one op as a person would write it, whole or split."""

@@ -1,4 +1,4 @@
-"""Prints the arguments of one op, and conversions between layouts."""
+"""Prints the arguments of an op, and conversions between layouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def convert(
 
 
 def convert_own(own: Expression, tensor: str, need: Layout, sizes: SizesAtHand) -> Expression:
-    """Return a parameter or buffer in the layout in which it is needed."""
+    """Return a parameter or buffer in the needed layout."""
     made = sizes.split.made(tensor)
     if made == need:
         return own
@@ -83,7 +83,7 @@ def _exchange(
 
 
 def _used_along(users: Sequence[Op], split: SplitGraph) -> str:
-    """Return what the first split op is split along that reads a value, or what is made of it."""
+    """Return the split axis of the first split op that uses a value, directly or indirectly."""
     waiting, seen = list(users), set[str]()
     while waiting:
         op = waiting.pop(0)
@@ -98,7 +98,7 @@ def _used_along(users: Sequence[Op], split: SplitGraph) -> str:
 
 
 def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: SplitGraph) -> str:
-    """Return why a value is converted, in the names of the model's axes."""
+    """Return why a value is converted, with names of the model's axes."""
     maker = split.graph.index.made_by.get(held.tensor)
     made_along = split.split_axis_name(maker) if maker is not None else ""
     used_along = _used_along(users, split)
@@ -131,19 +131,19 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedPlace:
-    """What stands around a printed op: its inputs in order, and how code there says some things."""
+    """The context of a printed op: its inputs in order, and expressions for some values."""
 
     inputs: tuple[Expression, ...]
     training: SourceForm
-    dtype: Expression | None  # of a tensor in the model's own floating type
+    dtype: Expression | None  # of a tensor with the model's own floating dtype
     device: Expression | None
-    sizes: Mapping[str, Expression]  # arguments that hold sizes, printed already
-    rate: SourceForm | None = None  # the module's own name for the dropout rate
-    scale: SourceForm | None = None  # and for what it multiplies the scores of attention by
+    sizes: Mapping[str, Expression]  # size arguments that are printed already
+    rate: SourceForm | None = None  # the module's attribute for the dropout rate
+    scale: SourceForm | None = None  # the module's attribute for the scale of attention
 
 
 def whole_number(value: Value) -> int:
-    """Return an argument that is a whole number by the op's schema."""
+    """Return an argument that is an integer by the op's schema."""
     assert isinstance(value, int)
     return value
 
@@ -155,7 +155,7 @@ class Arguments:
         self.op, self.place = op, place
         self.raw = dict(op.arguments)
         schema = schema_of(op.target)
-        # `int[2] stride` may be one number; what the table prints are functions that take one, too
+        # `int[2] stride` may be one number; the printed functions also accept one
         name = base_name(op.target)
         function = table.FUNCTIONS.get(name)
         is_known = function is not None and function.fits(self.raw)
@@ -176,7 +176,7 @@ class Arguments:
         return self.printed[name]
 
     def is_default(self, name: str) -> bool:
-        """Whether an argument has the value that it has when left out."""
+        """Whether an argument has its default value."""
         raw = self.raw.get(name)
         if name in ("layout", "pin_memory", "non_blocking", "implicit"):
             return True
@@ -205,7 +205,7 @@ class Arguments:
         if name == "device" and value is not None:
             return self.place.device or literal("cpu")
         if name == "memory_format" and isinstance(value, str):
-            return text(value)  # torch.channels_last and its like say their own name
+            return text(value)  # torch.channels_last and similar print as themselves
         if name == "reduction" and isinstance(value, int):
             return literal(table.REDUCTIONS[value])
         if name == "compute_mode" and isinstance(value, int):
@@ -225,12 +225,12 @@ class Arguments:
         return joined(tuple(self._print("", item, inputs) for item in value))
 
     def _extreme(self, which: str) -> SourceForm:
-        """Return the end of the model's own type: the trace runs in another."""
+        """Return a limit of the model's own dtype; the trace runs in another."""
         dtype = self.dtype(DType("model"))
         return SourceForm(("torch.finfo(", Slot(dtype), f").{which}"))
 
     def dtype(self, value: DType) -> Expression:
-        """Return an element type."""
+        """Return a dtype."""
         if value.name == "model":
             return self.place.dtype or text("torch.get_default_dtype()")
         return text(f"torch.{value.name}")
@@ -249,7 +249,7 @@ def schema_of(target: str) -> Any:
 
 
 def function_call(arguments: Arguments, function: table.Function) -> SourceForm:
-    """Print an op as a line of the table says."""
+    """Print an op as its table row says."""
     positional: list[Expression] = []
     for name in function.positional:
         if name.startswith("*"):
@@ -274,7 +274,7 @@ def function_call(arguments: Arguments, function: table.Function) -> SourceForm:
 
 
 def _function_of(name: str) -> str:
-    """Return the function that is the op of a name, "" where PyTorch has none."""
+    """Return the torch function of an op's name, or ""."""
     if name in table.AS_OPS:
         return ""
     holder, _, rest = name.partition("_")
@@ -286,7 +286,7 @@ def _function_of(name: str) -> str:
 
 
 def as_op(arguments: Arguments) -> SourceForm:
-    """Print an op as torch has it under its full name."""
+    """Print an op by its full name in torch.ops."""
     given = tuple((key, arguments[key]) for key in arguments.raw)
     return call(f"torch.ops.{arguments.op.target}", keywords=given)
 

@@ -1,9 +1,8 @@
-"""Prints sizes as the author would: of tensors at hand, or made from them.
+"""Prints sizes as the author would: read from tensors, or computed from them.
 
-Turns a number that varies with the lengths of rows into arithmetic on the lengths at hand.
-
-Two traces tell each number twice, for the lengths of the one and for those of the other. Arithmetic
-that gives both is taken for what the model computes; the simplest is tried first.
+Sizes that vary with the lengths of rows become arithmetic on available lengths. Two traces with
+different lengths show each number twice. The simplest arithmetic that gives both numbers is taken
+for the model's.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Lengths = Mapping[Pair, Expression]
 
 
 def derived(number: Pair, lengths: Lengths) -> Expression | None:
-    """Return a number as it follows from lengths, None where no form in the table gives it."""
+    """Return a number as arithmetic on lengths, or None if no form in the table fits."""
     tried = (form(number, lengths) for form in _FORMS)
     return next((found for found in tried if found is not None), None)
 
@@ -65,7 +64,7 @@ def _product(number: Pair, lengths: Lengths) -> Expression | None:
 
 
 def _rounded_up(number: Pair, lengths: Lengths) -> Expression | None:
-    """⌈length ÷ parts⌉, as a convolution of stride 2 that pads."""
+    """⌈length ÷ parts⌉, as in a convolution with stride 2 and padding."""
     for (here, other), shown in lengths.items():
         for parts in _parts(other - here, number[1] - number[0]):
             up = parts - 1
@@ -75,7 +74,7 @@ def _rounded_up(number: Pair, lengths: Lengths) -> Expression | None:
 
 
 def _multiple_and_more(number: Pair, lengths: Lengths) -> Expression | None:
-    """times · length + added, by less than the length."""
+    """times · length + added, where |added| < length."""
     for (here, other), shown in lengths.items():
         times, rest = divmod(number[1] - number[0], other - here)
         added = number[0] - times * here
@@ -98,16 +97,16 @@ _FORMS = (_length, _multiple_or_part, _product, _rounded_up, _multiple_and_more,
 
 
 def _parts(lengths: int, parts: int) -> Iterator[int]:
-    """Yield what a length may be divided by, if it grows by so much while a part does."""
+    """Yield possible divisors: a length grows by `lengths` while a part grows by `parts`."""
     if lengths > parts > 0:
         yield from sorted({max(2, lengths // parts), max(2, -(-lengths // parts))})
 
 
 def _added(pairs: Sequence[Pair], parts: int) -> int | None:
-    """Return what is added to lengths before they are divided: ⌊(length + added) ÷ parts⌋ = part.
+    """Return the constant added before a division: ⌊(length + added) ÷ parts⌋ = part.
 
-    Convolutions and pools shorten rows like that. None where no number does for all pairs, or where
-    several do and none of them rounds down or up.
+    Convolutions and pools shorten rows in this way. None if no number fits all pairs, or if several
+    do and none of them rounds down or up.
     """
     least = max(part * parts - length for length, part in pairs)
     most = min(part * parts - length for length, part in pairs) + parts - 1
@@ -139,9 +138,9 @@ def product(factors: Sequence[Expression]) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A size to be printed: what the dim means, and along which axis it is local ("" is whole).
+    """A size to print: the meaning of the dim, and the axis along which it is local ("": whole).
 
-    `other` is the whole size where the inputs have other lengths.
+    `other` is the whole size for inputs of other lengths.
     """
 
     dim: Dim
@@ -155,12 +154,12 @@ class Wanted:
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the batch, on its rows or on how long they are."""
+        """Whether it depends on the batch: on the number of rows or their lengths."""
         return not self.extent.is_constant or self.other != self.extent
 
 
 def size_along(split: SplitGraph, dim: Dim, axis: str) -> Wanted:
-    """Return a size that is no dim of a tensor."""
+    """Return a size that is not the dim of a tensor."""
     return Wanted(dim, axis, size_of(split.lengths.dim(dim)))
 
 
@@ -174,41 +173,42 @@ def wanted(split: SplitGraph, tensor: str, layout: Layout) -> tuple[Wanted, ...]
 
 
 class SizesAtHand:
-    """Finds sizes in the shapes of the values that a body has at hand."""
+    """Finds sizes in the shapes of a body's available values."""
 
     def __init__(self, split: SplitGraph, axis: SourceForm) -> None:
         self.split = split
-        self.axis = axis  # the tensor axis of the mesh, as this body calls it
+        self.axis = axis  # the body's name of the mesh's tensor axis
         self.seen: list[LocalTensor] = []
-        self.sources: list[
-            LocalTensor
-        ] = []  # of these, the ones whose shapes are read by preference
+        self.sources: list[LocalTensor] = []  # those whose shapes are preferred
         self.known: set[Dim] = set()  # the dims of arguments
 
     def add(self, held: LocalTensor) -> None:
-        """Have a value at hand from here on."""
+        """Make a value available from here on."""
         if held not in self.seen and held.tensor in self.split.axes.dims:
             self.seen.append(held)
 
     def add_argument(self, held: LocalTensor) -> None:
-        """Have an argument at hand: its shape is read by preference."""
+        """Make an argument available; its shape is preferred."""
         self.add(held)
         self.sources.append(held)
         self.known |= set(self.split.axes.dims.get(held.tensor, ()))
 
     def add_converted(self, held: LocalTensor) -> None:
-        """Have a converted value at hand: it may have whole what the arguments have in parts."""
+        """Make a converted value available.
+
+        It may have whole dims of which arguments have shards.
+        """
         self.add(held)
         self.sources.append(held)
 
     def of_all(
         self, sizes: Sequence[Wanted | None], *, near: LocalTensor | None = None
     ) -> list[Expression | None]:
-        """Return each size as it can be read from shapes; one value serves as many as it can.
+        """Return each size as read from shapes; one value provides as many as it can.
 
-        Shapes of arguments and converted values come first, then that of the value at hand
-        (`near`), then any, but only for what depends on the batch. A length may also be read where
-        a dim that means something else is always as long.
+        Shapes of arguments and converted values are preferred, then that of `near`, then any, but
+        the latter only for sizes that depend on the batch. A length may also be read from a dim
+        with another meaning that always has the same length.
         """
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
@@ -226,14 +226,14 @@ class SizesAtHand:
         return [None if size is None else best.get(size) or self._made(size) for size in sizes]
 
     def _made(self, size: Wanted) -> Expression | None:
-        """Return a size as it follows from others, where that can be read."""
+        """Return a size computed from others, if they can be read."""
         found = self._product(size)
         if found is None and size.varies and size.extent.is_constant and not size.axis:
             return self._from_lengths(size.extent.at(0), size.other.at(0))
         return found
 
     def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
-        """Return what is least for the value that tells most sizes, and that of the batch."""
+        """Return a sort key: first the value with most of the sizes, and with the batch's."""
         told = self._read(held, sizes)
         return -len(told), all(size.extent.is_constant for size in told)
 
@@ -245,7 +245,7 @@ class SizesAtHand:
         return found
 
     def _product(self, size: Wanted) -> Expression | None:
-        """Return a size as the product of what it consists of, where that can be read."""
+        """Return a size as a product of its factors, if they can be read."""
         if size.axis or not isinstance(size.dim, FlattenedDims) or not size.varies:
             return None
         inner = [size_along(self.split, factor, "") for factor in size.dim.factors]
@@ -257,9 +257,9 @@ class SizesAtHand:
         return product(known) if len(known) == len(factors) else None
 
     def whole(self, extent: Extent, other: Extent | None = None) -> Expression:
-        """Return a size that no dim tells more of: a number, or so many times the batch.
+        """Return a size without further meaning: a number, or a multiple of the batch.
 
-        `other` is what it is where the inputs have other lengths, if that is something else.
+        `other` is its value for inputs of other lengths, if different.
         """
         other = extent if other is None else other
         if extent.is_constant and extent == other:
@@ -270,7 +270,7 @@ class SizesAtHand:
         if extent.is_constant:
             derived = self._from_lengths(extent.at(0), other.at(0))
             return literal(extent.at(0)) if derived is None else derived
-        if extent == BATCH:  # split in everything at hand
+        if extent == BATCH:  # split in all available values
             return literal(self.split.batch)
         batch, total = self.whole(BATCH), None
         for power, pair in enumerate(zip(extent.coefficients, other.coefficients, strict=True)):
@@ -283,14 +283,14 @@ class SizesAtHand:
         return total
 
     def _readable(self) -> Iterator[tuple[LocalTensor, int, tuple[Extent, Extent]]]:
-        """Yield the whole dims of the values at hand, each with its size and its other size."""
+        """Yield the whole dims of available values, each with its size and its other size."""
         for held in (*self.sources, *self.seen):
             for place, size in enumerate(wanted(self.split, held.tensor, held.layout)):
                 if not size.axis:
                     yield held, place, (size.extent, size.other)
 
     def _from_lengths(self, here: int, other: int) -> Expression | None:
-        """Return a number as it follows from the lengths at hand; two values of it are known."""
+        """Return a number as arithmetic on available lengths, given two values of it."""
         lengths = {
             (size.at(0), another.at(0)): Fact(held, f"shape[{place}]")
             for held, place, (size, another) in reversed([*self._readable()])
@@ -299,7 +299,7 @@ class SizesAtHand:
         return derived((here, other), lengths)
 
     def local(self, size: Wanted) -> Expression:
-        """Return the rank's share of a size from the degree of the axis."""
+        """Return the rank's share of a size, from the degree of the axis."""
         parts = parts_of_dim(size.dim, size.axis)
         if not size.varies and parts.are_even(self.split.degree, self.split.batch):
             ways = SourceForm((*self.axis.parts, ".size"))
@@ -307,9 +307,9 @@ class SizesAtHand:
         return call("local_size", self.listed(size.dim, size.axis), self.axis)
 
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
-        """Return the parts of a dim that is split along an axis: what lies outside repeats them.
+        """Return the parts of a dim that is split along an axis; outer factors repeat them.
 
-        Their units are counted in so many elements.
+        `unit` multiplies their sizes.
         """
         parts, others = parts_of_dim(dim, axis), parts_of_dim(self.split.lengths.dim(dim), axis)
         pairs = tuple(zip(parts.listed, others.listed, strict=True))
@@ -328,10 +328,10 @@ class SizesAtHand:
         return binary(printed, "*", self.whole(times, other_times), Binding.PRODUCT)
 
     def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
-        """Whether the runtime finds by itself how a dim is cut.
+        """Whether the runtime can infer how a dim is cut, so that `parts` is not needed.
 
-        It does so for one of elements where it has the whole, or where every rank has as many;
-        among lengths that vary it takes a share for one of those.
+        It can for single elements if it has the whole dim, or if all ranks have equally many
+        elements. With varying lengths it assumes a share of a known one.
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:
@@ -340,7 +340,7 @@ class SizesAtHand:
         return parts.may_be_omitted(self.split.degree, self.split.batch, is_whole=is_whole)
 
     def named(self, size: Wanted, numbers: Sequence[tuple[str, int | float]]) -> str | None:
-        """Return the module's own name for a whole size, where its name and its value agree."""
+        """Return the module's attribute for a whole size, if name and value agree."""
         if size.axis or size.varies:
             return None
         axis = self.split.axes.text(size.dim)

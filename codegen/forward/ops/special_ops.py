@@ -1,4 +1,4 @@
-"""Prints ops: by their line of the table, or in a way of their own."""
+"""Prints ops: by their table row, or by a special function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.codegen.forward.text.expressions import (
 )
 from autopar.planner.graph.ops import DType, Op
 
-_SMALL = 1e6  # whole numbers below are written without a point
+_SMALL = 1e6  # smaller whole floats are written without a point
 
 
 def _dropout(arguments: Arguments) -> SourceForm:
@@ -73,7 +73,7 @@ def _pad(arguments: Arguments) -> SourceForm:
         arguments.raw["value"] = None  # the default, in other words
     value = arguments.raw["value"]
     if isinstance(value, float) and value.is_integer() and abs(value) < _SMALL:
-        arguments.printed["value"] = literal(int(value))  # which torch hands on as a float
+        arguments.printed["value"] = literal(int(value))  # torch passes it on as a float
     return function_call(arguments, table.FUNCTIONS["pad"])
 
 
@@ -123,7 +123,7 @@ def _slice(arguments: Arguments) -> SourceForm:
 
 
 def _at(dim: int, index: Expression) -> SourceForm:
-    """Return the index of one dim, with colons (or dots) for the dims before it."""
+    """Return the index of one dim, with colons or dots for the dims before it."""
     if dim == -1:
         return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
     if dim < 0:
@@ -143,7 +143,7 @@ def _index(arguments: Arguments) -> SourceForm:
 
 
 def _repeat_interleave(arguments: Arguments) -> SourceForm:
-    arguments.raw["output_size"] = None  # says nothing new, and a rank may have a part only
+    arguments.raw["output_size"] = None  # redundant, and a rank may have only a part
     return by_schema(arguments, "repeat_interleave")
 
 
@@ -173,7 +173,7 @@ def printed(op: Op, place: PrintedPlace) -> SourceForm:
     arguments = Arguments(op, place)
     name = base_name(op.target)
     if not op.target.startswith("aten."):
-        return as_op(arguments)  # whatever PyTorch has under its name
+        return as_op(arguments)  # torch.ops has it under its name
     special = SPECIAL.get(op.target) or SPECIAL.get(name)
     if special is not None:
         return special(arguments)

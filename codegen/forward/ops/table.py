@@ -1,4 +1,4 @@
-"""The table of printed functions: ATen's arguments by name, where PyTorch has them."""
+"""The table of printed functions: the names of ATen's arguments in PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.codegen.forward.text.expressions import Binding
 class Function:
     """A function: ATen's names of its positional arguments, and pairs of keyword and name.
 
-    Of the positional arguments, so many (`required`) stand there though they are None.
+    The first `required` positional arguments are printed even if they are None.
     """
 
     name: str
@@ -22,12 +22,12 @@ class Function:
     required: int = 1
 
     def fits(self, arguments: Iterable[str]) -> bool:
-        """Whether an op has the arguments: ops of one name may have others."""
+        """Whether an op has these arguments; ops with one name may differ."""
         return {name.removeprefix("*") for name in self.positional} <= set(arguments)
 
 
 def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
-    """Build a line: `keyword` or `keyword:aten_name` for each keyword."""
+    """Build a row: `keyword` or `keyword:aten_name` for each keyword."""
     pairs = [word.partition(":") for word in keywords.split()]
     words = tuple((word, other or word) for word, _, other in pairs)
     return Function(name, tuple(positional.split()), words, required)
@@ -47,7 +47,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "_upsample_bilinear2d_aa": "bilinear", "_upsample_bicubic2d_aa": "bicubic",
     }
 )  # fmt: skip
-# What a function does by itself, said so that it does what the op of its name does.
+# Fixed keyword arguments that make a function equal to the op of its name.
 ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
     {
         "_upsample_bilinear2d_aa": (("antialias", True),),
@@ -60,7 +60,7 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
         "hardsigmoid_": (("inplace", True),),
     }
 )
-# Functions that take or give something else than the op of their name.
+# Functions that take or return something else than the op of their name.
 AS_OPS = frozenset(
     {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
 )
@@ -224,7 +224,7 @@ BINARY: Mapping[str, tuple[str, Binding]] = MappingProxyType(
         "bitwise_right_shift": (">>", Binding.SHIFT),
     }
 )
-# Methods whose own name is an operator that writes: `mask &= other`.
+# Methods that are printed as an in-place operator: `mask &= other`.
 WRITING: Mapping[str, str] = MappingProxyType(
     {
         "__iand__": "bitwise_and_",
@@ -236,9 +236,9 @@ WRITING: Mapping[str, str] = MappingProxyType(
 )
 UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
 
-# Sizes that are one number where all dims have the same.
+# Sizes printed as one number if all dims have the same.
 WINDOWS = frozenset({"stride", "padding", "dilation", "kernel_size", "output_size"})
-# Methods whose sizes stand without brackets, and those whose dims read better without a keyword.
+# Methods whose sizes have no brackets, and methods whose dims have no keyword.
 SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
 PLAIN_DIM = frozenset({"unsqueeze", "squeeze", "transpose", "unbind", "flatten", "unflatten"})
 DTYPE_METHODS: Mapping[str, str] = MappingProxyType(

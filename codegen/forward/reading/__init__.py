@@ -1,1 +1,1 @@
-"""Reads plan, graph and the user's classes: what printing has to know."""
+"""Reads plan, graph and the user's classes for printing."""

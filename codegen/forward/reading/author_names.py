@@ -31,9 +31,9 @@ def checks_sizes(source: str) -> bool:
 
 
 def branches_in_training(source: str) -> bool:
-    """Whether a forward does something else in training, by an `if`; dropout takes no such thing.
+    """Whether a forward computes something else in training, with an `if`; dropout is no such case.
 
-    What asks for checkpoints of a library's own as well is no other computation.
+    A condition that also asks for a library's own checkpointing does not count.
     """
     try:
         tree = ast.parse(dedent(source))
@@ -44,10 +44,10 @@ def branches_in_training(source: str) -> bool:
 
 
 def keeps_state(source: str) -> bool:
-    """Whether a forward reads an attribute before it sets it: what an earlier call has left."""
+    """Whether a forward reads an attribute before it sets it, and so depends on earlier calls."""
     try:
         tree = ast.parse(dedent(source))
-    except SyntaxError:  # a lambda amid an expression
+    except SyntaxError:  # a lambda inside an expression
         return False
     first_set: dict[str, _Place] = {}
     for node in ast.walk(tree):
@@ -63,7 +63,7 @@ def keeps_state(source: str) -> bool:
 
 
 def left_on_others(source: str) -> frozenset[str]:
-    """Return the attributes that a class, once built, sets on what is not itself."""
+    """Return the attributes that a class, after its constructor, sets on other objects."""
     return frozenset(
         node.attr
         for function in _methods(source)
@@ -75,19 +75,19 @@ def left_on_others(source: str) -> frozenset[str]:
 
 
 def own_attributes(source: str) -> frozenset[str]:
-    """Return the attributes of its own that a class, once built, reads."""
+    """Return the attributes of its own that a class, after its constructor, reads."""
     loads = (_attributes(function, ast.Load) for function in _methods(source))
     return frozenset(name for found in loads for name, _ in found)
 
 
 def remembers(source: str) -> bool:
-    """Whether a class, once built, reads attributes that it sets."""
+    """Whether a class, after its constructor, reads attributes that it sets."""
     stores = (_attributes(function, ast.Store) for function in _methods(source))
     return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
 
 
 def _methods(source: str) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of a class but its constructor."""
+    """Yield the methods of a class except its constructor."""
     try:
         tree = ast.parse(dedent(source))
     except SyntaxError:
@@ -113,7 +113,7 @@ _READING = frozenset({"shape", "size", "numel", "nelement", "len"})
 
 
 def reads_sizes(forward: Callable[..., Any], owner: type) -> bool:
-    """Whether a forward reads a size, or a method or function of the user's that it names does."""
+    """Whether a forward, or a user's method or function that it names, reads a size."""
     waiting, met = [plain_function(forward)], set[CodeType]()
     while waiting:
         function = waiting.pop()
@@ -128,7 +128,7 @@ def reads_sizes(forward: Callable[..., Any], owner: type) -> bool:
 
 
 def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
-    """Yield what a name in a function may mean, if it is not torch's: a method or a global."""
+    """Yield what a name in a function may refer to, outside of torch: a method or a global."""
     method = inspect.getattr_static(owner, name, None)
     for found in (getattr(method, "__func__", method), function.__globals__.get(name)):
         if not str(getattr(found, "__module__", "torch")).startswith("torch"):
@@ -136,7 +136,7 @@ def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
 
 
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
-# What people write where ATen has another name.
+# Names in source code for ops with another name in ATen.
 _ALSO: Mapping[str, str] = MappingProxyType(
     {"to": "float type_as half bfloat16 double long int bool", "view": "reshape flatten unflatten"}
 )
@@ -153,32 +153,33 @@ _OPERATORS: Mapping[type[ast.AST], str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
-    """A statement that gives names to what one operation makes."""
+    """A statement that assigns the results of an operation to names."""
 
     first: int
     last: int
     names: tuple[str, ...]
-    does: frozenset[str]  # what the operation may be called
-    is_function: bool  # the operation is a plain function, and so no module
+    does: frozenset[str]  # possible names of the operation
+    is_function: bool  # the operation is a plain function, not a module
 
     def is_by(self, target: str) -> bool:
-        """Whether an op is the operation that the statement ends with."""
+        """Whether an op is the last operation of the statement."""
         name = target.split(".")[1] if "." in target else target
         return not self.does.isdisjoint((name, name.rstrip("_"), *_ALSO.get(name, "").split()))
 
 
 def author_names(graph: Graph) -> Mapping[str, str]:
-    """Return the names of the tensors to which a statement of the model's source gives one.
+    """Return the names that statements of the model's source give to tensors.
 
-    The last op of a statement makes what it sets, if it is what the statement does last: in
-    `x = self.norm(x[:, 0])` the module is. What a function makes is what other code uses.
+    The last op of a statement makes the assigned value, if it is the statement's last operation: in
+    `x = self.norm(x[:, 0])` that is the module. A function's result has the name that its caller
+    gives.
     """
     own: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:
         own[op.call].append(op)
     found: dict[str, str] = {}
     for ops in own.values():
-        for lines in (_line_of_function, _line_of_forward):  # which comes before what it calls
+        for lines in (_line_of_function, _line_of_forward):  # the caller's line first
             for setting, run in groupby(ops, key=lambda op: _setting(lines(op))):
                 if setting is not None:
                     made = _set_by(setting, tuple(run), graph)
@@ -195,7 +196,7 @@ def _line_of_forward(op: Op) -> str:
 
 
 def _set_by(setting: _Setting, ops: Sequence[Op], graph: Graph) -> tuple[str, ...]:
-    """Return the tensors that a statement gives its names to, nothing where that is unclear."""
+    """Return the tensors that a statement names, or () if unclear."""
     made = ops[-1].outputs
     if setting.is_by(ops[-1].target):
         return made if len(made) == len(setting.names) else ()
@@ -212,10 +213,10 @@ def _set_by(setting: _Setting, ops: Sequence[Op], graph: Graph) -> tuple[str, ..
 
 
 def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
-    """Return by the name of a variable the names into which a function unpacks it."""
+    """Return, for each variable, the names into which a function unpacks it."""
     try:
         tree = ast.parse(dedent(source))
-    except SyntaxError:  # a lambda amid an expression
+    except SyntaxError:  # a lambda inside an expression
         return MappingProxyType({})
     return MappingProxyType(
         {
@@ -230,7 +231,7 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
 
 @cache
 def _setting(location: str) -> _Setting | None:
-    """Return the innermost statement at file:line that sets variables."""
+    """Return the innermost assignment at file:line."""
     file, _, line = location.rpartition(":")
     if not line.isdigit():
         return None
@@ -248,9 +249,10 @@ def _settings(file: str) -> tuple[_Setting, ...]:
 
 
 def _present(file: str) -> str:
-    """Return where a file of a plan lies now: projects move, and packages lie elsewhere.
+    """Return the current path of a plan's file: projects move, and packages differ.
 
-    It is loaded, for the model is built; of files of one name, that with the most alike path.
+    It is loaded, because the model is built. Of several files with its name, the most similar path
+    is taken.
     """
     loaded = {str(getattr(module, "__file__", None)) for module in tuple(sys.modules.values())}
     if file in loaded:
@@ -285,14 +287,14 @@ def _settings_in(tree: ast.AST) -> Iterator[_Setting]:
 
 
 def _names(target: ast.AST) -> tuple[str, ...]:
-    """Return the variables that are set, "" for what a script would not call so."""
+    """Return the assigned variables; "" for names that a script cannot use."""
     parts = target.elts if isinstance(target, ast.Tuple) else (target,)
     names = [part.id if isinstance(part, ast.Name) else "" for part in parts]
     return tuple(name if _USABLE.fullmatch(name) else "" for name in names)
 
 
 def _does(value: ast.expr) -> str:
-    """Return what the outermost operation of an expression may be called."""
+    """Return the possible name of an expression's outermost operation."""
     match value:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
             return name

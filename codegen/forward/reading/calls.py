@@ -22,17 +22,17 @@ from autopar.planner.graph.ops import (
 
 
 def is_mapping(value: Value) -> bool:
-    """Whether a recorded result or argument is made of pairs: a dict, or an object with fields."""
+    """Whether a recorded value is made of pairs: a dict, or an object with fields."""
     return isinstance(value, (Mapped, Fields)) and bool(value)
 
 
 def as_tuple(value: Value) -> Value:
-    """Return a namedtuple as the tuple of its values, and any other value as it is."""
+    """Return a namedtuple as a plain tuple, and any other value as it is."""
     return tuple(item for _, item in pairs(value)) if isinstance(value, NamedFields) else value
 
 
 def pairs(value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the keys of a dict, or the fields of an object, and what they stand for."""
+    """Yield the items of a dict, or the fields of an object."""
     assert isinstance(value, tuple)
     for item in value:
         assert isinstance(item, tuple)
@@ -41,9 +41,9 @@ def pairs(value: Value) -> Iterator[tuple[str, Value]]:
 
 
 def held(value: Value, place: str) -> Iterator[tuple[str, Value]]:
-    """Yield what a container or an object holds, each behind the code that reaches it.
+    """Yield the items of a container or an object, each with its expression.
 
-    `place` is the code of the value itself.
+    `place` is the expression of the value itself.
     """
     if is_mapping(value):
         for key, inner in pairs(value):
@@ -54,7 +54,7 @@ def held(value: Value, place: str) -> Iterator[tuple[str, Value]]:
 
 
 def leaves(value: Value, place: str) -> Iterator[tuple[str, Value]]:
-    """Yield what is in a value at any depth, each behind the code that reaches it."""
+    """Yield the nested items of a value, each with its expression."""
     if not isinstance(value, tuple):
         yield place, value
     for inner, one in held(value, place):
@@ -62,7 +62,7 @@ def leaves(value: Value, place: str) -> Iterator[tuple[str, Value]]:
 
 
 def is_plain(value: Value) -> bool:
-    """Whether a result is made of tensors, numbers and tuples: no mapping, no object, no text."""
+    """Whether a result is made of tensors, numbers and tuples only."""
     if isinstance(value, tuple):
         return not is_mapping(value) and all(map(is_plain, value))
     return value is None or isinstance(value, (Ref, bool, int, float, complex))
@@ -79,8 +79,8 @@ class CallTree:
     graph: Graph
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
-    ops: Mapping[str, tuple[Op, ...]]  # of a call with all calls inside
-    named: Mapping[str, str]  # tensors to which the model's author gives a name
+    ops: Mapping[str, tuple[Op, ...]]  # of a call, including inner calls
+    named: Mapping[str, str]  # tensors named by the model's author
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
@@ -103,10 +103,10 @@ class CallTree:
         return frozenset(refs((record.arguments, keywords)))
 
     def untold(self, call: str) -> frozenset[str]:
-        """Return the tensors of a forward that a call reads, though it is not given them.
+        """Return the tensors of a forward that a call reads although they are no arguments.
 
-        Others have left them where it finds them: on a module, or in what both know. Buffers are
-        no such tensors: whoever runs the module has them.
+        Other code has stored them on a module or in shared objects. Buffers do not count: every
+        rank with the module has them.
         """
         tensors = self.graph.tensors
         made = {name for op in self.ops.get(call, ()) for name in op.outputs}
@@ -119,9 +119,9 @@ class CallTree:
         )
 
     def hidden(self, call: str) -> frozenset[str]:
-        """Return the tensors that the code of a call uses, and that no call inside it returns.
+        """Return the tensors that a call's code uses although no inner call returns them.
 
-        A call inside has left them on a module, by a hook, or in what both know.
+        An inner call has stored them on a module, by a hook, or in shared objects.
         """
         own = [op for op in self.ops.get(call, ()) if op.call == call]
         inside = self.inside.get(call, ())
@@ -141,7 +141,7 @@ class CallTree:
 
 
 def call_tree(graph: Graph) -> CallTree:
-    """Return the nest of calls of a graph."""
+    """Return the tree of a graph's calls."""
     index = graph.index
     outer = (around for call in graph.calls for around in reversed(index.around(call)))
     chains = {call: (LOSS, *reversed(index.around(call))) for call in (LOSS, *index.ops_in, *outer)}
@@ -159,7 +159,7 @@ def call_tree(graph: Graph) -> CallTree:
 
 
 def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return what some chains have in common, outermost first."""
+    """Return the common beginning of some chains, outermost first."""
     first, *others = list(chains)
     length = len(first)
     for other in others:

@@ -39,7 +39,7 @@ _OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAG
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Imported:
-    """A class as a script has it: the module and the name there, and the name in the script."""
+    """A class in a script: its module and name there, and its name in the script."""
 
     module: str
     qualname: str
@@ -57,10 +57,10 @@ def imported(kind: Any) -> Imported:
 
 
 def imported_classes(kinds: Iterable[type]) -> Mapping[type, Imported]:
-    """Return classes under their own names, but for some of the user's.
+    """Return classes under their own names, except for ambiguous ones.
 
-    A class in a class has the names of both, one whose name another class or the script has that of
-    its file before its own: `Block` in decoder.py is `DecoderBlock` then.
+    A nested class has both classes' names. A class whose name is taken gets its file's name as a
+    prefix: `Block` in decoder.py becomes `DecoderBlock`.
     """
     distinct = list(dict.fromkeys(kinds))
     counts = Counter(kind.__name__ for kind in distinct)
@@ -86,7 +86,7 @@ def _capitalised(text: str) -> str:
 
 
 class Container(StrEnum):
-    """How the children of a module are reached."""
+    """How the children of a module are accessed."""
 
     ATTRIBUTE = "attribute"
     INDEX = "index"  # ModuleList, Sequential
@@ -94,13 +94,13 @@ class Container(StrEnum):
 
 
 def is_number(value: Value) -> bool:
-    """Whether a plain argument is None, a truth or a number."""
+    """Whether a plain argument is None, a boolean or a number."""
     return value is None or isinstance(value, (bool, int, float, complex))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One parameter of a forward: its kind as inspect has it, its type and default as text."""
+    """A parameter of a forward: its kind as in `inspect`, its annotation and default as text."""
 
     name: str
     kind: inspect._ParameterKind
@@ -108,12 +108,12 @@ class Argument:
     default: str | None
 
     def is_said(self, value: Value) -> bool:
-        """Whether a value is what the argument is anyway."""
+        """Whether a value equals the parameter's default."""
         return self.default is not None and is_number(value) and self.default == repr(value)
 
     @property
     def text(self) -> str:
-        """The argument as it stands in a def, without any marker before it."""
+        """The parameter as in a def, without a marker before it."""
         stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(self.kind.name, "")
         declared = f"{stars}{self.name}: {self.annotation}"
         return declared if self.default is None else f"{declared} = {self.default}"
@@ -121,10 +121,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A module of the user's model, as far as source text about it needs to know."""
+    """A module of the user's model: the facts needed to print code about it."""
 
     path: str
-    first: str  # of the paths that lead to it: a module may stand in several places
+    first: str  # of its paths, if it is registered several times
     home: Imported
     class_name: str
     arguments: tuple[Argument, ...]
@@ -132,14 +132,15 @@ class Module:
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
     unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
-    trains: bool = True  # as the constructor has left it; else it is in eval mode
-    is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
-    checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
-    keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
+    trains: bool = True  # set by the constructor; False: eval mode
+    is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
+    checks_sizes: bool = False  # its forward raises an error for unexpected sizes
+    keeps_state: bool = False  # it reads an attribute set by an earlier call or by its caller
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
-    branches_in_training: bool = False  # its forward does something else where it is evaluated
-    reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
-    functions: tuple[Imported, ...] = ()  # plain ones and autograd Functions that are at hand there
+    branches_in_training: bool = False  # its forward computes something else in evaluation
+    reads_sizes: bool = False  # of tensors; numbers in it may be such sizes
+    # plain functions and autograd Functions available in its file
+    functions: tuple[Imported, ...] = ()
     measuring: frozenset[Imported] = frozenset()  # the plain ones that read sizes of tensors
 
     @property
@@ -152,22 +153,22 @@ Modules = Mapping[str, Module]
 
 
 def functions_at_hand(modules: Modules) -> frozenset[Imported]:
-    """Return the functions that the files of some modules have by name."""
+    """Return the functions that modules' files can name."""
     return _joined(module.functions for module in modules.values())
 
 
 def size_reading_functions(modules: Modules) -> frozenset[Imported]:
-    """Return those of them that read sizes of tensors."""
+    """Return those functions that read sizes of tensors."""
     return _joined(module.measuring for module in modules.values())
 
 
 def _joined(groups: Iterable[Iterable[Imported]]) -> frozenset[Imported]:
-    """Return what is in any group; modules of one class have the very same."""
+    """Return the union; modules of one class share the same set."""
     return frozenset().union(*{id(group): group for group in groups}.values())
 
 
 def modules_of(model: nn.Module) -> Modules:
-    """Return what is known of every module of a model, by path; the root's path is ""."""
+    """Return the facts about every module of a model, by path; the root's path is ""."""
     facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
@@ -196,10 +197,9 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
-    """Return what a module's forward tells, be it of its class or assigned to it alone.
+    """Return facts about a module's forward, of its class or assigned to the instance.
 
-    Its hooks run with it. `is_told` says that a caller may leave on the module what its class
-    reads.
+    Its hooks are included. With `is_told`, a caller may set attributes that its class reads.
     """
     source = _source(inspect.unwrap(module.forward), of=type(module))
     hooks = [plain_function(hook) for hook in forward_hooks(module)]
@@ -219,7 +219,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
 
 
 def _is_importable(kind: type) -> bool:
-    """Whether a class is found where it says that it is; one in a function says so itself."""
+    """Whether a class can be imported by its module and qualified name."""
     holder: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
@@ -229,7 +229,7 @@ def _is_importable(kind: type) -> bool:
 
 
 def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
-    """Return the source of a class or forward, nothing where there is none or it is PyTorch's."""
+    """Return the source of a class or forward, or "" if there is none or it is PyTorch's."""
     if (of or thing).__module__.startswith("torch."):
         return ""
     try:
@@ -239,7 +239,7 @@ def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
 
 
 def _functions(module: nn.Module) -> Iterator[Imported]:
-    """Yield the functions that the file of a forward names, if not torch's own."""
+    """Yield the functions that a forward's file names, except torch's."""
     yield from map(imported, _plain_functions(module))
     for value in _names(module).values():
         is_function = isinstance(value, type) and issubclass(value, autograd.Function)
@@ -256,7 +256,7 @@ def _plain_functions(module: nn.Module) -> list[FunctionType]:
 
 
 def _names(module: nn.Module) -> Mapping[str, Any]:
-    """Return what the file of a forward has by name."""
+    """Return the names in a forward's file."""
     found: Mapping[str, Any] = getattr(inspect.unwrap(module.forward), "__globals__", {})
     return found
 
@@ -282,7 +282,7 @@ _PLAIN = {
 
 
 def _annotation(annotation: Any) -> str:
-    """Return a type that needs no import of the user's, or Any."""
+    """Return an annotation that needs no import of the user's, or Any."""
     if annotation is Tensor:
         return "Tensor"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

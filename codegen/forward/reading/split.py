@@ -24,19 +24,19 @@ Part = tuple[Extent, Extent]  # count, unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """How a dim is cut: the parts in `listed`, all of them so many `times`."""
+    """How a dim is cut: the parts in `listed`, repeated `times`."""
 
     listed: tuple[Part, ...]
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime finds the cut by itself: even, or by elements of a known size."""
+        """Whether the runtime infers the cut: even, or by elements of a known size."""
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
 
     def are_even(self, degree: int, batch: int) -> bool:
-        """Whether every rank gets as much of each part."""
+        """Whether every rank gets equally much of each part."""
         return all(count.at(batch) % degree == 0 for count, _ in self.listed)
 
 
@@ -63,7 +63,7 @@ def parts_of_dim(dim: Dim, axis: str) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """What a graph's sizes are where its inputs have other lengths."""
+    """A graph's sizes for inputs of other lengths."""
 
     shapes: Mapping[str, tuple[Extent, ...]]
     arguments: Mapping[str, Mapping[str, Value]]  # of each op
@@ -73,7 +73,7 @@ class _Sizes:
 
 
 class Lengths:
-    """A graph's sizes at other lengths, all the same where unknown; traced when first asked for."""
+    """A graph's sizes at other lengths, or the same if unknown; traced on first use."""
 
     def __init__(self, graph: Graph, axes: GraphAxes, other: Callable[[], Graph | None]) -> None:
         self._graph, self._axes, self._other = graph, axes, other
@@ -85,7 +85,7 @@ class Lengths:
 
     @property
     def are_known(self) -> bool:
-        """Whether the model takes other lengths."""
+        """Whether the model accepts other lengths."""
         return bool(self._sizes.axes)
 
     def shape(self, tensor: str) -> tuple[Extent, ...]:
@@ -93,22 +93,22 @@ class Lengths:
         return self._sizes.shapes.get(tensor, self._graph.tensors[tensor].shape)
 
     def argument(self, op: Op, name: str) -> Value:
-        """Return what an argument of an op is at other lengths."""
+        """Return an op's argument at other lengths."""
         arguments = self._sizes.arguments
         return arguments[op.name][name] if op.name in arguments else op.argument(name)
 
     def call(self, unit: str) -> ModuleCall | None:
-        """Return how a module is called at other lengths."""
+        """Return a module call at other lengths."""
         return self._sizes.calls.get(unit)
 
     def function(self, call: FunctionCall) -> FunctionCall:
-        """Return how a plain function is called at other lengths."""
+        """Return a function call at other lengths."""
         pairs = zip(self._graph.functions, self._sizes.functions, strict=False)
         other = next((two for one, two in pairs if one is call), call)
         return other if _form(other) == _form(call) else call
 
     def dim(self, dim: Dim) -> Dim:
-        """Return a dim with its other size."""
+        """Return a dim with its size at other lengths."""
         axes = self._sizes.axes
         return substituted(dim, lambda leaf: Leaf(leaf.name, axes.get(leaf.name, leaf.size)))
 
@@ -117,7 +117,7 @@ _UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
 
 
 def _form(call: FunctionCall) -> Value:
-    """Return what is the same of a call at all lengths: the function, and where it has tensors."""
+    """Return a key of a call that is equal at all lengths: the function, and tensors' places."""
     names, values = tuple(zip(*call.keywords, strict=True)) or ((), ())
     return call.module, call.name, names, _nest(call.arguments), _nest(values)
 
@@ -145,13 +145,12 @@ def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGraph:
-    """A graph with the layouts of its tensors on a tensor axis of `degree` ranks.
+    """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
-    `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
-    how they are made. `weighed` are ops that are terms of the loss: each is multiplied by a weight
-    of the microbatch, in this order. `own_rows` are inputs of which a rank is given its rows alone.
-    `lengths` tells which sizes follow those of the inputs. With `has_metrics`, evaluations want the
-    outputs of the model.
+    `crossing` has the layouts of tensors that pass between layers, if different from how they are
+    made. `weighed` are ops that are terms of the loss; each is multiplied by a weight of the
+    microbatch, in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths`
+    has the sizes at other lengths. With `has_metrics`, evaluations need the model's outputs.
     """
 
     graph: Graph
@@ -179,7 +178,7 @@ class SplitGraph:
         return self.gives.get(tensor, WHOLE)
 
     def way(self, op: Op, position: int) -> tuple[Layout, ...]:
-        """Return the layouts that an input goes through, from how it is made to what is needed."""
+        """Return an input's layouts, from how it is made to what is needed."""
         tensor = op.inputs[position]
         steps = [self.made(tensor)]
         if tensor in self.crossing and self.layer_of[tensor] != self.layer_of[op.name]:
@@ -188,11 +187,11 @@ class SplitGraph:
         return tuple(layout for i, layout in enumerate(steps) if i == 0 or layout != steps[i - 1])
 
     def axis_name(self, layout: Layout) -> str:
-        """Return what people call the axis that a layout is split along."""
+        """Return the name of the axis that a layout is split along."""
         return self.axes.names.get(layout.axis, layout.axis)
 
     def split_axis_name(self, op: Op) -> str:
-        """Return what people call the axis that an op is split along, "" where it is not."""
+        """Return the name of the axis that an op is split along, or ""."""
         layout = self.ops.get(op.name)
         return self.axes.names.get(layout.axis, layout.axis) if layout is not None else ""
 
@@ -200,9 +199,9 @@ class SplitGraph:
 def split_of(
     plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
 ) -> SplitGraph:
-    """Return the layouts of a plan, for each op and tensor of its graph, once they fit it.
+    """Return the layouts of a plan for each op and tensor of its graph, after checking them.
 
-    `other` gives the graph where the inputs have other lengths.
+    `other` returns the graph for inputs of other lengths.
     """
     return split_graph(
         plan.graph,
@@ -227,7 +226,10 @@ def split_graph(
     outside: Sequence[ParameterLayout] = (),
     other: Callable[[], Graph | None] = lambda: None,
 ) -> SplitGraph:
-    """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
+    """Return a graph with layouts by layer class.
+
+    `outside` has those of parameters and crossing tensors.
+    """
     axes, layers = parts if parts is not None else _found(graph)
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
     gives = {t: g for op in graph.ops if op.name in ops for t, g in _results(op, ops[op.name])}
@@ -292,7 +294,7 @@ def _places(layers: Layers) -> Iterator[tuple[str, int]]:
 
 
 def _plain(layout: Layout, tensor: str, graph: Graph) -> Layout:
-    """Return I for R where no gradient flows: there the two are the same."""
+    """Return I for R if no gradient flows: there the two are the same."""
     if layout.kind is LayoutKind.REPLICATED and not graph.tensors[tensor].requires_grad:
         return WHOLE
     return layout

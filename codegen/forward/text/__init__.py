@@ -1,1 +1,1 @@
-"""Expressions, literals, names and lines: printed code before anyone knows of ops."""
+"""Expressions, literals, names and lines of printed code, independent of ops."""

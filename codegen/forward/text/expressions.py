@@ -14,12 +14,12 @@ from autopar.planner.graph.ops import Listed, Value
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a text is a plain ASCII name that Python does not use itself."""
+    """Whether a text is an ASCII identifier that is not a keyword."""
     return text.isascii() and text.isidentifier() and not iskeyword(text)
 
 
 def identifier(text: str) -> str:
-    """Return a name made of the letters, digits and underscores of any text."""
+    """Return an identifier made of the letters, digits and underscores of a text."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower() or "x"
     if name[0].isdigit():
         name = f"x{name}"
@@ -27,20 +27,20 @@ def identifier(text: str) -> str:
 
 
 def attribute_name(name: str) -> str:
-    """Return how an attribute is reached, behind the object: `.name`."""
+    """Return the access to an attribute, after the object: `.name`."""
     if not is_identifier(name):
         raise ValueError(f"{name!r} is no attribute")
     return f".{name}"
 
 
 def string(text: str) -> str:
-    """Return a text as an ASCII literal in double quotes where it has none itself."""
+    """Return a text as an ASCII literal, in double quotes if it contains none."""
     literal = ascii(text)
     return f'"{literal[1:-1]}"' if literal[0] == "'" and '"' not in literal else literal
 
 
 def comment(text: str) -> str:
-    """Return a text that stays a comment: one line of ASCII without control characters."""
+    """Return a text that is safe as a comment: one line of ASCII without control characters."""
     return re.sub(r"[^\x20-\x7e]+", " ", text).strip()
 
 
@@ -99,7 +99,7 @@ class Binding(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of the graph in one of its layouts: a value that code can have at hand."""
+    """A tensor of the graph in one of its layouts: a value of printed code."""
 
     tensor: str
     layout: Layout
@@ -107,7 +107,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What code reads off a value without using its numbers: `shape[0]`, `dtype`, `device`."""
+    """A property of a value that code reads: `shape[0]`, `dtype`, `device`."""
 
     held: LocalTensor
     what: str
@@ -126,7 +126,7 @@ Expression = LocalTensor | Fact | SourceForm
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a form, and how tightly what stands there must bind to need no brackets."""
+    """A place for an expression, and how tightly it must bind to need no brackets."""
 
     expression: Expression
     level: Binding = Binding.CHOICE
@@ -136,7 +136,7 @@ Names = Callable[[LocalTensor | Fact], tuple[str, Binding]]
 
 
 def text(source: str, level: Binding = Binding.CALL) -> SourceForm:
-    """Return source text that has no expressions in it."""
+    """Return source text without expressions in it."""
     return SourceForm((source,), level)
 
 
@@ -202,12 +202,12 @@ def mapped(items: Iterable[tuple[Expression, Expression]]) -> SourceForm:
 
 
 def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> SourceForm:
-    """Return values as the model has them, in a list or in a tuple."""
+    """Return values as a list or a tuple, as in the model."""
     return listed(items) if isinstance(value, Listed) else joined(items)
 
 
 def binary(left: Expression, operator: str, right: Expression, level: Binding) -> SourceForm:
-    """Return an operation of two operands that associates to the left."""
+    """Return a binary operation that associates to the left."""
     tighter = Binding(min(level + 1, Binding.CALL))
     left_level = tighter if level is Binding.COMPARISON else level
     return SourceForm((Slot(left, left_level), f" {operator} ", Slot(right, tighter)), level)
@@ -231,7 +231,7 @@ def pieces(expression: Expression) -> Iterator[LocalTensor | Fact]:
 def replaced(
     expression: Expression, known: Callable[[LocalTensor], Expression | None]
 ) -> Expression:
-    """Return an expression with values replaced by the expressions known for them."""
+    """Return an expression with known values replaced by their expressions."""
     if isinstance(expression, LocalTensor):
         return known(expression) or expression
     if isinstance(expression, Fact):
@@ -262,6 +262,6 @@ def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:
 
 
 def _is_simple(operand: str) -> bool:
-    """Whether the formatter hugs the operator: names, attributes, numbers, also negative ones."""
+    """Whether the formatter writes the operator without spaces: names, attributes, numbers."""
     bare = operand.removeprefix("-")
     return all(piece.replace("_", "a").isalnum() for piece in bare.split("."))

@@ -1,4 +1,4 @@
-"""Lines of Python as text: imports, wrapping, what repeats."""
+"""Lines of Python as text: imports, wrapping, repetitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WHOLE: Mapping[str, str] = MappingProxyType(
     {"torch": "import torch", "F": "import torch.nn.functional as F"}
 )
 
-IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # what no variable may be called
+IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # names that no variable may have
 
 
 def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
 
 
 def from_line(module: str, names: Sequence[str]) -> str:
-    """Return the statement that imports names from a module, on one line where that has room."""
+    """Return an import statement, on one line if it fits."""
     line = f"from {module} import {', '.join(names)}"
     if len(line) <= WIDTH:
         return line
@@ -63,11 +63,11 @@ Pattern = LocalTensor | None | tuple["Pattern", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One step of a body, before it is decided which values get a name.
+    """A step of a body, before it is decided which values get a name.
 
-    `is_ordered` steps (random numbers, writes) keep their order. `module` is the path of the
-    module where the line is one call of a module, and `arguments` are what it is called with;
-    `function` is the name of a plain function that the line calls.
+    Steps with `is_ordered` (random numbers, writes) keep their order. If the line is one call of a
+    module, `module` is its path and `arguments` are the call's. `function` is the name of a plain
+    function that it calls.
     """
 
     results: Pattern
@@ -77,19 +77,19 @@ class Line:
     is_random: bool = False
     reason: str = ""
     hint: str = ""
-    names: tuple[str, ...] = ()  # what the model's author calls the results, "" where nothing
+    names: tuple[str, ...] = ()  # the author's names of the results, or ""
     module: str | None = None
     function: str = ""
-    only_evaluates: bool = False  # runs in evaluations alone
+    only_evaluates: bool = False  # runs in evaluations only
     arguments: tuple[tuple[str, Expression], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """The lines of a printed call, its tensor arguments by name, and what it returns."""
+    """The lines of a printed call, its tensor arguments by name, and its result."""
 
     arguments: Mapping[LocalTensor, str]
-    containers: frozenset[str]  # the names of arguments that hold several tensors
+    containers: frozenset[str]  # the names of arguments that contain several tensors
     lines: tuple[Line, ...]
     result: Expression | None
 
@@ -104,7 +104,7 @@ def held_in(pattern: Pattern) -> Iterator[LocalTensor]:
 
 
 def tuple_of(items: Sequence[Expression]) -> SourceForm:
-    """Return values with commas between them and no brackets, as a return statement has them."""
+    """Return values with commas and no brackets, as in a return statement."""
     parts: list[str | Slot] = []
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
@@ -112,10 +112,10 @@ def tuple_of(items: Sequence[Expression]) -> SourceForm:
 
 
 class Repeats:
-    """The values without a gradient that a body has computed, by how it computes them.
+    """The values without a gradient that a body has computed, by their expressions.
 
-    Hugging Face's masks count the positions once for the queries and once for the keys, and so
-    for each kind of layer. What anything writes to is left as it is.
+    Hugging Face's masks count the positions once for the queries and once for the keys, and again
+    for each kind of layer. Values that are written to are left as they are.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -123,7 +123,7 @@ class Repeats:
         self.made: dict[Expression, LocalTensor] = {}
 
     def earlier(self, expression: Expression, made: LocalTensor) -> LocalTensor | None:
-        """Return the value that is this one already, and remember this one if there is none."""
+        """Return an earlier value with this expression; if there is none, record this one."""
         learns = self.graph.tensors[made.tensor].requires_grad
         if learns or self.graph.index.is_written_later(made.tensor):
             return None
@@ -138,12 +138,12 @@ _STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
 def _bare(line: str) -> str:
-    """Return a line of the same length without what its strings say."""
+    """Return a line of the same length with its strings blanked."""
     return _STRING.sub(lambda found: "_" * len(found[0]), line)
 
 
 def _partition(line: str, mark: str) -> tuple[str, str, str]:
-    """Part a line where a mark is code."""
+    """Split a line at a mark outside of strings."""
     at = _bare(line).find(mark)
     return (line[:at], mark, line[at + len(mark) :]) if at >= 0 else (line, "", "")
 
@@ -163,7 +163,7 @@ def wrapped(line: str, *, indent: int) -> list[str]:
 
 
 def wrapped_del(names: list[str], *, indent: int) -> list[str]:
-    """Return a statement that deletes some names, over several lines where it is long."""
+    """Return a `del` statement, over several lines if it is long."""
     margin, line = " " * indent, f"del {', '.join(names)}"
     if indent + len(line) <= WIDTH:
         return [margin + line]
@@ -171,7 +171,7 @@ def wrapped_del(names: list[str], *, indent: int) -> list[str]:
 
 
 def wrapped_definition(name: str, arguments: list[str], returns: str, *, indent: int) -> list[str]:
-    """Return the first line of a function, over several lines where it is long."""
+    """Return the first line of a function, over several lines if it is long."""
     margin = " " * indent
     tail = f") -> {returns}:"
     whole = ", ".join(arguments)
@@ -195,7 +195,7 @@ def _body(body: str, indent: int) -> list[str]:
 
 
 def _bracketed(line: str, indent: int) -> list[str]:
-    """Put brackets around the right side of an assignment; what has no operator stays too long."""
+    """Put brackets around the right side of an assignment, if it has an operator."""
     margin = " " * indent
     if " " not in line:
         return [margin + line]
@@ -207,7 +207,7 @@ def _bracketed(line: str, indent: int) -> list[str]:
 
 
 def _choice(line: str, indent: int) -> list[str]:
-    """Put brackets around `a if b else c`, and each of the three on a line if they must be."""
+    """Put brackets around `a if b else c`, with each of the three on a line if necessary."""
     margin = " " * indent
     value = line
     for mark in ("return ", " = ", "="):
@@ -224,13 +224,13 @@ def _choice(line: str, indent: int) -> list[str]:
 
 
 def _last_bracket(line: str) -> int | None:
-    """Return where the bracket opens that closes last, if nothing but a colon follows it."""
+    """Return the bracket that closes last, if only a colon follows."""
     bare = _bare(line).rstrip(":")
     return _opening(bare) if bare and bare[-1] in _CLOSE else None
 
 
 def _before_trailers(line: str, start: int, indent: int) -> int:
-    """Return an earlier bracket where what stands before the last one, `f(…)[0]`, is too long."""
+    """Return an earlier bracket if the text before the last one, `f(…)[0]`, is too long."""
     bare = _bare(line)
     while indent + start >= WIDTH:
         before = _TRAILER.sub("", bare[:start])
@@ -242,7 +242,7 @@ def _before_trailers(line: str, start: int, indent: int) -> int:
 
 
 def _opening(bare: str) -> int | None:
-    """Return where the bracket opens that closes at the end of a text."""
+    """Return the bracket that closes at the end of a text."""
     depth = 0
     for position in range(len(bare) - 1, -1, -1):
         depth += (bare[position] in _CLOSE) - (bare[position] in _OPEN)

@@ -1,1 +1,1 @@
-"""Turns a body into source lines: loops, names, what stands where it is used."""
+"""Turns a body into source lines: loops, names, and values inlined where they are used."""

@@ -27,9 +27,9 @@ from autopar.codegen.forward.writing.statements import Loop, Statement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of one value that a body gives names to: one entry per dim, "" where unused.
+    """The sizes of a value that a body names: one entry per dim, "" if unused.
 
-    `same` holds the names of sizes that another value has given before.
+    `same` has the names of sizes that another value has given before.
     """
 
     held: LocalTensor
@@ -37,7 +37,7 @@ class Shape:
     same: tuple[str, ...]
 
     def name(self, dim: int) -> str:
-        """Return the name of one size, "" where it has none."""
+        """Return the name of one size, or ""."""
         return self.names[dim] or self.same[dim]
 
     @property
@@ -93,7 +93,7 @@ _CASTS = frozenset({"to", "float", "type_as", "contiguous"})
 _SHAPES = frozenset({"expand", "flatten", "permute", "reshape", "transpose", "unsqueeze", "view"})
 _VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
 _USUAL = ("x", "y", "z", "h", "u", "w")
-_AXIS = "tensor"  # the argument of a loss that is printed
+_AXIS = "tensor"  # the parameter of a printed loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class ValueNames:
 
 
 def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
-    """Return the values that deserve a name: what goes into attention, and what comes out."""
+    """Return the values that should have a name: inputs and outputs of attention."""
     operands = {held for line in lines for held in _operands(line.expression, (_ATTENTION,))}
     results = {
         held
@@ -122,7 +122,7 @@ def named(
     body: Body,
     split: SplitGraph,
 ) -> ValueNames:
-    """Return names for the values of a body's statements; its arguments have theirs."""
+    """Return names for the values of a body's statements; arguments have theirs already."""
     return _Namer(statements, body, split).named()
 
 
@@ -158,7 +158,7 @@ class _Namer:
         return ValueNames(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
-        # What every turn reads must not lie under a name that is given before the first of them.
+        # A value that every iteration reads must not share its name with an earlier one.
         read = {
             self.names[p if isinstance(p, LocalTensor) else p.held] for p in pieces(loop.expression)
         }
@@ -224,7 +224,7 @@ class _Namer:
         return dims[one.tensor] == dims[other.tensor]
 
     def _stem(self, whole: LocalTensor | None, part: LocalTensor) -> str:
-        """Return what the parts of a value are called after: that value, if it is alike."""
+        """Return the stem for the names of a value's parts: the value's name, if it is similar."""
         tensors = self.split.graph.tensors
         if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
             return "part"
@@ -266,7 +266,7 @@ class _Namer:
         yield from found.items()
 
     def _passed(self, statement: Statement) -> Iterator[tuple[str, LocalTensor]]:
-        """Yield the values that modules are given, with the modules' own names for them."""
+        """Yield the values passed to modules, with the modules' parameter names."""
         for line in reversed(statement.lines):
             module = self.split.modules.get(line.module) if line.module is not None else None
             names = [argument.name for argument in module.arguments] if module is not None else []
@@ -296,7 +296,7 @@ class _Namer:
 
 
 def _author_name(held: LocalTensor, statement: Statement) -> str:
-    """Return what the model's author calls a value, or what it is another shape or type of."""
+    """Return the author's name of a value, or of the value that it reshapes or casts."""
     made = list(held_in(statement.line.results))
     if len(statement.line.names) == len(made) > 1:
         return statement.line.names[made.index(held)]
@@ -309,12 +309,12 @@ def _author_name(held: LocalTensor, statement: Statement) -> str:
 
 
 def _is_reshaping(statement: Statement) -> bool:
-    """Whether a statement only changes the shape or the type of a value."""
+    """Whether a statement only reshapes or casts a value."""
     return all(line.hint in _SHAPES | _CASTS for line in statement.lines)
 
 
 def _hint(statement: Statement) -> str:
-    """Return what a statement does: its outermost line that does not only change the type."""
+    """Return a statement's outermost operation that is not a cast."""
     hints = [line.hint for line in reversed(statement.lines)]
     return next((hint for hint in hints if hint not in _CASTS), hints[0])
 

@@ -25,25 +25,25 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.codegen.forward.text.lines import Body, Line, Pattern, held_in
 
 _HEAVIEST = 6  # operations in one statement
-_MOST_UNPACKED = 3  # results of a module's call, of which one is used
-_MOST_ARGUMENTS = 2  # of a module's call inside of another one's
+_MOST_UNPACKED = 3  # results of a module's call, if one is used
+_MOST_ARGUMENTS = 2  # of a module's call inside another one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """A line that is printed: what stands in it was used nowhere else."""
+    """A printed line, with the lines inlined into it."""
 
     line: Line
     expression: Expression
     results: Pattern
     reasons: tuple[str, ...]
-    parts: tuple[int, ...]  # the numbers of the lines in it, in the order of evaluation
+    parts: tuple[int, ...]  # indices of its lines, in the order of evaluation
     lines: tuple[Line, ...]  # these lines
-    folded: tuple[LocalTensor, ...]  # the values that got no name
+    folded: tuple[LocalTensor, ...]  # values without a name
 
 
 def statements(body: Body, *, kept: frozenset[LocalTensor] = frozenset()) -> tuple[Statement, ...]:
-    """Return the statements of a body; the last one is its return; `kept` values keep a name."""
+    """Return the statements of a body; the last one is its return. `kept` values keep a name."""
     lines = list(body.lines)
     if body.result is not None:
         lines.append(Line(results=None, expression=body.result))
@@ -129,7 +129,7 @@ class _Folder:
         return is_like and not (is_return and not inner.line.has_gradient)
 
     def _keeps_order(self, parts: Sequence[int], number: int) -> bool:
-        """Whether what must stay in order does: it is in line, and nothing ordered is between."""
+        """Whether ordered lines stay in order."""
         own = [part for part in parts if part in self.ordered]
         if not own:
             return True
@@ -140,7 +140,7 @@ class _Folder:
 def _single(
     line: Line, uses: Counter[LocalTensor], facts: set[LocalTensor]
 ) -> tuple[Expression, Pattern]:
-    """Return `f(x)[0]` for a call of whose results only one is used, and drop unused results."""
+    """Return `f(x)[0]` for a call with one used result; unused results are dropped."""
     if line.results is None or isinstance(line, Loop):
         return line.expression, line.results
     needed = [held for held in held_in(line.results) if uses[held] or held in facts]
@@ -168,7 +168,7 @@ _MEMBERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop(Line):
-    """A line that runs for each module of a container: `carried` are first values and results."""
+    """A line repeated for each module of a container; `carried` are first values and results."""
 
     header: str
     carried: tuple[tuple[LocalTensor, LocalTensor], ...]
@@ -183,10 +183,10 @@ def rolled(
     result: Expression | None,
     slice_text: str | None = None,
 ) -> tuple[Line, ...]:
-    """Return the lines with runs of equal calls as loops; `result` is what is returned behind.
+    """Return the lines with runs of equal calls as loops; `result` is returned afterwards.
 
-    With `slice_text`, even a single call of a module of a container is a loop, and the text stands
-    for its bounds.
+    With `slice_text`, even a single call of a module in a container is a loop, and the text is its
+    bounds.
     """
     lines = [*lines, Line(results=None, expression=result)] if result is not None else lines
     done: list[Line] = []
@@ -206,7 +206,7 @@ def rolled(
 
 
 def _run(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the lines from the first on that one loop can stand for."""
+    """Return the first lines, as many as one loop can replace."""
     length = 1
     carries: dict[int, int] | None = None
     while length < len(lines):
@@ -214,13 +214,13 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
         if found is None or (carries is not None and found != carries):
             break
         if _used(lines[length + 1 :]) & (set(held_in(lines[length - 1].results))):
-            break  # what a turn makes is needed after the next
+            break  # a later iteration needs a result of this one
         carries, length = found, length + 1
     return lines[:length]
 
 
 def _carries(before: Line, after: Line) -> dict[int, int] | None:
-    """Return which argument of a call is which result of the call before; None if no next turn."""
+    """Return which argument of a call is which result of the call before, or None."""
     if before.module is None or after.module is None or not _is_next(before.module, after.module):
         return None
     is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient
@@ -232,7 +232,7 @@ def _carries(before: Line, after: Line) -> dict[int, int] | None:
     for i, ((_, a), (_, b)) in enumerate(zip(before.arguments, after.arguments, strict=True)):
         if isinstance(b, LocalTensor) and b in results and isinstance(a, LocalTensor):
             if a.layout != b.layout or len(made) != len(results) or made[results.index(b)] is None:
-                return None  # the last turn may return less than is carried
+                return None  # the last iteration may return fewer than are carried
             carries[i] = results.index(b)
         elif a != b:
             return None
@@ -248,13 +248,13 @@ def _is_next(before: str, after: str) -> bool:
 
 
 def _is_indexed(line: Line) -> bool:
-    """Whether a line calls a module of a container with what it could return to itself."""
+    """Whether a line calls a module of a container with something that it could return itself."""
     is_number = (line.module or "").rpartition(".")[2].isdigit()
     return is_number and bool(_sole_carries(line))
 
 
 def _is_listed(line: Line, modules: Modules) -> bool:
-    """Whether the numbers of the modules in a container are their places there."""
+    """Whether the modules' numbers in a container are their positions."""
     stem, _, _ = (line.module or "").rpartition(".")
     place = f"{stem}." if stem else ""
     inner = (path.removeprefix(place) for path in modules if path and path.startswith(place))
@@ -263,7 +263,7 @@ def _is_listed(line: Line, modules: Modules) -> bool:
 
 
 def _sole_carries(line: Line) -> dict[int, int]:
-    """Return the carry of a loop of one turn: from the first argument to the first result."""
+    """Return the carry of a loop with one iteration: the first argument and result."""
     first = next((i for i, (_, v) in enumerate(line.arguments) if isinstance(v, LocalTensor)), None)
     results = [i for i, held in enumerate(_flat(line.results)) if held is not None]
     return {first: results[0]} if first is not None and results else {}
@@ -314,7 +314,7 @@ def _number(path: str | None) -> int:
 
 
 def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
-    """Return the modules that a loop goes through; a list of the user's own class is not sliced."""
+    """Return the modules of a loop; a list of the user's own class is not sliced."""
     path = (first.module or "").rpartition(".")[0]
     cut, module = _slice(first, last, owner, slice_text), owner.split.modules[path]
     place = f"self{owner.steps(path)}{_MEMBERS[module.container]}"
@@ -323,7 +323,7 @@ def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) ->
 
 
 def _slice(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
-    """Return `[4:8]`, or nothing for all modules of a container."""
+    """Return `[4:8]`, or "" for all modules of a container."""
     if slice_text is not None:
         return f"[{slice_text}]"
     stem = (first.module or "").rpartition(".")[0]

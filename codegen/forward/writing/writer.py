@@ -26,15 +26,15 @@ from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a body is framed."""
+    """The frame of a body."""
 
     axis: str
     indent: int
-    slice_text: str | None = None  # stands for the bounds of loops over layers
+    slice_text: str | None = None  # the bounds of loops over layers
 
 
 def written(body: Body, owner: Owner, style: Style) -> list[str]:
-    """Return the source of a body, its return included."""
+    """Return the source of a body, including its return."""
     modules = owner.split.modules
     lines_rolled = rolled(
         body.lines, owner, modules, result=body.result, slice_text=style.slice_text
@@ -47,7 +47,7 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
         rounds.append(too_long)
         lines, too_long = _attempt(rolled_body, owner, style, kept.union(*rounds))
     added = {held for some in rounds for held in some}
-    for held in chain(*rounds[:-1]):  # an outer name may have become needless by an inner one
+    for held in chain(*rounds[:-1]):  # a name may be unnecessary after an inner value got one
         shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {held})
         if not too_long:
             added, lines = added - {held}, shorter
@@ -57,7 +57,7 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
 def _attempt(
     body: Body, owner: Owner, style: Style, kept: frozenset[LocalTensor]
 ) -> tuple[list[str], list[LocalTensor]]:
-    """Return the source with some values named, and those to name where lines are too long."""
+    """Return the source with some values named, and values to name because lines are too long."""
     found = statements(body, kept=kept)
     names = named(found, body, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
@@ -108,7 +108,7 @@ class _Writer:
         return lines
 
     def _returned_at_once(self) -> Sequence[Statement]:
-        """Return the statements, a name that is only returned left out."""
+        """Return the statements, without a name that is only returned."""
         if len(self.found) < 2:
             return self.found
         before, last = self.found[-2:]
@@ -197,7 +197,7 @@ def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
 
 
 def _to_be_named(statement: Statement) -> LocalTensor:
-    """Return the value in a long statement that gets a name: what its outermost step works on."""
+    """Return the value in a long statement that gets a name: its outermost operation's operand."""
     is_bare = isinstance(
         statement.line.expression, LocalTensor
     )  # a return of what is folded into it
@@ -206,7 +206,7 @@ def _to_be_named(statement: Statement) -> LocalTensor:
 
 
 def _breaks_well(statement: Statement) -> bool:
-    """Whether a long statement is a call with keywords, whose arguments stand well on a line."""
+    """Whether a long statement is a call with keywords, which breaks well."""
     form = statement.expression
     has_keywords = isinstance(form, SourceForm) and any(
         isinstance(part, str) and part.startswith(", ") and part.endswith("=")

@@ -1,10 +1,9 @@
-"""The memory of a dry run: kernels that stand in, who owns what.
+"""The memory of a dry run: stand-ins for kernels, and the owners of storages.
 
-Lets ops allocate and keep, on the CPU, what a CUDA device's kernels would.
-
-Some ops are one kernel there and many on a CPU, which keep more for the backward: an RMS norm (its
-input in fp32, twice), dropout (the mask in the values' own dtype) and attention with dropout (all
-scores). What a kernel takes as its own workspace while it runs is not shown.
+Ops allocate and save on the CPU what a CUDA device's kernels would. Some ops are one kernel there
+and several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice),
+dropout (the mask in the values' dtype) and attention with dropout (all scores). Temporary
+workspaces of kernels are not included.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _attention = functional.scaled_dot_product_attention
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One kernel that keeps its input, the weight and a figure per row."""
+    """One kernel that saves its input, the weight and a number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -67,13 +66,13 @@ def _dropout(
 
 
 def _attention_with_dropout(*args: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
-    del dropout_p  # fused: it is kept as the state of a random generator
+    del dropout_p  # fused: only a generator state is saved
     out: Tensor = _attention(*args[:4], *args[5:], **options)
     return out
 
 
 def _channel_statistics(_: Tensor, mean: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(mean), torch.empty_like(mean)  # torch has no shapes for this op
+    return torch.empty_like(mean), torch.empty_like(mean)  # torch cannot infer shapes for this op
 
 
 REPLACED = (
@@ -88,7 +87,7 @@ REPLACED = (
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Put the stand-ins in the place of torch's functions."""
+    """Replace torch's functions by stand-ins."""
     with ExitStack() as stack:
         for owner, name, stand_in in REPLACED:
             stack.enter_context(patch.object(owner, name, stand_in))
@@ -96,7 +95,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def owners_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Map storages to what they are for; where two claim one, the later below is right."""
+    """Map storages to their owners; a later owner below replaces an earlier one."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:
         _claim(owners, "optimizer", _optimizer_tensors(optimizer))
@@ -116,7 +115,7 @@ def _claim(
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the states, and the masters that stand in the place of 16-bit parameters."""
+    """Yield the states, and the fp32 masters of 16-bit parameters."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():
@@ -179,10 +178,11 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
                 yield state._fsdp_param_group
 
 
-Owners: TypeAlias = Callable[[], Mapping[int, str]]  # storage -> category, of what has an owner
+# storage → category, for storages with an owner
+Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
-# Who owns what is looked up again only when a new peak tops the last such by this much: it walks
-# over all that lives. What was made since then counts as owned by nobody.
+# Owners are searched again only when a new peak exceeds the last one by this much, because the
+# search visits all live storages. Storages made since then count as owned by nobody.
 LOOK_UP_EVERY = 1.005
 
 
@@ -190,12 +190,12 @@ LOOK_UP_EVERY = 1.005
 class _Live:
     reference: weakref.ref[UntypedStorage]
     size: int
-    unowned: str  # its category while nobody owns it
+    unowned: str  # its category without an owner
     category: str
 
 
 class LiveMemory:
-    """Counts the bytes of all storages that are alive."""
+    """Counts the bytes of all live storages."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -223,27 +223,27 @@ class LiveMemory:
         self._resize(live, storage.nbytes())
 
     def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
-        """Count nothing that lives but what has an owner or is given to the step.
+        """Count no live storages except those with an owner and the step's arguments.
 
-        Rows that are read ahead lie in the memory of the host, which is no other here.
+        Rows that are read ahead are in host memory, which is the same memory here.
         """
         kept = owners.keys() | {one.untyped_storage()._cdata for one in given}
         for key in self._live.keys() - kept:
             self._resize(self._live[key], 0)
 
     def start_measuring(self, owners: Owners) -> None:
-        """Take the peak from here on."""
+        """Start measuring the peak."""
         self._owners = owners
         self.peak_bytes = self._looked_up_bytes = 0
         self._note_peak()
 
     def stop_measuring(self) -> None:
-        """Leave the peak as it is."""
+        """Stop measuring the peak."""
         self._owners = None
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
-        """Notice storages that are emptied and filled in place, as fully_shard does."""
+        """Track storages that are resized in place, as by fully_shard."""
         resize = UntypedStorage.resize_
 
         def resize_and_count(storage: UntypedStorage, size: int) -> Any:
@@ -275,7 +275,7 @@ class LiveMemory:
         self.peak_by_category = +self._by_category
 
     def _look_up(self, owners: Mapping[int, str]) -> None:
-        """Sort all that lives by its owner."""
+        """Sort live storages by owner."""
         self._by_category.clear()
         for key, live in self._live.items():
             live.category = owners.get(key, live.unowned)

@@ -1,7 +1,7 @@
 """Runs a script as one rank of many, up to the end of its first step, without computing.
 
-`python -m autopar.codegen.proof.dryrun.rank SCRIPT` prints the report of the rank that
-AUTOPAR_DRYRUN="rank/world" names.
+`python -m autopar.codegen.proof.dryrun.rank SCRIPT` prints the report of the rank in
+AUTOPAR_DRYRUN="rank/world".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Entered = TypeVar("Entered")
 
 
 class _SeenError(Exception):
-    """A step has been seen: nothing more is to be run."""
+    """A step has been recorded: the script ends here."""
 
 
 def report_of(path: Path) -> Report:
@@ -44,21 +44,21 @@ def report_of(path: Path) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The first step of a script, about to be taken."""
+    """The first step of a script, before it is taken."""
 
     take: Callable[[], Any]
     parts: Sequence[nn.Module]
     optimizer: Optimizer
-    given: tuple[Any, ...]  # beside these
+    given: tuple[Any, ...]  # further arguments
 
 
 def run_first_step(
     path: Path, watching: AbstractContextManager[Entered], run: Callable[[FirstStep, Entered], None]
 ) -> None:
-    """Run a script's `main` up to its first step, which `run` is given.
+    """Run a script's `main` up to its first step, which is passed to `run`.
 
-    Tensors have no values in `watching`, which begins where the weights are loaded; what is built
-    before has no memory.
+    Tensors have no values in `watching`, which begins when weights are loaded; modules built before
+    have no memory.
     """
     script: Any = imported(path)
     load_weights, train_step = script.load_weights, script.train_step
@@ -82,7 +82,7 @@ def run_first_step(
 
 
 def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
-    """Have an example batch hold numbers, which the model file may read as it makes them."""
+    """Make an example batch hold numbers, because the model file may read them."""
 
     def made(*args: Any, **kwargs: Any) -> Batch:
         with _disable_current_modes():

@@ -1,8 +1,8 @@
-"""Runs one rank of a plan's script without computing: what memory it needs, what it sends.
+"""Runs one rank of a plan's script without computing: its memory and its messages.
 
-A step of many microbatches repeats itself. Once as many are in flight as ever will be, another one
-takes no more memory and sends what the one before it sent; so a step of few is run, and one of
-fewer beside it tells what each further microbatch sends.
+The microbatches of a step are alike. When the maximum is in flight, another one needs no more
+memory and sends the same messages. So a step with few microbatches is run, and one with fewer,
+whose difference gives the messages of each further microbatch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ONE_BY_ONE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What one rank of the script needs, and what the plan predicted of it.
+    """The needs of a script's rank, and the plan's prediction.
 
-    `predicted_bytes` are of tensors, as the peak is; `predicted_device_bytes`, the memory that the
-    plan's page shows, have the allocator's fragments and the device's context as well.
+    `predicted_bytes` are of tensors, like the peak. `predicted_device_bytes`, shown on the plan's
+    page, include the allocator's fragments and the device's context.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
-    """Return what a rank needs for a step, when the optimizer's states are there."""
+    """Return a rank's needs for a step with existing optimizer states."""
     ranks = plan.arrangement.ranks
     if not 0 <= rank < ranks:
         raise InputError(f"there is no rank {rank}", expected=f"0 to {ranks - 1}")
@@ -65,7 +65,7 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         scripts = _written(plan, folder, Path(name).resolve(), counts)
         running = [
             _started(script, f"{rank}/{ranks}", _picked(plan)) for script in scripts
-        ]  # side by side
+        ]  # in parallel
         reports = [_report(process, rank) for process in running]
     report, predicted = reports[-1], _predicted(plan, rank)
     return DryRun(
@@ -81,10 +81,10 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
 
 
 def microbatches_run(arrangement: Arrangement) -> tuple[int, ...]:
-    """Return the steps to run by their microbatches: all of them, or fewer and few.
+    """Return the numbers of microbatches of the steps to run: all, or two small numbers.
 
-    Fewer fill the pipeline as far as all do; few are a turn more. Schedules of several stages per
-    rank go in turns of one microbatch for each rank.
+    The smaller number fills the pipeline; the other is one round more. With several stages per
+    rank, a round is one microbatch for each rank.
     """
     turn = 1 if arrangement.schedule in _ONE_BY_ONE else arrangement.pipeline
     every = arrangement.microbatches
@@ -106,7 +106,7 @@ def _in_flight(arrangement: Arrangement, microbatches: int) -> tuple[int, ...]:
 def extrapolated(
     runs: Sequence[Collectives], counts: Sequence[int], microbatches: int
 ) -> Collectives:
-    """Return the collectives of a step of more microbatches, from those of one or two steps."""
+    """Return a step's collectives with more microbatches, from those of one or two steps."""
     last = runs[-1]
     if counts[-1] == microbatches:
         return last
@@ -123,7 +123,7 @@ def _key(collective: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> list[Path]:
-    """Write the script of the plan for each count of microbatches in a step."""
+    """Write the plan's script for each number of microbatches."""
     subject, scripts = subject_of(plan, folder), []
     for count in counts:
         scripts.append(place / f"train_{count}.py")
@@ -133,7 +133,7 @@ def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> li
 
 
 def _picked(plan: Plan) -> list[tuple[int, float]]:
-    """Return how many entries the masks of a microbatch have, with the share that is expected."""
+    """Return the sizes of a microbatch's masks, with their expected shares."""
     tensors, rows = plan.graph.tensors, plan.arrangement.microbatch
     shares: dict[int, float] = {}
     for one in tensors.values():
@@ -161,7 +161,7 @@ def _started(
 
 
 def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
-    """Return what a step reports of itself."""
+    """Return the report of a step."""
     printed, said = process.communicate()
     if process.returncode:
         lines = said.strip().splitlines()[-LAST_LINES:]
@@ -171,7 +171,7 @@ def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan, rank: int) -> MemoryPrediction:
-    """Return what the plan has for the rank's place in the pipeline."""
+    """Return the prediction for the rank's position in the pipeline."""
     arranged = plan.arrangement
     place = rank // (arranged.data * arranged.tensor)
     numbers = [i for i, stage in enumerate(plan.stages) if stage.rank == place]

@@ -1,14 +1,11 @@
-"""Watches the ops and messages of a dry run.
+"""Records the ops and messages of a dry run.
 
-Gives a size to what depends on numbers, of which a dry run has none: entries that masks pick.
+Turns one rank's training step into its peak memory and its collectives, without computing. Under
+AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
+so a step of one rank of thousands runs in seconds.
 
-A mask picks the share of its entries that the plan expects, of which a dry run is told by
-AUTOPAR_DRYRUN_PICKED: pairs of how many entries a mask has and the share; others pick all.
-
-Turns one rank's training step into its peak memory and its collectives, without computing it.
-
-Under AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no
-values, so the step of one rank of thousands runs here in seconds.
+Sizes that depend on data get the plan's expected values: AUTOPAR_DRYRUN_PICKED has pairs of a
+mask's number of entries and its share; other masks select everything.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def expected_entries(mask: Tensor) -> int:
-    """Return how many entries of a mask are taken for true."""
+    """Return how many entries of a mask count as true."""
     shares: Mapping[int, float] = dict(json.loads(os.environ.get(PICKED, "[]")))
     return ceil(mask.numel() * shares.get(mask.numel(), 1.0))
 
@@ -80,7 +77,7 @@ def _grouped_mm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """torch has the shapes for bfloat16 alone, kernels take other types."""
+    """Infer the shape: torch only does for bfloat16, but kernels take other dtypes."""
     groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
     with mode:
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))
@@ -101,24 +98,24 @@ _SIZED = {
 
 @contextmanager
 def sizes_of_numbers() -> Iterator[None]:
-    """Let fake tensors have these sizes."""
+    """Give data-dependent tensors these sizes."""
     with patch.dict(fake_impls.op_implementations_dict, _SIZED):
         yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTotal:
-    """All calls of one collective on one group size with one message size."""
+    """All calls of one collective with one group size and message size."""
 
     kind: str
     ranks: int
-    bytes: int  # of the whole tensor: what is gathered, reduced or scattered
+    bytes: int  # of the whole tensor that is gathered, reduced or scattered
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one step of one rank needs: its peak of allocated bytes and its collectives."""
+    """The needs of a step of one rank: the peak of allocated bytes, and its collectives."""
 
     peak_bytes: int
     peak_bytes_by_category: Mapping[str, int]
@@ -131,7 +128,7 @@ class Report:
 
 _group_named: Any = torch._C._distributed_c10d._resolve_process_group
 _REDUCTIONS = ("sum", "avg")
-_FUNCTIONAL = {  # what the functional collectives call the others' kinds
+_FUNCTIONAL = {  # kinds by the names of functional collectives
     "all_reduce": "allreduce",
     "all_gather_into_tensor": "allgather_base",
     "reduce_scatter_tensor": "reduce_scatter_base",
@@ -141,7 +138,7 @@ _FUNCTIONAL = {  # what the functional collectives call the others' kinds
 
 @contextmanager
 def recording() -> Iterator[DryRunRecording]:
-    """Give every tensor made inside a shape and no values, and keep count of their memory."""
+    """Give tensors made inside shapes without values, and count their memory."""
     memory = LiveMemory()
     record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -150,7 +147,7 @@ def recording() -> Iterator[DryRunRecording]:
 
 
 class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every op below autograd: what it allocates and what it sends."""
+    """A mode that records each op's allocations and messages, below autograd."""
 
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +159,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def measured(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Iterator[None]:
-        """Report on what runs inside."""
+        """Report on the code inside."""
         self._measures = True
         self._memory.start_measuring(lambda: owners_of(modules, optimizers))
         yield
@@ -173,9 +170,9 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def second_step(
         self, modules: Sequence[nn.Module], optimizer: Optimizer, given: object = None
     ) -> Iterator[None]:
-        """Report on a step run inside, as if it were not the first.
+        """Report on a step inside, as if it were not the first.
 
-        What it is `given` lies on the device; other tensors that no module has are the host's.
+        Its arguments (`given`) are on the device; other tensors outside of modules are on the host.
         """
         _leave_a_step_behind(modules, optimizer)
         if given is not None:
@@ -203,13 +200,13 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the op and account for it."""
+        """Run an op and record it."""
         if DTensor in types:
-            return NotImplemented  # its local ops come here next
-        if func is torch.ops.prim.device.default:  # more often than all others together
+            return NotImplemented  # its local ops are dispatched next
+        if func is torch.ops.prim.device.default:  # by far the most frequent op
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func.name().startswith("aten::_fused_") and not func._schema.returns:
-            return None  # an optimizer's step: values, of which there are none
+            return None  # an optimizer's step: there are no values
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and self._measures:
             self._count(func, (args, result))
@@ -219,7 +216,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, func: Any, passed: tuple[Any, ...]) -> None:
-        """Count a collective by what it is passed and what it returns."""
+        """Record a collective by its arguments and results."""
         name = func.name().rpartition("::")[2].strip("_")
         kind = _FUNCTIONAL.get(name, name)
         leaves = tree_leaves(passed)
@@ -230,7 +227,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Make what a first step leaves behind: the optimizer's states and the gradients' buffers."""
+    """Create what a first step leaves: optimizer states and gradient buffers."""
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:
@@ -245,7 +242,7 @@ def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> 
 
 
 def _as_group(value: object) -> dist.ProcessGroup | None:
-    """Return the group that a collective is passed; one of the functional ones has its name."""
+    """Return a collective's group; functional collectives pass its name."""
     if isinstance(value, str) and value not in _REDUCTIONS:
         named: dist.ProcessGroup = _group_named(value)
         return named
@@ -254,4 +251,4 @@ def _as_group(value: object) -> dist.ProcessGroup | None:
     try:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, ValueError):
-        return None  # a reduction operator
+        return None  # a reduce operator

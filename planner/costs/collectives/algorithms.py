@@ -19,18 +19,18 @@ from autopar.planner.cluster.toml_reading import figure, flag, number, parse_sec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """One way of handing bytes over: quick or wide."""
+    """A transport protocol: low latency or high bandwidth."""
 
     name: str
     base_seconds: float  # of one call
-    hop_factor: float  # latencies of the link per hop
+    hop_factor: float  # multiplies the link's latency per hop
     hop_seconds: float  # added per hop
-    fraction: float  # of the link's long-transfer rate
+    fraction: float  # fraction of the link's rate for long transfers
     crosses_networks: bool
 
     @property
     def hands_on_chunks(self) -> bool:
-        """Say whether receivers wait for whole chunks, which alone reaches the link's full rate."""
+        """Whether receivers wait for whole chunks; only then is the link's full rate reached."""
         return self.fraction == 1
 
     def hop(self, alpha_seconds: float) -> float:
@@ -40,7 +40,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConstants:
-    """Everything that collectives.toml holds."""
+    """The constants of collectives.toml."""
 
     nccl: tuple[Protocol, ...]
     gloo: tuple[Protocol, ...]
@@ -66,7 +66,7 @@ class CollectiveConstants:
 def without_latency(
     protocol: Protocol, constants: CollectiveConstants
 ) -> tuple[Protocol, CollectiveConstants]:
-    """Return both as they would be on links where every hop is instant."""
+    """Return both with zero latency."""
     return (
         replace(protocol, base_seconds=0.0, hop_factor=0.0, hop_seconds=0.0),
         replace(constants, tree_chunk_seconds=0.0, in_switch_seconds=0.0),
@@ -75,7 +75,7 @@ def without_latency(
 
 @cache
 def read_collective_constants() -> CollectiveConstants:
-    """Return the constants that are shipped with autopar."""
+    """Return the constants that autopar ships."""
     source = resources.files("autopar.planner.costs.collectives").joinpath("protocols.toml")
     table = tomllib.loads(source.read_text(encoding="utf-8"))
     rates = table["algorithm"]
@@ -176,11 +176,11 @@ def tree_all_reduce_seconds(
 def in_switch_all_reduce_seconds(
     payload_bytes: float, ranks: int, *, rate: float, setup_seconds: float
 ) -> float:
-    """Return the time when the switch sums: a rank asks for the sum of its n-th and multicasts it.
+    """Return the time if the switch sums: each rank fetches the sum of its n-th and multicasts it.
 
-    T = σ + (1 + 1/n)·S/β: a rank gives S to the others' sums and sends S/n. On 5 to 8 H200 the rate
-    that this implies is the same within 2 %, on 6 to 8 B200 within 1 %. Leaves out registration of
-    buffers.
+    T = σ + (1 + 1/n)·S/β: a rank sends S for the others' sums, and S/n as a result. On 5 to 8 H200
+    the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration
+    of buffers.
     """
     if ranks == 1:
         return 0.0
@@ -230,9 +230,9 @@ def point_to_point_seconds(payload_bytes: float, *, rate: float, hop_seconds: fl
 def all_to_all_seconds(
     payload_bytes: float, ranks: int, *, peers_outside: int, rate: float, hop_seconds: float
 ) -> float:
-    """Return the time that one cut holds up an all-to-all in which every pair has its own path.
+    """Return the time of an all-to-all if each pair has its own path, limited by one cut.
 
-    T = (n−1)·α + k/n · S/β: of its n pieces a rank sends k across the cut at rate β per rank,
+    T = (n−1)·α + k/n · S/β: a rank sends k of its n pieces across the cut at rate β per rank, and
     messages start one after another. Leaves out congestion inside the switch.
     """
     if ranks == 1:

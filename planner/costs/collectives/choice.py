@@ -1,4 +1,4 @@
-"""Prices one collective of a group: its cheapest algorithm, or a measured time."""
+"""Prices a collective of a group: the cheapest algorithm, or a measured time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from autopar.planner.costs.collectives.algorithms import (
 def measured_seconds(
     known: MeasuredCollective, payload_bytes: float, ranks: int, *, shared: float = 1.0
 ) -> float:
-    """Return the seconds of a collective that was measured, on so many ranks.
+    """Return the seconds of a measured collective on so many ranks.
 
-    As measured on m ranks (between two payloads a straight line on logarithmic scales), and changed
-    as the line fitted to all payloads, L(S, n) = h_n·α + k_n·S ÷ (β·shared), says:
+    Measured times on m ranks are interpolated between payloads (a line on logarithmic scales). For
+    other numbers of ranks they are changed by the line fitted to all payloads, L(S, n) = h_n·α +
+    k_n·S ÷ (β·shared):
 
         T(S, n) = T(S, m) + L(S, n) − L(S, m)     on as many ranks or more
         T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     on fewer
 
-    The library's own overheads are in what was measured, so nothing is added. Leaves out that a
+    The library's own overhead is part of the measurement, so nothing is added. Leaves out that a
     library may choose another algorithm for more ranks.
     """
     seconds = _interpolated(known.points, payload_bytes)
@@ -43,9 +44,9 @@ def measured_seconds(
 
 
 def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: float = 1.0) -> float:
-    """Return what a byte takes at least, in whatever payload; see `measured_seconds`.
+    """Return the least time per byte over all payloads; see `measured_seconds`.
 
-    Between two measured payloads it lies between what it takes in these.
+    Between two measured payloads it lies between those of the two.
     """
     least = min(seconds / size for size, seconds in known.points)
     collective = known.collective
@@ -64,7 +65,7 @@ def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: f
 
 
 def hops(collective: Collective, ranks: int) -> int:
-    """Return the latencies that a ring, or direct messages to all others, pay one after another."""
+    """Return the number of sequential latencies of a ring, or of messages to all others."""
     if collective is Collective.POINT_TO_POINT:
         return 1
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1)
@@ -78,8 +79,10 @@ def sent_share(collective: Collective, ranks: int) -> float:
 
 
 def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -> float:
-    """Return the seconds at a payload; less than the least takes as long, more than the most
-    takes as much longer as it is larger."""
+    """Return the seconds of a payload.
+
+    Below the smallest measured one, the time is constant; above the largest, proportional.
+    """
     after = bisect_left([size for size, _ in points], payload_bytes)
     if after == 0:
         return points[0][1]
@@ -93,7 +96,7 @@ def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """One way to run a collective, and its time."""
+    """An algorithm for a collective, and its time."""
 
     seconds: float
     algorithm: str
@@ -106,15 +109,15 @@ FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")
 
 @lru_cache(maxsize=65536)
 def collective_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-    """Return the time of the cheapest way to run a collective, remembered."""
+    """Return the time of the cheapest algorithm for a collective. Cached."""
     return cheapest(collective, payload_bytes, shape).seconds
 
 
 @lru_cache(maxsize=65536)
 def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-    """Return what a payload takes at least, in however many collectives.
+    """Return the least time of a payload, in any number of collectives.
 
-    By the formulas one is the least, since they grow by less and less; measurements may not.
+    By the formulas one collective is the least, since they are concave; measurements may not be.
     """
     measured = _measured(collective, shape)
     if measured is None or shape.ranks == 1:
@@ -129,7 +132,7 @@ def cheapest(
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
 ) -> Priced:
-    """Return the cheapest way that the topology allows; ties go to the first one listed."""
+    """Return the cheapest algorithm that the topology allows; ties go to the first one."""
     if shape.ranks == 1 or not payload_bytes:
         return FREE
     found = ways(collective, payload_bytes, shape, constants)
@@ -142,7 +145,7 @@ def ways(
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
 ) -> tuple[Priced, ...]:
-    """Return every way that the topology allows, with its time."""
+    """Return every algorithm that the topology allows, with its time."""
     measured = _as_measured(collective, payload_bytes, shape)
     if measured is not None:
         return (measured,)
@@ -157,7 +160,7 @@ def ways(
 
 
 def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape) -> Priced | None:
-    """Return the time that a profile knows."""
+    """Return the measured time, or None."""
     measured = _measured(collective, shape)
     if measured is None:
         return None
@@ -169,7 +172,7 @@ def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape
 def _measured(
     collective: Collective, shape: GroupShape
 ) -> tuple[MeasuredCollective, CrossedLevel] | None:
-    """Return what a profile knows of a collective; groups over several levels are not measured."""
+    """Return the measurement of a collective; groups over several levels are not measured."""
     if len(shape.crossings) != 1:
         return None
     crossing = shape.crossings[0]
@@ -184,12 +187,12 @@ def _priced(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[Priced]:
-    """Yield the algorithms with one protocol.
+    """Yield the times of algorithms with one protocol.
 
-    T = base + t + √(ρ·W): t is the formula's time and W the same without any latency.
-    A payload cut into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for
-    each, m·c; the best m leaves 2·√(c·W), hence a root. ρ is fitted; it leaves out that the library
-    cuts by fixed tables.
+    T = base + t + √(ρ·W): t is the formula's time and W the same without any latency. A payload cut
+    into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
+    best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library cuts by fixed
+    tables.
     """
     timed = _times(collective, payload_bytes, shape, protocol, constants)
     wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
@@ -209,7 +212,7 @@ def _times(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Yield algorithm and time without the base latency."""
+    """Yield algorithms and times without the base latency."""
     if collective is Collective.POINT_TO_POINT:
         yield "direct", _point_to_point(payload_bytes, shape, protocol, constants)
     elif collective is Collective.ALL_TO_ALL:
@@ -221,7 +224,7 @@ def _times(
 
 
 def ring_hops(shape: GroupShape) -> tuple[int, ...]:
-    """Return how many of the n − 1 hops of a ring's round cross each level."""
+    """Return how many of a ring's n − 1 hops cross each level."""
     units = [
         shape.ranks,
         *(-(-shape.ranks // (one.members * one.parts)) for one in shape.crossings),
@@ -232,7 +235,7 @@ def ring_hops(shape: GroupShape) -> tuple[int, ...]:
 def _ring(
     collective: Collective, payload_bytes: float, shape: GroupShape, protocol: Protocol
 ) -> tuple[str, float]:
-    """A ring threads all levels; its rate is that of the narrowest cut."""
+    """Return a ring over all levels; its rate is that of the narrowest cut."""
     hops = sum(
         count * protocol.hop(crossing.alpha_seconds)
         for count, crossing in zip(ring_hops(shape), shape.crossings, strict=True)
@@ -262,7 +265,7 @@ def _tree(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Trees between nodes, a chain inside each; a switch that sums takes the chain's place."""
+    """Yield trees between nodes with a chain inside each, or with a switch that sums."""
     node, *outer = shape.crossings
     depth = _tree_depth_seconds(shape, protocol, constants)
     rate = protocol.fraction * constants.tree_fraction
@@ -282,7 +285,7 @@ def _tree(
     )
     yield "tree", 2 * depth + slowest
     sums_in_switch = node.reduction_bytes_per_second > 0 and node.level not in ("network", "rack")
-    if not sums_in_switch or not protocol.hands_on_chunks:  # NCCL hands whole chunks to the switch
+    if not sums_in_switch or not protocol.hands_on_chunks:  # NCCL sends whole chunks to the switch
         return
     inside = collectives.in_switch_all_reduce_seconds(
         payload_bytes,
@@ -321,7 +324,7 @@ def _tree_wire_seconds(
 def _tree_depth_seconds(
     shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
 ) -> float:
-    """Return the latency from the farthest leaf to the root: along its node, then up the trees."""
+    """Return the latency from the farthest leaf to the root: through its node, up the trees."""
     seconds = 0.0
     for crossing in shape.crossings:
         if crossing.level in ("network", "rack"):
@@ -350,7 +353,7 @@ def _point_to_point(
 def _all_to_all(
     payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
 ) -> tuple[str, float]:
-    """The slowest cut decides: every piece for a peer outside of a part must leave it."""
+    """Return the time by the slowest cut, which every piece for a peer behind it must cross."""
     return max(
         (_across(payload_bytes, shape, one, protocol, constants) for one in shape.crossings),
         key=lambda it: it[1],

@@ -1,12 +1,12 @@
 """Prices conversions between layouts, and the messages of synchronised batch norms.
 
-Prices batch norms that are synchronised: each sees the rows of all ranks that share the data.
+A synchronised batch norm takes statistics over the rows of all data ranks:
 
-    forward    every rank's means, variances and number of rows are gathered
-    backward   two sums for each channel are added up; what runs again gathers again
+    forward    all-gather of every rank's means, variances and number of rows
+    backward   all-reduce of two sums per channel; a recomputed layer gathers again
 
-The layer waits for both. Beside them the host dispatches ops that are too small for the device to
-take time, where it does not run ahead.
+The layer waits for both. If the host does not run ahead, it also waits for the dispatch of small
+ops that take the device no time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autopar.planner.graph.layouts import Conversion, Local
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What happens to a tensor, and the bytes that one rank has of it before and after.
+    """The conversion of a tensor, and a rank's bytes before and after.
 
-    `is_contiguous` where a rank's part is one piece of memory, so that a collective needs no copy.
+    `is_contiguous` if a rank's part is one piece of memory, so that a collective needs no copy.
     """
 
     step: Conversion
@@ -38,7 +38,7 @@ class Converted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionCost:
-    """What one conversion takes; the collectives' share stands apart."""
+    """The time of a conversion; the collectives' share is separate."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -54,7 +54,7 @@ DISPATCHES = 2  # an autograd function, and the collective or copy in it
 def conversion_cost(
     tensor: Converted, *, degree: int, shape: GroupShape, rates: Throughput, has_gradient: bool
 ) -> ConversionCost:
-    """Return what turns one layout into another; no gradient flows where none is needed."""
+    """Return the cost of converting one layout to another."""
     forward, forward_wire = _seconds(tensor.step.forward, tensor, degree, shape, rates)
     if not has_gradient:
         return ConversionCost(forward_seconds=forward, forward_communication_seconds=forward_wire)
@@ -81,7 +81,7 @@ def _seconds(
     elif step is Collective.ALL_TO_ALL:
         payload = part
     else:
-        payload = part * degree  # what does not divide is padded
+        payload = part * degree  # parts of unequal size are padded
     wire = collective_seconds(step, payload, shape)
     if tensor.is_contiguous or step is Collective.ALL_REDUCE:
         return wire, wire
@@ -89,7 +89,7 @@ def _seconds(
 
 
 def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> float:
-    """A slice is copied; padding and masking write the whole, and read what is not zero."""
+    """Return the seconds of a copy of a slice, or of padding and masking, which write the whole."""
     moved = {
         Local.NOTHING: 0,
         Local.SLICE: 2 * part,
@@ -99,17 +99,17 @@ def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> flo
     return memory_seconds(moved, rates=rates) if moved else 0.0
 
 
-_ELEMENT_BYTES = 4  # statistics travel in fp32
-# Of runtime/data_parallel/batch_norm.py, beside what a local norm takes.
+_ELEMENT_BYTES = 4  # statistics are sent in fp32
+# Of runtime/data_parallel/batch_norm.py, in addition to a local norm.
 _FORWARD_OPS, _BACKWARD_OPS = 22, 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """The batch norms of some layers, each by its channels on one rank."""
+    """The batch norms of some layers, by their numbers of channels on one rank."""
 
     norms: tuple[int, ...] = ()
-    again: tuple[int, ...] = ()  # those that run again in the backward
+    again: tuple[int, ...] = ()  # those that are recomputed in the backward
     dispatch_seconds: float = 0.0  # of one small op
 
 
@@ -118,7 +118,7 @@ NO_STATISTICS = Statistics()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronising:
-    """What one microbatch waits for in each pass, and how many collectives of how many bytes."""
+    """What a microbatch waits for in each pass; and the number and bytes of collectives."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -140,7 +140,7 @@ NO_WAIT = Synchronising()
 
 @lru_cache(maxsize=4096)
 def synchronising(statistics: Statistics, group: GroupShape) -> Synchronising:
-    """Return what a layer waits for where so many ranks share the data."""
+    """Return what a layer waits for if so many ranks share the data."""
     if group.ranks == 1 or not statistics.norms:
         return NO_WAIT
     gathered = [_gathered_bytes(channels, group) for channels in statistics.norms]

@@ -73,12 +73,12 @@ class ConvolutionShape:
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of the input."""
+        """Size of the input."""
         return self.batch * self.in_channels * prod(self.input_size) * self.element_bytes
 
     @property
     def output_bytes(self) -> float:
-        """Bytes of the output."""
+        """Size of the output."""
         return self.batch * self.out_channels * prod(self.output_size) * self.element_bytes
 
     @property
@@ -95,11 +95,11 @@ class ConvolutionShape:
 def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
     """Return the seconds of a convolution in channels-last layout.
 
-    Per group, output positions × (in channels · taps) by (in channels · taps) × out channels, where
-    the input is read once however often its windows overlap: the greater of the product's compute
-    and the true traffic. Source: implicit GEMM of cuDNN. Leaves out Winograd and FFT kernels, and
-    idle taps at the borders. With fewer than eight channels per group (depthwise) the kernel is
-    bound by bytes, at the bandwidth of a gather.
+    Per group, output positions × (in channels · taps) by (in channels · taps) × out channels. The
+    input is read once, however often its windows overlap. The time is the greater of the product's
+    compute and the true traffic. Source: implicit GEMM of cuDNN. Leaves out Winograd and FFT
+    kernels, and idle taps at the borders. With fewer than eight channels per group (depthwise) the
+    kernel is bound by bytes, at the bandwidth of a gather.
     """
     inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     return _product_seconds(
@@ -153,7 +153,7 @@ def _product_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """One attention over `batch` sequences; `visible` is the share of scores left by the mask."""
+    """An attention over `batch` sequences; `visible` is the fraction of unmasked scores."""
 
     batch: int
     heads: int
@@ -339,9 +339,9 @@ def dropout_backward_seconds(elements: float, *, element_bytes: float, rates: Th
 def embedding_forward_seconds(
     tokens: int, width: int, *, written: int, element_bytes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of a table look-up: gathers one row per token.
+    """Return the seconds of a table look-up, which gathers one row per token.
 
-    It writes as many rows as it is said to: one per token, or one per bag of tokens.
+    It writes `written` rows: one per token, or one per bag of tokens.
     """
     moved = float(tokens + written) * width * element_bytes
     return memory_seconds(moved, rates=rates, access=rates.access.gather)

@@ -18,7 +18,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConstants:
-    """How matrix kernels of one kind of processor turn its peak into work."""
+    """How matrix kernels turn a processor's peak into speed."""
 
     issue_fraction: float
     half_tile: float
@@ -30,7 +30,7 @@ class GemmConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConstants:
-    """What fused attention kernels share on every device."""
+    """Constants of fused attention kernels on every device."""
 
     backward_flops: float
     wide_head_dim: int
@@ -48,7 +48,7 @@ class AccessConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Facts of one generation of hardware; efficiency.toml says what each one means."""
+    """Facts about one generation of hardware; see efficiency.toml for their meaning."""
 
     joules_per_flop: float
     stream_fraction: float
@@ -65,7 +65,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeConstants:
-    """Everything that efficiency.toml holds."""
+    """The constants of efficiency.toml."""
 
     gpu_gemm: GemmConstants
     cpu_gemm: GemmConstants
@@ -87,7 +87,7 @@ class ComputeConstants:
 
 
 def unknown_architecture(name: str, known: tuple[str, ...]) -> InputError:
-    """Return the error for a generation that efficiency.toml does not hold."""
+    """Return the error for a generation that efficiency.toml does not have."""
     near = difflib.get_close_matches(name.casefold(), known, n=1)
     return InputError(
         f"the device architecture {name!r} is not known",
@@ -98,7 +98,7 @@ def unknown_architecture(name: str, known: tuple[str, ...]) -> InputError:
 
 @cache
 def read_compute_constants() -> ComputeConstants:
-    """Return the constants that are shipped with autopar."""
+    """Return the constants that autopar ships."""
     source = resources.files("autopar.planner.costs.kernels").joinpath("efficiency.toml")
     table = tomllib.loads(source.read_text(encoding="utf-8"))
     gemm = {
@@ -118,7 +118,7 @@ def read_compute_constants() -> ComputeConstants:
 
 
 class Tile(NamedTuple):
-    """One shape of output tile of matrix kernels, with its times on one multiprocessor."""
+    """An output tile of matrix kernels, with its times on one multiprocessor."""
 
     rows: int
     columns: int
@@ -128,7 +128,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """What a data sheet says of one device at one dtype; `half` is its 16-bit peak."""
+    """The data sheet of a device at one dtype; `half` is its 16-bit peak."""
 
     architecture: str
     peak_flops_per_second: float
@@ -142,7 +142,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The rates of one device at one dtype, made once and passed to every formula."""
+    """The rates of a device at one dtype, passed to every formula."""
 
     peak_flops_per_second: float
     sustained_flops_per_second: float
@@ -259,13 +259,13 @@ def launch_bound_seconds(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The rates of one device in one training.
+    """The rates of a device in one training.
 
-    `single` are plain fp32 units, which PyTorch uses for fp32 matrix products unless it is told
-    otherwise; `convolution` are the TF32 units where there are any, which it lets cuDNN use.
+    `single` are plain fp32 units, PyTorch's default for fp32 matrix products. `convolution` are the
+    TF32 units if there are any, cuDNN's default.
     """
 
-    own: Throughput  # of the model's own floating type
+    own: Throughput  # of the model's own floating dtype
     single: Throughput
     convolution: Throughput  # of fp32 convolutions
     is_cpu: bool

@@ -1,1 +1,1 @@
-"""Turns one layer in its layouts into what it costs one rank."""
+"""Turns a layer in its layouts into its cost on one rank."""

@@ -1,6 +1,4 @@
-"""Lays the layouts of one layer over its ops: costs, conversions, parameters, what runs again.
-
-Lays the layouts of one layer over its ops: what each op costs, what is converted, by whom used.
+"""Applies the layouts of a layer to its ops: costs, conversions, parameters, recomputation.
 
 All recompute modes read the same flow.
 """
@@ -25,11 +23,11 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights:
-    """The weights that a layer shares with others of its rank.
+    """The weights that a layer shares with other layers of its rank.
 
-    `held` by an earlier layer, which counts them. `waiting`: this layer or an earlier one uses
-    them, and a later one, whose gradient waits in autograd until the earlier ones have added
-    theirs.
+    `held`: an earlier layer uses them, and counts them. `waiting`: this layer or an earlier one
+    uses them, and so does a later one, whose gradient waits in autograd for those of the earlier
+    ones.
     """
 
     held: frozenset[str] = frozenset()
@@ -41,7 +39,7 @@ UNSHARED = SharedWeights()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameters:
-    """What one rank holds of a layer's parameters, before ZeRO divides it."""
+    """A rank's parameters of a layer, before ZeRO divides them."""
 
     elements: int
     trainable: int
@@ -56,7 +54,7 @@ class HeldParameters:
 def layer_parameters(
     flow: LayerFlow, parameters: Mapping[str, Layout], shared: SharedWeights
 ) -> HeldParameters:
-    """Return what the parameters of a layer occupy, beside those that an earlier layer holds."""
+    """Return the memory of a layer's parameters, without those counted by an earlier layer."""
     pricer = flow.pricer
     used = dict.fromkeys(name for one in flow.ops for name in one.op.inputs)
     names = [name for name in used if name in pricer.parameters and name not in shared.held]
@@ -91,8 +89,8 @@ def _waiting_bytes(
 ) -> int:
     """Return the gradients of shared weights that wait while this layer runs.
 
-    What it makes of them itself is added where they lie; in fp32 it is added out of place, for the
-    gradient of a product is a view.
+    The layer's own gradient is added to the waiting one in place. In fp32 it is added out of place,
+    because a product's gradient is a view.
     """
     known = flow.pricer.parameters
     sizes = {
@@ -106,7 +104,7 @@ def _waiting_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """The ops and conversions whose forward runs a second time."""
+    """The ops and conversions that are recomputed."""
 
     ops: tuple[PlacedOp, ...] = ()
     conversions: tuple[LayerConversion, ...] = ()
@@ -120,10 +118,10 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 
 
 def called_again(flow: LayerFlow) -> Again:
-    """Return what is called once more: PyTorch stops at the last tensor that the backward needs.
+    """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op keeps its operands before it runs, so the last product is spared, and what joins its
-    parts. Other frameworks run a layer to its end.
+    An op saves its operands before it runs, so the last product is not repeated, nor the ops that
+    join its parts. Other frameworks run a layer to its end.
     """
     if not flow.pricer.stops_early:
         return Again(ops=flow.ops, conversions=flow.conversions)
@@ -144,7 +142,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _cheap(flow: LayerFlow) -> Again:
-    """Walk back from what the backward needs to what was kept: results of contractions, inputs."""
+    """Walk back from tensors that the backward needs to saved ones: products and inputs."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
@@ -165,19 +163,19 @@ def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[LayerC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOp:
-    """One op in its layout."""
+    """An op in its layout."""
 
     op: Op
     layout: OpLayout
     split: OpSplit | None
     cost: OpCost
-    inside_seconds: float  # of collectives that are part of its forward
+    inside_seconds: float  # collectives inside its forward
     kept: KeptTensors
     is_differentiable: bool
     is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
 
     def layout_of(self, tensor: str) -> Layout:
-        """Return the layout in which the op has one of its operands or results."""
+        """Return the op's layout of one of its operands or results."""
         if tensor in self.op.outputs:
             return self.layout.gives[self.op.outputs.index(tensor)]
         return self.layout.needs[self.op.inputs.index(tensor)]
@@ -185,7 +183,7 @@ class PlacedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConversion:
-    """A tensor that the layer converts, once for all ops that need this layout of it."""
+    """A tensor that the layer converts once, for all ops that need this layout."""
 
     tensor: str
     needed: Layout
@@ -194,7 +192,7 @@ class LayerConversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFlow:
-    """One layer in its layouts; `produced` is the layout of each tensor before conversions."""
+    """A layer in its layouts; `produced` is the layout of each tensor before conversions."""
 
     pricer: OpPricer
     position: int
@@ -208,9 +206,9 @@ class LayerFlow:
         return self.pricer.residence.maker.get(tensor) == self.position
 
     def takes_over(self, root: str) -> bool:
-        """Whether this layer counts the memory of a tensor that it did not make.
+        """Whether this layer counts the memory of a tensor that an earlier one made.
 
-        It is the only later layer that uses it; an input of the model is counted by its first.
+        It does if no other later layer uses it. An input of the model is counted by its first user.
         """
         users = self.pricer.later_users.get(root, frozenset())
         origin = self.pricer.graph.tensors[root].origin
@@ -229,10 +227,10 @@ def layer_flow(
     parameters: Mapping[str, Layout],
     outside: Mapping[str, Layout],
 ) -> LayerFlow:
-    """Return the ops of a layer in their layouts, and the conversions that these ask for.
+    """Return the ops of a layer in their layouts, and the conversions that they need.
 
-    `outside` holds the layouts in which tensors pass from one layer to others: what this layer
-    makes of them it converts itself, the others it finds so.
+    `outside` has the layouts of tensors that pass between layers. The layer that makes such a
+    tensor converts it to this layout.
     """
     placed = tuple(
         _placed(pricer, op, layout, degree=degree, shape=shape)

@@ -1,9 +1,9 @@
-"""Turns one layer in its layouts into what it costs one rank, under each recompute mode.
+"""Turns a layer in its layouts into its cost on one rank, in each recompute mode.
 
-Memory is counted by *place*: whose memory a tensor lies in, and along which axis it is split. Two
-ops that keep the same place keep it once. What one later layer uses is counted by that layer, also
-where only its maker keeps it; what several later layers use is counted by its maker, and by no
-other. So every tensor is counted once, whichever recompute modes the layers have.
+Memory is counted by *place*: the tensor that owns the memory, and the axis of its split. If two ops
+keep the same place, it counts once. A tensor used by one later layer is counted by that layer, even
+if only its maker keeps it. A tensor used by several later layers is counted by its maker only. So
+every tensor is counted once, whatever recompute modes the layers have.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of, takes_statistics
 
-Place = tuple[str, str]  # the root's name; the axis of its split, or ""
+Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis of its split, or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
-    """What one layer keeps for its backward, and the most that it takes beside that.
+    """The memory that a layer saves for its backward, and its peak beyond that.
 
-    `learning` is what it takes while one op with weights runs, the one whose gradient makes that
-    moment the fullest; what the ops behind it have freed is subtracted. `learned_gradient` is that
-    gradient in fp32. `deferred` are the gradients of the results of all ops with weights: a split
-    backward holds them, and all that is kept, from its first half to its second.
+    `learning` is the peak while an op with weights runs its backward, minus tensors that later ops
+    have freed; it is that of the op with the largest sum. `learned_gradient` is this weight's
+    gradient in fp32. `deferred` are the output gradients of all ops with weights: a split backward
+    holds them, and all saved tensors, from its first half to its second.
     """
 
     saved_bytes: int
@@ -58,7 +58,7 @@ class LayerMemory:
 
 
 def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
-    """Return the memory of a layer under every recompute mode.
+    """Return the memory of a layer in each recompute mode.
 
     none:       saved = what the ops keep;              transient = the largest working set
     selective:  saved = inputs + results of contractions;   transient = that + what is made again
@@ -89,12 +89,12 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
 
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what the ops of a layer keep where nothing is computed again."""
+    """Return what a layer's ops keep without recomputation."""
     return {place: size for _, place, size in _kept(flow)}
 
 
 def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
-    """Yield what each op keeps, with the number of the op; −1 where it outlives the layer."""
+    """Yield what each op keeps, with the op's index; −1 if it outlives the layer."""
     pricer = flow.pricer
     for place, size in (_taken_over(flow) | _lent(flow)).items():
         if pricer.is_kept(place[0]):
@@ -109,10 +109,10 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 
 
 def _learning(flow: LayerFlow) -> tuple[int, int]:
-    """Return the fullest moment of an op with weights: what it takes, and a weight's gradient.
+    """Return the peak of a backward with weights, and the weight's gradient at that time.
 
-    The backward has freed by then what only ops behind it keep. The gradient comes in the type of
-    the weight and is copied in fp32, so one and a half times its bytes count.
+    Tensors that only later ops keep have been freed by then. The gradient has the weight's dtype
+    and is copied to fp32, so one and a half times its bytes count.
     """
     keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
     kept = Counter[int]()  # bytes, by the first op that keeps them
@@ -128,7 +128,7 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
 
 
 def input_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer has to keep to be run again, and what it keeps for later layers."""
+    """Return what a layer saves to be recomputed, and what it keeps for later layers."""
     return _taken_over(flow) | _lent(flow)
 
 
@@ -145,7 +145,7 @@ def _taken_over(flow: LayerFlow) -> dict[Place, int]:
 
 
 def _lent(flow: LayerFlow) -> dict[Place, int]:
-    """Return what is made here and used by several later layers, such as an encoder's result."""
+    """Return what is made here and used by several later layers, such as an encoder's output."""
     places: dict[Place, int] = {}
     for one in flow.ops:
         for name in one.op.outputs:
@@ -157,7 +157,7 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
 
 
 def _weights(flow: LayerFlow, one: PlacedOp) -> list[int]:
-    """Return how many elements this rank has of each weight of an op that is trained."""
+    """Return this rank's number of elements of each trained weight of an op."""
     known = flow.pricer.parameters
     return [
         flow.pricer.elements(name, layout, flow.degree)
@@ -173,7 +173,7 @@ def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """A loss also has the gradient of its log-probabilities, as large as the logits."""
+    """Return the working set; that of a loss includes its log-probabilities' gradient."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -191,11 +191,11 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
-    """Return what a loss has beside the gradient of its logits.
+    """Return a loss's memory in addition to the gradient of its logits.
 
-    That is the gradient of the log-probabilities, in the logits' dtype, unless it computes in fp32.
-    It does where the classes are split (runtime/tensor/vocabulary.py), and where it keeps them so:
-    then the gradient of the logits is made in fp32, too.
+    This is the gradient of the log-probabilities, in the logits' dtype, unless the loss computes in
+    fp32. It does if the classes are split (runtime/tensor/vocabulary.py); then the gradient of the
+    logits is in fp32, too.
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)
@@ -238,12 +238,11 @@ def layer_costs(
     outside: Mapping[str, Layout] = _NOTHING,
     shared: SharedWeights = UNSHARED,
 ) -> Mapping[Recompute, LayerCost]:
-    """Return what a layer costs under every recompute mode.
+    """Return the cost of a layer in each recompute mode.
 
-    `outside` are the layouts in which tensors pass from one layer to others (I where it does not
-    say; the layer that makes one converts it), and
-    `shared` the weights that other layers of the same rank use too. A conversion is
-    paid once per tensor and needed layout, by the layer that needs it.
+    `outside` has the layouts of tensors that pass between layers (by default I; the layer that
+    makes a tensor converts it). `shared` are the weights that other layers of the same rank use,
+    too. A conversion is paid once per tensor and needed layout, by the layer that needs it.
     """
     flow = layer_flow(
         pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside
@@ -299,14 +298,14 @@ def _cost(
 
 
 def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
-    """Yield how many channels each batch norm that takes statistics has on this rank."""
+    """Yield the number of channels on this rank of each batch norm in training mode."""
     for one in ops:
         if takes_statistics(one.op):
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
 def _forward(flow: LayerFlow, run: Again) -> float:
-    """Return the seconds of a forward: the device's, or the host's where it takes longer."""
+    """Return the seconds of a forward: the device's, or the host's if that takes longer."""
     return flow.pricer.host.forward_region_seconds(_device_forward(run), _dispatches(run))
 
 
@@ -335,9 +334,9 @@ def _backward(flow: LayerFlow) -> float:
 
 
 def _measured(flow: LayerFlow, again: Iterable[PlacedOp]) -> float:
-    """Return the seconds that were measured, of forward, backward and what runs again.
+    """Return the measured seconds of forward, backward and recomputation.
 
-    Where the host was measured too, dispatching these ops is among them.
+    If the host was measured, dispatching these ops is included.
     """
     ops = [one for one in flow.ops if one.cost.measured]
     repeated = [one for one in again if one.cost.measured]
@@ -347,7 +346,7 @@ def _measured(flow: LayerFlow, again: Iterable[PlacedOp]) -> float:
     host = flow.pricer.host
     if not host.is_measured:
         return forward + backward + recompute
-    # What moves nothing takes its dispatch alone, so it counts as measured.
+    # An op that moves nothing takes only its dispatch, so it counts as measured.
     free = [one for one in flow.ops if not one.cost.measured and _is_free(one)]
     learned = sum(one.is_differentiable for one in (*ops, *free))
     return (
@@ -362,7 +361,7 @@ def _is_free(one: PlacedOp) -> bool:
 
 
 def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
-    """Return the bytes that cross the cut behind this layer, on one rank."""
+    """Return the bytes that one rank sends behind this layer, if a stage ends there."""
     pricer = flow.pricer
     return sum(
         pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)

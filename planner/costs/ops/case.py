@@ -1,4 +1,4 @@
-"""One op on one rank, as the formulas see it: local sizes, products, FLOPs."""
+"""An op on one rank, as the formulas see it: local sizes, products, FLOPs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op: this letter's leaf `axis` has ⌈size ÷ degree⌉ positions on the rank."""
+    """A split of an op: the leaf `axis` of this letter has ⌈size ÷ degree⌉ positions on a rank."""
 
     letter: str
     axis: str
@@ -34,7 +34,7 @@ class OpSplit:
 
 
 def local_size(dim: Dim, batch: int, *, axis: str = "", degree: int = 1) -> int:
-    """Return the positions of a dim on one rank, an axis in it being split by the degree."""
+    """Return the positions of a dim on one rank, with one of its axes split by the degree."""
     if isinstance(dim, Leaf):
         size = dim.size.at(batch)
         return -(-size // degree) if dim.name == axis else size
@@ -80,9 +80,9 @@ class LocalShapes:
         return letter.size.at(self.batch)
 
     def letters(self, names: Iterable[str]) -> int:
-        """Return the product of some letters' sizes, by the names that the rule gives them.
+        """Return the product of some letters' sizes, by their names in the rule.
 
-        "*" is every letter, "…" those of the leading dims; h is k·g where key heads are fewer.
+        "*" is every letter, "…" those of the leading dims; h is k·g if key heads are fewer.
         """
         wanted = set(names)
         if "h" in wanted and "k" in self.signature.letters:
@@ -97,7 +97,7 @@ class LocalShapes:
         )
 
     def dims(self, tensor: str) -> Dims | None:
-        """Return the dims of an operand or result in letters, None where the rule ignores it."""
+        """Return the dims of an operand or result in letters, or None if the rule ignores it."""
         return self._dims.get(tensor)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -113,9 +113,9 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Return the letters of dims that count what a mask picks, with the share that is expected.
+    """Return the letters of dims that count masked rows, with the expected share of these rows.
 
-    Only those of tensors that are all so counted: where picked rows meet others, all are there.
+    Only if every tensor with the letter is counted so. If masked rows meet others, all are present.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -139,7 +139,7 @@ def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:
 
 
 def _fellows(axes: OpAxes, split: OpSplit) -> frozenset[str]:
-    """Return the letter that is split, and those laid end to end with it that hold the axis too.
+    """Return the split letter, and letters concatenated with it that contain the axis, too.
 
     The shard of a concatenation is the concatenation of the shards: q, k and v of one fused matrix
     are split alike.
@@ -168,12 +168,12 @@ def _concatenations(dims: Iterable[Dim]) -> Iterator[Concat]:
 def products_of(op: Op, shapes: LocalShapes) -> Iterator[MatrixProducts]:
     """Yield the matrix products of a contraction on one rank, from left to right.
 
-    Letters of both factors and the result are the batch; those of one factor and the result are m
-    or n; those of both that the result lacks are contracted. What one factor alone has (the number
-    of groups) multiplies nothing.
+    Letters of both factors and the result are the batch. Letters of one factor and the result are m
+    or n. Letters of both factors, but not of the result, are contracted. Letters of one factor
+    alone (the number of groups) multiply nothing.
     """
     names = factors_of(op)
-    if shapes.signature.whole:  # the rule did not fit: all that is known are the shapes
+    if shapes.signature.whole:  # the rule does not fit: only the shapes are known
         yield _by_shapes(op, names, shapes)
         return
     operands = _letters_of(names, shapes)
@@ -238,7 +238,7 @@ def _letters(dims: Iterable[Dim], shapes: LocalShapes) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSeconds:
-    """What one op takes on the device; the weights' gradients may be computed later."""
+    """The time of an op on the device; the weights' gradients may be computed later."""
 
     forward: float
     input_gradient: float = 0.0
@@ -254,7 +254,7 @@ class OpSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """One op with everything that its formula needs."""
+    """An op with everything that its formula needs."""
 
     op: Op
     graph: Graph
@@ -286,7 +286,7 @@ class OpCase:
         return self.shapes.numel(tensor) * self.element_bytes(tensor)
 
     def needs_gradient(self, tensor: str) -> bool:
-        """Whether a gradient is computed for a tensor."""
+        """Whether a tensor needs a gradient."""
         return self.graph.tensors[tensor].requires_grad
 
     def is_weight(self, tensor: str) -> bool:
@@ -296,7 +296,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return 2·∏ of the letters for each group of the rule, or what the op computes otherwise."""
+    """Return 2·∏ of the letters for each group of the rule, or the op's computation."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops
@@ -304,9 +304,9 @@ def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
 
 
 def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return one product for each factor that needs a gradient; flash attention computes 5 for 2.
+    """Return one product per factor that needs a gradient; flash attention computes 5 for 2.
 
-    What has no gradient, the results being whole numbers or frozen, has none.
+    An op without a gradient (whole numbers, frozen) has no backward.
     """
     op, graph = shapes.op, shapes.graph
     if not graph.learns(op):
@@ -323,9 +323,9 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
 
 
 def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
-    """Return what an op computes where letters do not tell, None where they do.
+    """Return an op's computation if letters do not determine it; else None.
 
-    A contraction whose tensors have other dims than its line is known by their shapes alone.
+    A contraction whose tensors have other dims than its rule's is known by their shapes alone.
     """
     if rule.contracts and not shapes.signature.is_opaque:
         return None
@@ -335,5 +335,5 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 
 
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
-    """Count the factors that need a gradient; what the op made itself does as its result does."""
+    """Count the factors that need a gradient; for an intermediate one, the result decides."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)

@@ -1,4 +1,4 @@
-"""Says which tensors an op keeps for its backward, and how large tensors are on one rank."""
+"""Which tensors an op keeps for its backward, and how large tensors are on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 class TensorSizes:
-    """The sizes of one graph's tensors; each is worked out once."""
+    """The sizes of a graph's tensors. Cached."""
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision) -> None:
         self.memory = TensorMemory(graph, precision)
@@ -33,7 +33,7 @@ class TensorSizes:
         self._parts: dict[tuple[str, Layout, int], int] = {}
 
     def elements(self, name: str, layout: Layout, degree: int) -> int:
-        """Return the elements of a tensor on one rank: of its split axis, ⌈size ÷ degree⌉."""
+        """Return a rank's number of elements of a tensor; its split axis has ⌈size ÷ degree⌉."""
         if layout.kind is not LayoutKind.SPLIT or degree == 1:
             return self._whole(name)
         key = name, layout, degree
@@ -53,9 +53,9 @@ class TensorSizes:
         return self.elements(name, layout, degree) * item_bytes(dtype, self._precision)
 
     def memory_bytes(self, name: str, layout: Layout, degree: int) -> int:
-        """Return the bytes on one rank of the memory that a tensor lies in.
+        """Return a rank's bytes of the memory that a tensor lies in.
 
-        A view keeps all of its root's memory, split in the same proportion.
+        A view keeps all of its base's memory, split in the same proportion.
         """
         root = self.memory.root(name)
         if root == name:
@@ -84,11 +84,11 @@ class TensorSizes:
         return self._wholes[name]
 
 
-_COMPUTED = ("computed",)  # what the op's line says of its computation
+_COMPUTED = ("computed",)  # determined by the op's computation
 
 
 class TensorMemory:
-    """In whose memory each tensor of a graph lies once the model runs on a device."""
+    """Which memory each tensor of a graph uses when the model runs on a device."""
 
     def __init__(self, graph: Graph, precision: Precision) -> None:
         self._graph = graph
@@ -99,20 +99,20 @@ class TensorMemory:
         }
 
     def takes_none(self, op: Op) -> bool:
-        """Whether an op that the trace shows as a copy gives its input back on a device."""
+        """Whether an op is a copy in the trace, but returns its input on a device."""
         return op.outputs[0] in self._same
 
     def root(self, name: str) -> str:
-        """Return the tensor whose memory this one lies in."""
+        """Return the tensor that owns this tensor's memory."""
         root = self._graph.tensors[name].storage
         while root in self._same:
             root = self._graph.tensors[self._same[root]].storage
         return root
 
     def _is_same(self, op: Op, attended: set[str]) -> bool:
-        """Casts between equal types, dropout that drops nothing, and the reshape after attention.
+        """Whether an op returns its input: a cast to the same dtype, dropout of 0, some reshapes.
 
-        Flash kernels lay their result out with the heads inside, so that joining them is a view.
+        Flash kernels write their result with the heads inside, so that joining them is a view.
         """
         match kind_of(op):
             case OpKind.CAST:
@@ -131,15 +131,15 @@ class TensorMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeByKernel:
-    """Something that a kernel makes for its own backward: a mask, statistics, a log-sum-exp."""
+    """A tensor that a kernel saves for its own backward: a mask, statistics, a log-sum-exp."""
 
-    letters: tuple[str, ...]  # the rule's; ("*",) is the shape of the result, or _COMPUTED
+    letters: tuple[str, ...]  # the rule's; ("*",) is the result's shape; or _COMPUTED
     item_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensors:
-    """What one op keeps: `tensors` by whose memory they lie in, `seen` as the op names them."""
+    """Tensors that an op keeps: `tensors` by the owner of the memory, `seen` by the op's names."""
 
     tensors: tuple[str, ...]
     seen: tuple[str, ...]
@@ -147,7 +147,7 @@ class KeptTensors:
     shapes: Callable[[OpSplit | None], LocalShapes]
 
     def own_bytes(self, split: OpSplit | None = None) -> int:
-        """Return the bytes on one rank of masks, statistics and log-sum-exp."""
+        """Return a rank's bytes of masks, statistics and log-sum-exp."""
         if not self.made:
             return 0
         shapes = self.shapes(split)
@@ -155,7 +155,7 @@ class KeptTensors:
 
 
 def made_elements(made: MadeByKernel, shapes: LocalShapes) -> int:
-    """Return the local number of elements of what a kernel made for its backward."""
+    """Return a rank's number of elements of a tensor that a kernel saves."""
     if made.letters == ("*",):
         return shapes.numel(shapes.op.outputs[0])
     computes = rule_of(shapes.op.target).computes
@@ -167,7 +167,7 @@ def made_elements(made: MadeByKernel, shapes: LocalShapes) -> int:
 def made_by(
     op: Op, rule: Rule, *, graph: Graph, precision: Precision, kernels: Kernels
 ) -> tuple[MadeByKernel, ...]:
-    """Return what the kernel of an op makes for its own backward."""
+    """Return the tensors that an op's kernel saves for its own backward."""
     own = graph.tensors[op.inputs[0]].dtype if op.inputs else MODEL_DTYPE
     return tuple(
         MadeByKernel(
@@ -187,15 +187,15 @@ def names_kept(op: Op, rule: Rule, *, graph: Graph, kernels: Kernels) -> Iterato
 
 
 def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
-    """Whether an op keeps tensors, or what its kernel makes, for its backward."""
+    """Whether an op keeps tensors, or its kernel saves some, for its backward."""
     entries = _applying(op, rule_of(op.target), graph, kernels)
     return any(entry.dtype or any(_named(entry, op)) for entry in entries)
 
 
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:
-    """Whether an op stays whole: attention with dropout is made of many where dropout is.
+    """Whether an op is one kernel; attention with dropout is several if dropout is not fused.
 
-    Selective recompute then keeps its products, and has the most of it to do again.
+    Selective recompute then keeps its products, and repeats most of it.
     """
     return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
 
@@ -224,14 +224,14 @@ def _applies(entry: SavedForBackward, op: Op, graph: Graph, kernels: Kernels) ->
     return any(graph.tensors[name].requires_grad for name in names)
 
 
-_ROW_BYTES = 4  # of the fp32 figure that each row of logits has
+_ROW_BYTES = 4  # of a row's fp32 statistic
 
 
 def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
-    """Return the forward's all-reduces of a vocabulary-parallel loss; its backward needs none.
+    """Return the seconds of a vocabulary-parallel loss's all-reduces in the forward; else 0.
 
-    One of the rows' maxima, one of their sums of exponentials and their target's logit together.
-    Source: Megatron-LM, section 3 (which sends the last two apart). Nothing for any other op.
+    One is for the rows' maxima, one for their sums of exponentials and target logits. The backward
+    needs none. Source: Megatron-LM, section 3 (which sends the last two separately).
     """
     if not splits_classes(shapes):
         return 0.0
@@ -243,7 +243,7 @@ def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
 
 
 def splits_classes(shapes: LocalShapes) -> bool:
-    """Whether an op is a loss of whose classes each rank has a part."""
+    """Whether an op is a loss with classes split over ranks."""
     if kind_of(shapes.op) is not OpKind.CROSS_ENTROPY or shapes.split is None:
         return False
     logits = shapes.graph.tensors[shapes.op.inputs[0]]

@@ -1,4 +1,4 @@
-"""Names an op as a profile knows it: the key under which its measured seconds are found."""
+"""The key under which a profile stores an op's measured seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A tensor that an op reads: its local shape, its element type, whether it gets a gradient."""
+    """A tensor that an op reads: local shape, dtype, whether it gets a gradient."""
 
     shape: tuple[Elements, ...]
     dtype: str
@@ -27,13 +27,13 @@ class OpKey:
     device: str
     target: str
     operands: tuple[Operand, ...]  # in the order of op.inputs
-    arguments: tuple[tuple[str, str], ...]  # those that are no tensors, as text; sizes are local
+    arguments: tuple[tuple[str, str], ...]  # other arguments, as text; sizes are local
     precision: Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The measured seconds of one op on the device; the backward is of all its gradients."""
+    """The measured seconds of an op on the device; the backward includes all gradients."""
 
     forward_seconds: Seconds
     backward_seconds: Seconds
@@ -41,25 +41,26 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """What the host of a device was measured to add to the ops."""
+    """Times that the host adds to the ops, as measured."""
 
     forward_seconds: SomeSeconds  # to dispatch one op
     backward_seconds: SomeSeconds  # likewise
-    action_seconds: SomeSeconds  # around a forward or a backward of one microbatch
-    step_seconds: SomeSeconds  # around a step: the optimizer's call, gradients set to none
-    optimizer_tensor_seconds: Seconds  # of fused AdamW, for each parameter however small
-    optimizer_element_seconds: SomeSeconds  # of fused AdamW on fp32 state, beside that
+    action_seconds: SomeSeconds  # for a forward or a backward of one microbatch
+    step_seconds: SomeSeconds  # for a step: the optimizer's call, setting gradients to None
+    optimizer_tensor_seconds: Seconds  # of fused AdamW, per parameter, however small
+    # of fused AdamW on fp32 states, per element, in addition
+    optimizer_element_seconds: SomeSeconds
 
 
 class Measurements(Protocol):
-    """What was measured: a profile, or a table in a test."""
+    """Measured times: a profile, or a table in a test."""
 
     def seconds(self, key: OpKey) -> Timing | None:
-        """Return the timing of an op, None where it was not measured."""
+        """Return the timing of an op, or None if it was not measured."""
         ...
 
     def host(self, device: str) -> HostTimes | None:
-        """Return what the host of a device adds, None where it was not measured."""
+        """Return the host's times, or None if they were not measured."""
         ...
 
 
@@ -89,7 +90,7 @@ def op_key(op: Op, shapes: LocalShapes, *, device: str, precision: Precision) ->
 
 
 def _local_groups(shapes: LocalShapes) -> str:
-    """Return the groups of a convolution on one rank: a split of them leaves fewer."""
+    """Return the groups of a convolution on one rank; splitting them leaves fewer."""
     return str(shapes.letters(("g",)))
 
 

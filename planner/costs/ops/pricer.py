@@ -1,10 +1,8 @@
-"""Turns the ops and conversions of one graph into seconds and bytes.
+"""Turns the ops and conversions of a graph into seconds and bytes.
 
-Turns the ops and conversions of one graph, batch, precision and device into seconds and bytes.
-
-Seconds of ops are those of the device. Dispatching the ops takes the host time too, which hides
-behind the device or does not: that is known only for a region of many ops, and it does not depend
-on how the ops are split, so the layer adds it (layer.py). A CPU does one after the other.
+Seconds are those of the device. The host also takes time to dispatch ops. Whether that is hidden
+behind the device is only known for a region of many ops, and does not depend on how ops are split,
+so the layer adds it (layer.py). A CPU does one after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What dispatching one op takes; `runs_ahead` where the device works meanwhile."""
+    """The host's time to dispatch an op; `runs_ahead` if the device works meanwhile."""
 
     forward_seconds: float
     backward_seconds: float
@@ -71,7 +69,7 @@ class Host:
 
 @cache
 def read_host(architecture: str) -> Host:
-    """Return the host of a device of this architecture."""
+    """Return the host constants for devices of an architecture."""
     source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
     kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
     table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
@@ -87,7 +85,7 @@ def read_host(architecture: str) -> Host:
 
 
 def measured_host(times: HostTimes, architecture: str) -> Host:
-    """Return the host of a device as a profile found it."""
+    """Return the measured host of a device."""
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
@@ -98,7 +96,7 @@ def measured_host(times: HostTimes, architecture: str) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
-    """What one op takes on the device; the backward contains the weights' gradients."""
+    """The time of an op on the device; the backward includes the weights' gradients."""
 
     forward_seconds: float
     backward_seconds: float
@@ -107,12 +105,12 @@ class OpCost:
 
 
 class OpPricer:
-    """Prices ops, tensors and conversions of one graph at one batch, precision and device.
+    """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` saves finding them again where the caller has them.
+    `layers` may be passed to avoid finding them again.
     """
 
-    stops_early = True  # running a layer again, once the backward has what it needs
+    stops_early = True  # a recomputed layer stops once the backward has what it needs
 
     def __init__(
         self,
@@ -142,7 +140,7 @@ class OpPricer:
 
     @cached_property
     def host(self) -> Host:
-        """What dispatching an op takes: as measured where it was."""
+        """The time to dispatch an op, measured if possible."""
         times = self._measured.host(self.device.name) if self._measured else None
         if times is not None:
             return measured_host(times, self.device.architecture)
@@ -165,7 +163,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """The layers that use the memory of a tensor, its own layer left out."""
+        """The layers, other than its own, that use a tensor's memory."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)
@@ -178,24 +176,24 @@ class OpPricer:
         return LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch, split=split)
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
-        """Return what an op takes on the device: as measured where it was, else by formula."""
+        """Return the time of an op on the device: measured if possible, else by formula."""
         key = op.name, split
         if key not in self._costs:
             self._costs[key] = self._cost(op, split)
         return self._costs[key]
 
     def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
-        """Return the forward seconds of collectives that are part of an op: a split loss."""
+        """Return the forward seconds of collectives inside an op: a split loss."""
         if split is None or kind_of(op) is not OpKind.CROSS_ENTROPY:
             return 0.0
         return split_loss_seconds(self.shapes(op, split), shape)
 
     def key(self, op: Op, split: OpSplit | None = None) -> OpKey:
-        """Return the key under which a profile knows an op."""
+        """Return an op's key in a profile."""
         return op_key(op, self.shapes(op, split), device=self.device.name, precision=self.precision)
 
     def kept(self, op: Op) -> KeptTensors:
-        """Return what an op keeps for its backward."""
+        """Return the tensors that an op keeps for its backward."""
         if op.name not in self._kept:
             self._kept[op.name] = self._what_is_kept(op)
         return self._kept[op.name]
@@ -214,7 +212,7 @@ class OpPricer:
         )
 
     def is_kept(self, root: str) -> bool:
-        """Whether an op of any layer keeps this memory, nothing being computed again."""
+        """Whether an op of any layer keeps this memory, without recomputation."""
         return root in self._all_kept
 
     def elements(self, name: str, layout: Layout, degree: int) -> int:
@@ -232,7 +230,7 @@ class OpPricer:
     def conversion(
         self, tensor: str, produced: Layout, needed: Layout, *, degree: int, shape: GroupShape
     ) -> ConversionCost:
-        """Return what a tensor's conversion takes, the collectives' share apart."""
+        """Return the time of a tensor's conversion; the collectives' share is separate."""
         step = conversion(produced, needed)
         if step is None or degree == 1:
             return FREE
@@ -272,7 +270,7 @@ class OpPricer:
     def _as_measured(
         self, op: Op, split: OpSplit | None, timing: Timing, weight_share: float
     ) -> OpCost:
-        """The backward was measured as one; the formula says which part is the weights'."""
+        """Split the measured backward, using the formula's share of the weights."""
         return OpCost(
             forward_seconds=timing.forward_seconds,
             backward_seconds=timing.backward_seconds + self._gradient_sums(op, split),
@@ -308,7 +306,7 @@ class OpPricer:
 
     @cached_property
     def _summed(self) -> frozenset[tuple[str, str]]:
-        """The uses of a tensor after its first: the gradient of each is added to a sum."""
+        """The second and later uses of tensors: each adds its gradient to a sum."""
         met: set[str] = set()
         again: set[tuple[str, str]] = set()
         for op in self.graph.ops:
@@ -322,7 +320,7 @@ class OpPricer:
         return frozenset(again)
 
     def _gradient_sums(self, op: Op, split: OpSplit | None) -> float:
-        """Adding the gradient of a tensor with several uses: two reads and a write."""
+        """Return the seconds to add gradients of tensors with several uses: 2 reads and a write."""
         names = [name for name in op.inputs if (op.name, name) in self._summed]
         if not names:
             return 0.0

@@ -1,6 +1,6 @@
-"""Turns one op on one rank into seconds: one line of the table for each kind of op.
+"""Turns an op on one rank into seconds: one table row per kind of op.
 
-What has no line is a kernel that moves its inputs and results (traffic.py).
+An op without a row is a kernel that moves its inputs and results.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.rule import Computation, Linear, MatrixProducts, OpKind, Traffic
 from autopar.planner.rules.table import rule_of
 
-_BACKWARD_KERNELS = 2  # elementwise kernels of a step's backward for each of its forward
+_BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:
-    """Matrix products; the bias is added by the same kernel, its gradient is a sum of its own."""
+    """Return matrix products; the kernel also adds the bias, whose gradient is a separate sum."""
     products = tuple(products_of(case.op, case.shapes))
     if not products:
         return traffic_seconds(case)
@@ -32,7 +32,7 @@ def contraction_seconds(case: OpCase) -> OpSeconds:
 
 
 def computed_seconds(case: OpCase) -> OpSeconds:
-    """Products one after the other, what is computed beside them, and the kernels between steps.
+    """Return products in sequence, the computation beside them, and kernels between steps.
 
     Leaves out that a library keeps the weights of a recurrent layer on chip from step to step.
     """
@@ -47,7 +47,7 @@ def computed_seconds(case: OpCase) -> OpSeconds:
 
 
 def bias_seconds(case: OpCase) -> OpSeconds:
-    """The sum of the result's gradient over all rows."""
+    """Return the sum of the result's gradient over all rows."""
     name = next(refs(case.argument(case.rule.added)), None)
     if name is None or not case.needs_gradient(name):
         return OpSeconds(forward=0.0)
@@ -56,10 +56,10 @@ def bias_seconds(case: OpCase) -> OpSeconds:
 
 
 def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
-    """A product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
+    """Return a product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
 
-    A weight's gradient is added to an fp32 sum of all microbatches: 8 bytes per element. That of a
-    weight that several steps multiply by is one product over the rows of all of them.
+    A weight's gradient is added to an fp32 sum over microbatches: 8 bytes per element. If several
+    steps multiply by a weight, its gradient is one product over all their rows.
     """
     size = case.element_bytes(case.result)
     m, n, k, times = product.m, product.n, product.k, product.times
@@ -83,7 +83,7 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
 
 
 def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:
-    """A product whose steps are ops of their own: each adds to the sum of the weight's gradient."""
+    """Return a product whose steps are separate ops; each adds to the weight's gradient."""
     if product.times < 2:
         return _product(case, product)
     one = _product(case, replace(product, times=1))
@@ -98,7 +98,7 @@ def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:
 
 
 def _beside(case: OpCase, computation: Computation) -> OpSeconds:
-    """FLOPs of no product at the rate of products, and each step's kernels with their launches."""
+    """Return FLOPs outside of products, at the rate of products, and the steps' kernel launches."""
     rates = case.rates.of(case.element_bytes(case.result))
     moved = computation.kept * case.element_bytes(case.op.inputs[0])
     each = computation.unfused if case.rates.is_cpu else 1
@@ -115,10 +115,10 @@ def _beside(case: OpCase, computation: Computation) -> OpSeconds:
 
 
 def traffic_seconds(case: OpCase) -> OpSeconds:
-    """Return the seconds of one kernel that moves an op's inputs and results.
+    """Return the seconds of one kernel that reads an op's inputs and writes its results.
 
-    Views move nothing. Where the result takes an exponential per element, its rate may bind (on a
-    CPU). Leaves out strided access.
+    Views move nothing. If the op computes an exponential per element, its rate may be the limit (on
+    a CPU). Leaves out strided access.
     """
     is_learned = bool(case.op.inputs) and all(
         case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
@@ -133,14 +133,15 @@ def traffic_seconds(case: OpCase) -> OpSeconds:
 
 
 def forward_bytes(case: OpCase) -> int:
-    """Return what the forward reads and writes."""
+    """Return the bytes that the forward reads and writes."""
     return moved_bytes(case.op, case.graph, case.bytes)
 
 
 def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
-    """Return what an op reads and writes of tensors of these sizes.
+    """Return the bytes that an op reads and writes, given the sizes of tensors.
 
-    A gather reads as much of a table as it writes; bags read so many rows more as they hold.
+    A gather reads as much of a table as it writes; bags read as many times more as they have
+    entries.
     """
     rule, written = rule_of(op.target), sum(map(size, op.outputs))
     if rule.traffic is Traffic.BAGGED:
@@ -153,11 +154,11 @@ def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
 
 
 def backward_bytes(case: OpCase) -> int:
-    """Return what the backward moves.
+    """Return the bytes that the backward reads and writes.
 
-    A sum hands its gradient on, summed where an input was broadcast. What is linear reads the
-    results' gradient and writes the inputs'; what is not also reads what it kept, at most its
-    inputs and results. The gradient of a part of a tensor is written into zeros.
+    A sum passes its gradient on, summed where an input was broadcast. A linear op reads output
+    gradients and writes input gradients. Another op also reads what it kept, at most its inputs and
+    results. The gradient of a slice is written into zeros.
     """
     results = sum(map(case.bytes, case.op.outputs))
     inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
@@ -207,7 +208,7 @@ def op_seconds(case: OpCase) -> OpSeconds:
 
 
 def _attention(case: OpCase) -> OpSeconds:
-    """Fused attention; with a mask the kernel reads it, and computes all scores.
+    """Return fused attention; with a mask the kernel reads it, and computes all scores.
 
     Leaves out that kernels with a mask are slower than flash, and dropout of scores.
     """
@@ -244,9 +245,9 @@ def _attention_shape(case: OpCase) -> attention.AttentionShape:
 
 
 def _convolution(case: OpCase) -> OpSeconds:
-    """An implicit product; 16-bit kernels of GPUs read channels last, PyTorch keeps them first.
+    """Return an implicit GEMM; 16-bit GPU kernels need channels-last, PyTorch's default is not.
 
-    A transposed one is the backward of the convolution from its results to its input.
+    A transposed convolution is the backward of the convolution from its results to its input.
     """
     if not case.shapes.signature.letters:
         return computed_seconds(case)
@@ -288,7 +289,7 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.Convoluti
 
 
 def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
-    """One kernel in each pass, of which the result's elements tell how long it takes."""
+    """Return one kernel per pass, whose time depends on the result's number of elements."""
 
     def formula(case: OpCase) -> OpSeconds:
         elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
@@ -306,7 +307,7 @@ _dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backwar
 
 
 def _batch_norm(case: OpCase) -> OpSeconds:
-    """As a norm over rows, but its statistics need a pass before the values are changed."""
+    """Return a norm over rows whose statistics need a pass of their own."""
     norm, source = _norm(case), case.bytes(case.op.inputs[0])
     statistics = kernels.memory_seconds(source, rates=case.memory)
     return norm + OpSeconds(forward=statistics)
@@ -322,14 +323,14 @@ def _softmax(case: OpCase) -> OpSeconds:
     )
 
 
-_PASSES_OVER_IDS = 10  # which turn them into rows of this rank, and count those of a bag
+_PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count those of a bag
 
 
 def _embedding(case: OpCase) -> OpSeconds:
-    """A look-up of rows, or of sums of rows in bags.
+    """Return a look-up of rows, or of sums of rows in bags.
 
-    Where the table's rows are split, rows of other ranks are blanked: after a look-up, or by a
-    weight of 0 in a bag.
+    If the table's rows are split, rows of other ranks are zeroed: after a look-up, or by a weight
+    of 0 in a bag.
     """
     table = next(refs(case.argument("weight")))
     ids = next(refs(case.argument("indices")))
@@ -352,8 +353,11 @@ def _embedding(case: OpCase) -> OpSeconds:
 
 
 def _cross_entropy(case: OpCase) -> OpSeconds:
-    """log_softmax reads and writes the logits; backward fills the loss' gradient, then reads it
-    and the probabilities and writes the logits' gradient."""
+    """Return log_softmax and its backward.
+
+    The forward reads and writes the logits. The backward fills the loss's gradient, reads it and
+    the probabilities, and writes the logits' gradient.
+    """
     if not case.shapes.signature.letters:
         return traffic_seconds(case)
     logits = case.op.inputs[0]

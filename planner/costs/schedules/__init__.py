@@ -1,1 +1,1 @@
-"""Turns a pipeline schedule into orders of actions, their times, and what is in flight."""
+"""Turns a pipeline schedule into orders of actions, their times, and microbatches in flight."""

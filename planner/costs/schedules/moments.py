@@ -1,9 +1,9 @@
-"""Counts what a rank of a pipeline holds at each moment, along the order of its actions.
+"""Counts the microbatches that a pipeline rank holds at each moment of its order.
 
-Stages of one rank peak at different times, so their peaks do not add up. A rank computes one action
-at a time; what it holds meanwhile follows from its order alone, whatever the actions cost. A
-forward that leaves more than before is followed by another, or by a backward that finds all of it
-there, so the fullest moment lies within a backward, or within half of one.
+Stages of one rank have their peaks at different times, so their peaks do not add up. A rank
+computes one action at a time. What it holds follows from the order of actions alone, not from their
+costs. A forward that increases memory is followed by another forward, or by a backward that starts
+with the same memory. So the peak is within a backward, or within half of one.
 """
 
 from __future__ import annotations
@@ -33,31 +33,35 @@ Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """A rank within each backward, and each half of one: the microbatches that it holds then.
+    """The microbatches that a rank holds within each backward, or half of one.
 
-    A stage whose backward is not split, though the schedule would, makes all its gradients in the
-    first half and holds only what is unanswered.
+    A stage whose backward is not split, although the schedule splits it, computes all gradients in
+    the first half, and then holds only microbatches without input gradients.
     """
 
-    running: npt.NDArray[np.int64]  # which of its stages, in their order in the model
-    forwarded: Counts  # and not done with, the running one included
-    unanswered: Counts  # of these, the ones whose inputs had no gradient before
-    halfway: Counts  # the ones in the first half of their backward, or between both
+    running: npt.NDArray[np.int64]  # the index of the running stage, among the rank's stages
+    # microbatches whose forward is done and whose backward is not, including the running one
+    forwarded: Counts
+    unanswered: Counts  # those of them whose inputs have no gradient yet
+    halfway: Counts  # those in the first half of their backward, or between the halves
 
     def __post_init__(self) -> None:
-        """Let nobody write to the counts: moments are remembered."""
+        """Make the counts read-only, because moments are cached."""
         for counts in (self.running, self.forwarded, self.unanswered, self.halfway):
             counts.flags.writeable = False
 
     @property
     def key(self) -> bytes:
-        """What tells moments apart."""
+        """A key that is equal for equal moments."""
         every = (self.running, self.forwarded, self.unanswered, self.halfway)
         return b"/".join(one.tobytes() for one in every)
 
 
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
-    """Return the moments of each rank; of one stage per rank, where enough, only the fullest."""
+    """Return the moments of each rank.
+
+    For one stage per rank only the fullest, if that suffices.
+    """
     if shape.ranks == 1:
         return (_at_once(1),) * shape.stages
     if shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward:
@@ -80,7 +84,7 @@ def _along_the_order(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments,
 def _moments(actions: Sequence[Action]) -> Moments:
     """Count along one rank's order.
 
-    The first stage makes all its gradients in the second half, for its inputs need none.
+    The first stage computes all gradients in the second half, because its inputs need none.
     """
     stage, kind, _ = columns_of(actions)
     of_stage = (stage[:, None] == np.unique(stage)).astype(np.int64)
@@ -100,7 +104,7 @@ def _moments(actions: Sequence[Action]) -> Moments:
 
 
 def _are(kinds: Counts, *wanted: ActionKind) -> npt.NDArray[np.bool_]:
-    """Return which actions are of some kinds, as a column."""
+    """Return which actions are of these kinds, as a column."""
     places = [place for place, kind in enumerate(ActionKind) if kind in wanted]
     return np.isin(kinds, places)[:, None]
 

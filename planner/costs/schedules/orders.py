@@ -1,9 +1,9 @@
 """Builds the order of each pipeline schedule, action for action as torch runs it.
 
-Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), interleaved 1F1B
-(arXiv 2104.04473), zero bubble ZB-H1 and ZB-V (arXiv 2401.10241). Where the papers leave freedom
-(warm-up lengths, rounds of microbatches, ties) torch's choice is taken, because the emitted script
-runs torch's schedules and the cost must be of what runs.
+Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), interleaved 1F1B (arXiv
+2104.04473), zero bubble ZB-H1 and ZB-V (arXiv 2401.10241). Where the papers leave choices (warm-up
+lengths, rounds of microbatches, ties), torch's choice is taken: the emitted script runs torch's
+schedules, and the predicted cost must be theirs.
 """
 
 from collections import Counter
@@ -18,16 +18,16 @@ from autopar.planner.errors import InputError
 
 
 class ActionKind(StrEnum):
-    """What a stage computes for one microbatch, in the letters of torch.distributed.pipelining."""
+    """An action of a stage for one microbatch, with the letters of torch.distributed.pipelining."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # the gradients of input and weights in one go
+    BACKWARD = "B"  # the gradients of input and weights at once
     INPUT_GRADIENT = "I"  # the half of the backward that the previous stage waits for
-    WEIGHT_GRADIENT = "W"  # the half that nobody waits for
+    WEIGHT_GRADIENT = "W"  # the half that no other rank waits for
 
 
 class Action(NamedTuple):
-    """One stage computes one thing for one microbatch; reads in the order in which it prints."""
+    """A stage, the kind of action, and a microbatch; in the order of torch's notation."""
 
     stage: int
     kind: ActionKind
@@ -37,13 +37,13 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-# For each rank the actions in the order in which it runs them.
+# For each rank, its actions in order.
 Schedule = tuple[tuple[Action, ...], ...]
 Numbers = npt.NDArray[np.int64]
 
 
 def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the stage, the place of the kind in ActionKind and the microbatch of each action."""
+    """Return each action's stage, the index of its kind in ActionKind, and its microbatch."""
     stages, kinds, microbatches = zip(*actions, strict=True)
     places = {kind: place for place, kind in enumerate(ActionKind)}
     return np.array(stages), np.array([places[kind] for kind in kinds]), np.array(microbatches)
@@ -65,7 +65,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """Return 1F1B: a stage warms up with one forward per later stage, then alternates.
 
-    Also built for fewer microbatches than stages, which Megatron runs and torch refuses.
+    Also defined for fewer microbatches than stages, which Megatron runs and torch rejects.
     """
     _require_positive(stages=stages, microbatches=microbatches)
     return tuple(
@@ -97,7 +97,7 @@ def interleaved_1f1b(ranks: int, stages_per_rank: int, microbatches: int) -> Sch
 def interleaved_zero_bubble(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """Return interleaved zero bubble (ZB-H1 for one stage per rank): weight gradients fill gaps.
 
-    Rank r computes each weight gradient r input gradients later than it could.
+    Rank r delays each weight gradient by r input gradients.
     """
     per_round = microbatches_per_round(ranks, stages_per_rank, microbatches)
     orders = []
@@ -116,7 +116,7 @@ def interleaved_zero_bubble(ranks: int, stages_per_rank: int, microbatches: int)
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    The order is that of at least 2·ranks − 1 microbatches, without those that are not there.
+    The order is that of at least 2·ranks − 1 microbatches, without those that do not exist.
     """
     _require_positive(ranks=ranks, microbatches=microbatches)
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))
@@ -166,7 +166,7 @@ def _in_rounds(
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int
 ) -> tuple[Action, ...]:
-    """Return `warmup` forwards, then forward and backward in turn while there are any."""
+    """Return `warmup` forwards, then forward and backward alternating."""
     order = list(forwards[:warmup])
     remaining = forwards[warmup:]
     for index, backward in enumerate(backwards):
@@ -178,7 +178,7 @@ def _alternate(
 def _with_weight_gradients(
     order: Sequence[Action], weights: Sequence[Action], *, delay: int
 ) -> tuple[Action, ...]:
-    """Return the order with each weight gradient `delay` input gradients after its own."""
+    """Return the order with each weight gradient delayed by `delay` input gradients."""
     result: list[Action] = []
     input_gradients = 0
     for action in order:
@@ -191,7 +191,10 @@ def _with_weight_gradients(
 
 
 def _zero_bubble_v_order(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Return one rank's order as its phases; each (stage, kind) takes the microbatches in turn."""
+    """Return one rank's order, phase by phase.
+
+    Each (stage, kind) takes the microbatches in order.
+    """
     down, up = rank, 2 * ranks - 1 - rank
     planned = max(2 * ranks - 1, microbatches)
     full_turns = planned - (2 * ranks - rank - 1)  # turns of the steady phase that have a forward

@@ -1,14 +1,14 @@
-"""Finds what decides how long a pipeline takes: its longest chain of actions in waiting.
+"""Finds the critical path of a pipeline: the longest chain of actions that wait for each other.
 
-Whatever the stages take, a schedule takes no less than any of its chains, and exactly as long as
-the longest. How often a chain passes each action is fixed, so its length is linear in the seconds
-of the stages:
+Whatever the stages' seconds are, a schedule takes at least as long as any chain, and exactly as
+long as the longest one. The number of times that a chain passes each action is fixed, so its length
+is linear in the seconds of the stages:
 
     length  =  Σ_stages  f · forward + b · backward + i · input gradient + w · weight gradient
-                       + c · transfer to the next stage
+               + c · transfer to the next stage
 
-A chain that is the longest for some stages bounds every choice of stages from below. A reduction
-begins when the last backward of its rank ends: a chain to there has this rank's reductions behind.
+The longest chain for some stages is a lower bound for any other stages. A rank's reduction begins
+after its last backward: a chain that ends there is followed by this rank's reductions.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ TRANSFER = len(KINDS)  # the last column of the counts: transfers to the next st
 class Chain:
     """How often a chain passes each kind of action of each stage, and the rank where it ends.
 
-    No rank: it goes on to the end of the schedule.
+    None as the rank: the chain goes on to the end of the schedule.
     """
 
     counts: Floats  # [stage, kind of action, then transfers]
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        """Let nobody write to the counts: chains are remembered."""
+        """Make the counts read-only, because chains are cached."""
         self.counts.flags.writeable = False
 
     @property
     def key(self) -> tuple[bytes, int | None]:
-        """What tells chains apart."""
+        """A key that is equal for equal chains."""
         return self.counts.tobytes(), self.rank
 
 
 def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) -> Floats:
-    """Return the seconds of stages and transfers as chains count them."""
+    """Return the seconds of stages and transfers in the order of a chain's counts."""
     times = np.zeros((len(stages), TRANSFER + 1))
     for row, stage in zip(times, stages, strict=True):
         row[:TRANSFER] = stage.of_kinds
@@ -68,26 +68,26 @@ def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) 
 class Chains:
     """The known chains of one schedule. A search adds the chains that it finds.
 
-    No two searches share them: what one had found would change what the other finds.
+    Searches do not share chains: otherwise one search's result would depend on earlier ones.
     """
 
     def __init__(self, first: Iterable[Chain]) -> None:
         self._every: dict[object, Chain] = {}
-        self._counts: Floats | None = None  # of all of them, a row for each
+        self._counts: Floats | None = None  # the counts of all chains, a row for each
         self.add(first)
 
     def __iter__(self) -> Iterator[Chain]:
         return iter(tuple(self._every.values()))
 
     def add(self, chains: Iterable[Chain]) -> None:
-        """Add what is not known yet."""
+        """Add chains that are not known yet."""
         for one in chains:
             if one.key not in self._every:
                 self._every[one.key] = one
                 self._counts = None
 
     def lengths(self, times: Floats) -> Floats:
-        """Return how long each of them is; none is longer than the schedule."""
+        """Return the length of each chain; each is a lower bound of the schedule."""
         if self._counts is None:
             self._counts = np.array([one.counts.ravel() for one in self._every.values()])
         found: Floats = self._counts @ times.ravel()
@@ -95,10 +95,10 @@ class Chains:
 
 
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
-    """Return chains that hold whatever the stages take: through each rank in turn.
+    """Return chains that exist for all stages: one through each rank.
 
-    A rank begins with its first forward, runs all its actions, and where backwards are not split,
-    the last gradients still have to pass the ranks before it.
+    A rank starts with its first forward and runs all its actions. If backwards are not split, the
+    last gradients then still pass the earlier ranks.
     """
     if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))
@@ -113,9 +113,9 @@ def longest_chains(
     transfer_seconds: Sequence[float],
     reduction_seconds: Sequence[float],
 ) -> tuple[Chain, ...]:
-    """Return the chain that ends last with the reductions of ranks, and the one without them.
+    """Return the chain that ends last with the ranks' reductions, and the one without them.
 
-    None where the schedule is too long to be simulated whole.
+    Returns None if the schedule is too long to be simulated.
     """
     if kind is ScheduleKind.GPIPE:
         times = times_of(stages, transfer_seconds)
@@ -139,11 +139,10 @@ def _closed(
     stage: int,
     waits: tuple[int, int] = (0, 0),
 ) -> Chain:
-    """Return a chain of GPipe or 1F1B, as the closed forms have it: transfers on demand.
+    """Return a chain of GPipe or 1F1B by the closed forms; transfers are on demand.
 
-    The slowest stage runs all its actions, all earlier ones pass one microbatch there and back.
-    `waits` says for how many of its forwards, and of its backwards, it waits for the later stages
-    (closed_forms.py).
+    The slowest stage runs all its actions; each earlier stage passes one microbatch forward and
+    back. `waits` says for how many of its forwards and backwards it waits for later stages.
     """
     counts = _empty(shape)
     counts[:stage, :2] = 1.0
@@ -158,7 +157,7 @@ def _closed(
 
 
 def _received(counts: Floats) -> Floats:
-    """Add the transfers of actions: a forward receives from before, a backward from behind."""
+    """Add transfers: a forward receives from the stage before, a backward from the one behind."""
     counts[:-1, TRANSFER] = counts[1:, 0] + counts[:-1, 1]
     return counts
 
@@ -175,7 +174,7 @@ def _one_f_one_b_chains(shape: PipelineShape) -> tuple[Chain, ...]:
 
 
 def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
-    """Return Σ + (m − 1) · (longest forward + longest backward), which receive what they need."""
+    """Return Σ + (m − 1) · (longest forward + longest backward), including transfers."""
     received = times[:, :2].copy()
     received[1:, 0] += times[:-1, TRANSFER]
     received[:, 1] += times[:, TRANSFER]
@@ -191,7 +190,7 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one to the rank whose reductions end last.
 
-    A rank is done when the gradients still have to pass those before it.
+    After its last action, a rank's gradients still pass the earlier ranks.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]
@@ -226,7 +225,7 @@ def _traced(
     transfer_seconds: Sequence[float],
     reduction_seconds: Sequence[float],
 ) -> Iterator[Chain]:
-    """Yield the chains that decide a simulated schedule, traced back from where they end."""
+    """Yield the critical chains of a simulated schedule, traced back from their ends."""
     simulation = simulate_prepared(
         order_of(kind, shape),
         stages,
@@ -244,7 +243,7 @@ def _traced(
 
 
 def _waits(simulation: Simulation, transfer_seconds: Sequence[float]) -> Flags:
-    """Return which cells wait for another rank, not for the last action of their own."""
+    """Return which actions wait for another rank, not for the rank's own last action."""
     order, ends = simulation.order, simulation.ends
     delays = np.array([*transfer_seconds, 0.0])
     waits = np.zeros(ends.shape, dtype=np.bool_)
@@ -268,5 +267,5 @@ def _back_from(rank: int, order: Prepared, waits: Flags) -> Floats:
     of_works = np.bincount(passed, minlength=TRANSFER * (order.stages + 1))
     of_borders = np.bincount(np.array(crossed, dtype=np.int64), minlength=order.stages)
     counts[:, :TRANSFER] = of_works[: TRANSFER * order.stages].reshape(-1, TRANSFER)
-    counts[:-1, TRANSFER] = of_borders[:-1]  # the last one stands for none
+    counts[:-1, TRANSFER] = of_borders[:-1]  # the last stage has no next one
     return counts

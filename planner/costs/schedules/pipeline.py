@@ -1,13 +1,9 @@
 """Turns the stages of a pipeline into the seconds of one step.
 
-Step seconds of pipeline schedules without simulation: closed forms, and bounds for the search.
-
-m microbatches, p ranks, f and b (= i + w where split) the forward and backward seconds of a stage.
-
-Turns the stages of a pipeline into the seconds of one step, quickly for any microbatches.
-
-One stage: m·(f + b). GPipe and 1F1B have closed forms. The other schedules are simulated for a few
-rounds of microbatches, and every further round takes as long as the last one simulated did.
+Some schedules have closed forms, and bounds for the search: m microbatches, p ranks, f and b (= i +
+w if split) the forward and backward seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B
+have closed forms. The other schedules are simulated for a few rounds of microbatches; every further
+round takes as long as the last simulated one.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ def uneven_gpipe_step_seconds(
 ) -> float:
     """Return Σf + Σb + 2·Σc + (m − 1)·(max f + max b): GPipe, overlapped transfers c; exact.
 
-    Either phase is a line of machines that every microbatch passes in the same order.
+    Each phase is a flow shop: every microbatch passes the stages in the same order.
     """
     once = sum(forward_seconds) + sum(backward_seconds) + 2 * sum(transfer_seconds)
     return once + (microbatches - 1) * (max(forward_seconds) + max(backward_seconds))
@@ -52,10 +48,10 @@ def on_demand_seconds(
     backward_seconds: Sequence[float],
     transfer_seconds: Sequence[float],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return forward and backward seconds that include waiting for what the stage receives.
+    """Return forward and backward seconds that include waiting for received tensors.
 
     A pipeline with transfers on demand takes exactly as long as one without transfers whose stages
-    take these times, so every formula for free transfers serves it.
+    take these times, so every formula for free transfers can be used.
     """
     forward = zip([0.0, *transfer_seconds], forward_seconds, strict=True)
     backward = zip(backward_seconds, [*transfer_seconds, 0.0], strict=True)
@@ -69,18 +65,18 @@ def uneven_one_f_one_b_least_seconds(
     transfer_seconds: Sequence[float],
     microbatches: int,
 ) -> float:
-    """Return a step that 1F1B with overlapped transfers cannot beat: the best of a bound per stage.
+    """Return a lower bound of a 1F1B step with overlapped transfers: the best bound of any stage.
 
-        before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
+    before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
 
     before(s): one microbatch through the earlier stages and back; after(s): the same for the later
     ones. The stage waits for after(s) twice, for its first backward and for its last, and each time
     has k = min(m, p − s) − 1 actions to fill the wait; once, if all its forwards come first.
 
-    Also the closest estimate. Over the same random pipelines as above it equals the simulation for
-    all at ±20 % without transfers, and for nine of ten at ±50 % (at most 3.4 % below); with
-    transfers of up to half a forward it is 3 % below at the median, 13 % at most. For transfers on
-    demand, as torch runs 1F1B, give it `on_demand_seconds` and transfers of zero.
+    It is also the closest estimate. Over the same random pipelines as above it equals the
+    simulation for all at ±20 % without transfers, and for nine of ten at ±50 % (at most 3.4 %
+    below). With transfers of up to half a forward it is 3 % below at the median, 13 % at most. For
+    transfers on demand, as torch runs 1F1B, pass `on_demand_seconds` and transfers of zero.
     """
     stages = len(forward_seconds)
     stage_seconds = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
@@ -99,13 +95,13 @@ def uneven_one_f_one_b_least_seconds(
     return max(bounds)
 
 
-ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
-_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with no more is simulated whole
+ROUNDS = 3  # simulated rounds: warm-up, and one more than it takes to become periodic
+_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with at most so many is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSeconds:
-    """When the pipeline has done all microbatches, and when each rank begins and ends."""
+    """When the pipeline has finished all microbatches, and when each rank begins and ends."""
 
     step_seconds: float
     rank_starts_seconds: tuple[float, ...]
@@ -113,7 +109,7 @@ class PipelineSeconds:
 
 
 def rank_of(kind: ScheduleKind, stage: int, ranks: int) -> int:
-    """Return the rank of a stage: in turn, or down and up again for a V."""
+    """Return the rank of a stage: round robin, or down and up again for a V."""
     if kind is ScheduleKind.ZERO_BUBBLE_V and stage >= ranks:
         return 2 * ranks - 1 - stage
     return stage % ranks
@@ -145,7 +141,7 @@ def _closed(
     stages: Sequence[StageSeconds],
     transfer_seconds: Sequence[float],
 ) -> PipelineSeconds:
-    """Return the closed form; a rank is done when the gradients still have to pass those before."""
+    """Return the closed form; after a rank's last action, gradients still pass earlier ranks."""
     forward = [stage.forward_seconds for stage in stages]
     backward = [stage.backward_seconds for stage in stages]
     transfers = tuple(transfer_seconds)
@@ -177,7 +173,7 @@ def _simulated(
     stages: tuple[StageSeconds, ...],
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
-    """Return the simulation; beyond a few rounds, each takes what the last simulated one did."""
+    """Return the simulation; rounds beyond the first few take as long as the last simulated one."""
     if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
     per_round, rounds = shape.ranks, shape.microbatches // shape.ranks
@@ -200,7 +196,7 @@ def _simulated(
 
 
 def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
-    """Whether every microbatch is simulated: there are few, or they fill no whole rounds."""
+    """Whether every microbatch is simulated: there are few, or they do not fill whole rounds."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
     passes = 3 if SCHEDULES[kind].splits_backward else 2
     actions = passes * shape.stages_per_rank * shape.microbatches
@@ -215,7 +211,7 @@ def _idle(
 ) -> Iterator[tuple[float, float, float]]:
     """Yield each rank's seconds of a microbatch, its idle seconds, and those at the two ends.
 
-    Idle seconds between the ends are slack: a rank that is the slowest uses it up in later rounds.
+    Idle seconds between the ends are slack, which the slowest rank uses up in later rounds.
     """
     own = [0.0] * shape.ranks
     splits = SCHEDULES[kind].splits_backward
@@ -262,5 +258,5 @@ def _run(
 
 @lru_cache(maxsize=64)
 def order_of(kind: ScheduleKind, shape: PipelineShape) -> Prepared:
-    """Return the order of a schedule, to be simulated."""
+    """Return the order of a schedule for simulation."""
     return prepared(schedule_of(kind, shape))

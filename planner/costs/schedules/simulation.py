@@ -1,8 +1,8 @@
-"""Turns a schedule and the seconds of its actions and transfers into when every action runs.
+"""Turns a schedule and the seconds of actions and transfers into the start of each action.
 
-All ranks are simulated side by side. Row by row, each rank runs at most one action: the next of its
-order, if what it needs has run in a row before. Which actions share a row follows from the schedule
-alone, so it is found once; a simulation then adds up one row of all ranks after the other.
+All ranks are simulated together, row by row. In a row, each rank runs at most one action: the next
+one of its order, if the actions it needs are in earlier rows. The rows follow from the schedule
+alone, so they are found once. A simulation then adds up times row by row.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """What one stage computes for one microbatch.
+    """The times of a stage for one microbatch.
 
-    The full backward has its own figure since splitting it in two is rarely free.
+    The full backward has its own time, because splitting it into halves is rarely free.
     """
 
     forward_seconds: float
@@ -36,7 +36,7 @@ class StageSeconds:
 
     @property
     def split_seconds(self) -> float:
-        """What the backward takes longer in two halves."""
+        """The additional time of a backward in two halves."""
         halves = self.input_gradient_seconds + self.weight_gradient_seconds
         return halves - self.backward_seconds
 
@@ -52,7 +52,7 @@ class StageSeconds:
 
 
 class Transfer(Enum):
-    """Who pays while a tensor travels from one stage to the next."""
+    """Who waits while a tensor is sent from one stage to the next."""
 
     OVERLAPPED = "nobody: the receiving rank may compute other microbatches meanwhile"
     ON_DEMAND = "the receiver: it asks for the tensor when it has nothing else to do, and waits"
@@ -72,7 +72,7 @@ def even_stages(
     input_gradient_seconds: float,
     weight_gradient_seconds: float,
 ) -> tuple[StageSeconds, ...]:
-    """Return equal stages whose full backward costs its two halves."""
+    """Return equal stages whose full backward takes as long as its two halves."""
     one = StageSeconds(
         forward_seconds=forward_seconds,
         backward_seconds=input_gradient_seconds + weight_gradient_seconds,
@@ -84,19 +84,19 @@ def even_stages(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A schedule as a table: a column for each rank, a row for what runs side by side.
+    """A schedule as a table: a column for each rank, a row for actions that run in parallel.
 
     Cells are numbered row by row. Row 0 is the beginning; a rank that waits in a row has an empty
-    cell there.
+    cell.
     """
 
     stages: int
-    works: Numbers  # [row, rank]: 4 · stage + place of the kind in ActionKind; empty: 4 · stages
+    works: Numbers  # [row, rank]: 4 · stage + index of the kind in ActionKind; empty: 4 · stages
     needs: Numbers  # the cell that this one waits for; cell 0: none
-    borders: Numbers  # what it needs crosses the border behind this stage; none: stages − 1
+    borders: Numbers  # the input crosses the border behind this stage; none: stages − 1
 
     def __post_init__(self) -> None:
-        """Let nobody write to the table: prepared schedules are remembered."""
+        """Make the table read-only, because prepared schedules are cached."""
         for numbers in (self.works, self.needs, self.borders):
             numbers.flags.writeable = False
 
@@ -109,7 +109,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
-    """When each action of a schedule runs, and what follows from that."""
+    """The start of each action of a schedule, and derived times."""
 
     order: Prepared
     starts: Floats  # [row, rank]
@@ -122,7 +122,7 @@ class Simulation:
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
-        """Per rank: the step without its computing."""
+        """Per rank: the step's time minus its compute time."""
         busy = np.where(self.order.has_action, self.ends - self.starts, 0.0).sum(axis=0)
         return tuple((self.step_seconds - busy).tolist())
 
@@ -144,7 +144,7 @@ class Simulation:
 
     @property
     def rank_ends_seconds(self) -> tuple[float, ...]:
-        """When each rank is done."""
+        """When each rank has finished."""
         return tuple(self.ends[-1].tolist())
 
     def _of_actions(self, cells: Floats) -> Times:
@@ -155,7 +155,7 @@ class Simulation:
 
 
 def prepared(schedule: Schedule) -> Prepared:
-    """Return a schedule as `simulate_prepared` wants it, to be simulated many times."""
+    """Return a schedule in the form that `simulate_prepared` needs."""
     firsts = np.array([0, *accumulate(map(len, schedule))])
     stage, kind, microbatch = columns_of([one for actions in schedule for one in actions])
     rank = np.repeat(np.arange(len(schedule)), np.diff(firsts))
@@ -164,7 +164,7 @@ def prepared(schedule: Schedule) -> Prepared:
 
     count, stages = len(schedule), int(stage.max()) + 1
     shape = int(rows.max()) + 1, count
-    cells = np.append(rows * count + rank, 0)  # what needs nothing needs the beginning
+    cells = np.append(rows * count + rank, 0)  # an action without inputs needs only the beginning
     works = np.full(shape, _KINDS * stages)
     needed = np.zeros(shape, dtype=np.int64)
     crossed = np.full(shape, stages - 1)
@@ -177,11 +177,11 @@ def prepared(schedule: Schedule) -> Prepared:
 def _needs(
     stage: Numbers, kind: Numbers, microbatch: Numbers, rank: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """Return the action that each one waits for, by its number, and the border in between.
+    """Return the number of the action that each one waits for, and the border between them.
 
-    Only what comes from another stage is waited for: the own forward, and the input gradient before
-    its weight gradient, are earlier on the same rank in every valid schedule. Between stages of one
-    rank, as at the turn of a V, nothing crosses.
+    Only actions of other stages are waited for. The stage's own forward, and the input gradient
+    before its weight gradient, are earlier on the same rank in every valid schedule. Between stages
+    of one rank, as at the turn of a V, no border is crossed.
     """
     count, stages = len(stage), int(stage.max()) + 1
     is_forward, is_made = kind == _FORWARD, kind != _WEIGHTS
@@ -196,7 +196,7 @@ def _needs(
 
 
 def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
-    """Return the row of each action: the first one behind what it needs and its rank's last."""
+    """Return the row of each action: the first one after its input's row and its rank's last."""
     rows = np.zeros(len(needs), dtype=np.int64)
     has_run = np.zeros(len(needs) + 1, dtype=np.bool_)
     has_run[-1] = True
@@ -235,15 +235,15 @@ def simulate_prepared(
     transfer_seconds: Sequence[float],
     transfer: Transfer,
 ) -> Simulation:
-    """Return when each action runs if every rank runs its own in order, each as soon as it can.
+    """Return the start of each action if every rank runs its actions in order, as soon as possible.
 
     transfer_seconds[s] is the time between stages s and s + 1, one way; the gradient is as large as
-    the activation. An action that needs a tensor which another rank has at `ready` computes from
+    the activation. An action whose input is finished on another rank at `ready` starts at
 
         OVERLAPPED   max(own rank free, ready + transfer)
         ON_DEMAND    max(own rank free, ready) + transfer
 
-    Left out: transfers that share a link, and a sender that waits for its receiver (in 1F1B it
+    Leaves out transfers that share a link, and a sender that waits for its receiver (in 1F1B it
     waits for a gradient from that receiver at the same time). The schedule must be a valid one.
     """
     _require_shapes(order, stages, transfer_seconds)

@@ -1,11 +1,10 @@
-"""The table of pipeline schedules: what each needs, builds, holds and is called in torch.
+"""The table of pipeline schedules: requirements, orders, memory, and names in torch.
 
-Counts the microbatches whose activations a stage holds at once, by closed form.
-
-A microbatch is in flight on a stage from its forward until its backward ends, or its weight
-gradient where the backward is split: torch keeps the whole graph from the first half to the second,
-and beside it the gradients of the results of ops with weights (deferred). A rank computes one
-action at a time, so the counts follow from its order alone, whatever the actions cost.
+Also counts the microbatches whose activations a stage holds at once, by closed form. A microbatch
+is in flight on a stage from its forward until its backward ends, or its weight gradient if the
+backward is split: torch keeps the whole graph between the two halves, and the output gradients of
+ops with weights (deferred). A rank computes one action at a time, so the counts follow from its
+order alone, not from the actions' costs.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,16 +76,15 @@ def zero_bubble_v_in_flight(stage: int, *, ranks: int, microbatches: int) -> int
 def _peak_in_rounds(
     chunk: int, *, chunks: int, microbatches: int, per_round: int, warmup: int, delay: int
 ) -> int:
-    """Return the peak of a rank's chunk-th stage when its stages take turns of a round each.
+    """Return the peak of a rank's chunk-th stage, if its stages alternate round by round.
 
     After forward number w + i (w of warm-up) the rank has released max(0, i − delay) microbatches:
 
         in flight = F(w + i + 1) − R(max(0, i − delay))
 
-    where F(n) and R(n) count how many of the first n forwards (releases) are this stage's. Both
-    grow by one per step inside the stage's turns and stand still outside, so the difference is
-    greatest when a turn of forwards has just ended, one of releases is about to begin, or at the
-    ends.
+    F(n) and R(n) count how many of the first n forwards (releases) are this stage's. Both grow by
+    one per step inside the stage's turns and are constant outside. So the difference is greatest
+    when a turn of forwards has just ended, when one of releases is about to begin, or at the ends.
     """
     period, total = chunks * per_round, chunks * microbatches
     warmup = min(warmup, total)
@@ -112,16 +110,16 @@ def _peak_in_rounds(
 
 
 def _of_this_turn(count: int, turn_begins: int, per_round: int, period: int) -> int:
-    """Return how many of the first `count` actions fall in the turn that each period has."""
+    """Return how many of the first `count` actions are in this stage's turn of each period."""
     periods, rest = divmod(count, period)
     return periods * per_round + min(max(rest - turn_begins, 0), per_round)
 
 
-SETTLED_ROUNDS = 3  # of as many microbatches as ranks: what is held at once grows no more
+SETTLED_ROUNDS = 3  # rounds, after which the number of microbatches in flight grows no more
 
 
 class ScheduleKind(StrEnum):
-    """The order in which the stages of a pipeline run their microbatches."""
+    """The order in which pipeline stages run microbatches."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -131,13 +129,13 @@ class ScheduleKind(StrEnum):
 
     @property
     def has_closed_form(self) -> bool:
-        """Whether a formula tells its step: a rank has one stage, and no backward is split."""
+        """Whether its step has a closed form: one stage per rank, no split backward."""
         return self in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """How many ranks run how many stages each, for how many microbatches."""
+    """The number of ranks, of stages on each, and of microbatches."""
 
     ranks: int
     stages_per_rank: int
@@ -151,20 +149,22 @@ class PipelineShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFacts:
-    """What is particular to one schedule."""
+    """The facts about one schedule."""
 
     torch_class: str  # in torch.distributed.pipelining
-    transfer: Transfer  # how torch runs it: one stage per rank receives only when it needs to
+    # how torch runs it: with one stage per rank, a tensor is received only when it is needed
+    transfer: Transfer
     splits_backward: bool
-    has_pairs: bool  # neighbours have groups of their own, so that no message waits for another
+    # neighbours have process groups of their own, so that no message blocks another
+    has_pairs: bool
     order: Callable[[PipelineShape], Schedule]
     in_flight: Callable[[int, PipelineShape], int]
     refusal: Callable[[PipelineShape], str]
 
 
-@lru_cache(maxsize=2)  # who counts its moments is followed by who simulates it
+@lru_cache(maxsize=2)  # counting moments is followed by a simulation
 def schedule_of(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
-    """Return the actions of each rank, or raise an InputError where torch runs no such schedule."""
+    """Return the actions of each rank; raises InputError if torch does not run such a schedule."""
     refused = refusal(kind, shape)
     if refused:
         raise InputError(refused, where=f"pipeline schedule {kind}")
@@ -172,17 +172,17 @@ def schedule_of(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
 
 
 def refusal(kind: ScheduleKind, shape: PipelineShape) -> str:
-    """Return why torch does not run this schedule in this shape, empty if it does."""
+    """Return why torch does not run this schedule in this shape, or ""."""
     return SCHEDULES[kind].refusal(shape)
 
 
 def in_flight_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
-    """Return the most microbatches whose activations a stage holds at once, by closed form."""
+    """Return the most microbatches that a stage holds activations of at once, by closed form."""
     return SCHEDULES[kind].in_flight(stage, shape)
 
 
 def settled(shape: PipelineShape) -> PipelineShape:
-    """Return the shape with fewer microbatches, if it then holds as many at once."""
+    """Return the shape with fewer microbatches, if it then holds equally many at once."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
     if rest or rounds <= SETTLED_ROUNDS:
         return shape

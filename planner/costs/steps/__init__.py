@@ -1,1 +1,1 @@
-"""Puts layers, schedule, data parallelism and optimizer together into a step and its memory."""
+"""Combines layers, schedule, data parallelism and optimizer into a step's time and memory."""

@@ -1,23 +1,21 @@
-"""Bounds from below what a step and its data parallelism take, before anything is solved.
+"""Lower bounds of a step and of its data parallelism, known before anything is solved.
 
-Bounds from below what ranks that share data wait for, whatever the layers of their stage.
+Sharing data delays the passes of a stage, whatever its layers are. If layers compute for c, copy
+for k, and use collectives for t, the passes take at least
 
-Of layers that compute for c, move k in copies and take t in collectives, the passes take at least
+    max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of computing beside a collective
 
-    max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of what computes beside a collective
+If a part t of the collectives overlaps with nothing, the rest of its time, t ÷ (1 + q), is added. A
+stage of ZeRO-3 gathers its first layer before it computes, and scatters its last gradients after it
+has computed.
 
-Of these t, what nothing is computed beside takes the rest of its time too, t ÷ (1 + q): a stage of
-ZeRO-3 gathers its first layer before it computes anything, and scatters its last gradients after it
-has computed everything.
+ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
+ZeRO-1 and 0 reduce in the last one. ZeRO-1 gathers before the first forward, ZeRO-2 during it.
+Collectives of every pass are one per layer; the others are bounded over all ways to divide their
+bytes among layers and buckets.
 
-ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
-ZeRO-1 and 0 reduce in the last one; ZeRO-1 gathers before the first forward, ZeRO-2 in it. What
-every pass waits for has a collective for each layer; the rest is taken at the least of every way to
-divide its bytes among layers and buckets.
-
-A bound of a step's time that holds before anything is solved; the search prunes by it.
-
-It takes a total over all layers and holds for every way to cut the layers into stages.
+The bound of a step's time uses totals over all layers, and holds for every cut into stages. The
+search prunes with it.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What a pass of layers shares with other ranks: in all, and in each of the equal layers of it.
+    """What a pass of layers shares with other ranks: in total, and per layer of the equal ones.
 
-    `borders` of its stages begin with one of these, and as many end with one.
+    `borders` of its stages begin with an equal layer, and as many end with one.
     """
 
     parameter_bytes: int
@@ -48,17 +46,17 @@ class Shared:
 
     @property
     def other_parameter_bytes(self) -> int:
-        """Of the layers that are not among the equal ones."""
+        """Of the layers other than the equal ones."""
         return max(0, self.parameter_bytes - self.count * self.each_parameter_bytes)
 
     @property
     def other_gradient_bytes(self) -> int:
-        """Of the layers that are not among the equal ones."""
+        """Of the layers other than the equal ones."""
         return max(0, self.gradient_bytes - self.count * self.each_gradient_bytes)
 
 
 class DataBound:
-    """What sharing data adds to an arrangement's passes at least."""
+    """The least that sharing data adds to an arrangement's passes."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class DataBound:
         return self.arrangement.zero.divides_gradients and self.arrangement.data > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
-        """Return the least of every forward of layers."""
+        """Return the least time of a forward of layers."""
         if not self._gathers_always:
             return computing_seconds
         copied = self._copied_out(shared.parameter_bytes)
@@ -84,7 +82,7 @@ class DataBound:
         return self._overlapped(computing_seconds + copied, self._gathers(shared), alone=alone)
 
     def backward(self, computing_seconds: float, shared: Shared) -> float:
-        """Return the least of every backward of layers."""
+        """Return the least time of a backward of layers."""
         if not self.is_in_every_pass:
             return computing_seconds
         scatter = self._reduced(shared.each_gradient_bytes)
@@ -101,14 +99,14 @@ class DataBound:
         )
 
     def each_forward_more(self, cost: LayerCost) -> float:
-        """Return what one layer adds to a forward by sharing data; these add up to a stage's."""
+        """Return what one layer adds to a forward by sharing data; a stage's is the sum."""
         if not self._gathers_always:
             return 0.0
         gather = self._gather(cost.parameter_bytes)
         return self._copied_out(cost.parameter_bytes) + self.slowing * gather
 
     def each_backward_more(self, cost: LayerCost) -> float:
-        """Return the same for a backward."""
+        """Return what one layer adds to a backward by sharing data; a stage's is the sum."""
         if not self.is_in_every_pass:
             return 0.0
         copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
@@ -123,7 +121,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Return whether passes of these lengths may be those of their collectives alone."""
+        """Whether passes of these lengths may be as long as their collectives alone."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
@@ -132,7 +130,7 @@ class DataBound:
         ) or backward_seconds <= gather + self._reduced(gradient_bytes)
 
     def first_forward_more(self, computing_seconds: float, parameter_bytes: int) -> float:
-        """Return what gathering updated parameters adds to the first forward of the only stage."""
+        """Return what gathering updated parameters adds to the first forward of a single stage."""
         arrangement = self.arrangement
         is_gathered = arrangement.zero.gathers_updated or arrangement.zero.keeps_gathered
         if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
@@ -144,7 +142,7 @@ class DataBound:
         return more + self._copied_out(parameter_bytes)
 
     def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
-        """Return what reducing adds to the last backward of the only stage, if only to that."""
+        """Return what reducing adds to the last backward, for a single stage."""
         arrangement = self.arrangement
         if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
             return 0.0
@@ -164,7 +162,7 @@ class DataBound:
         return max(communicating, computing + alone + self.slowing * beside)
 
     def _copied_out(self, parameter_bytes: int) -> float:
-        """Gathered parameters are copied to where they are used."""
+        """Return the time of copying gathered parameters out of their buffer."""
         return parameter_bytes * self.copy_byte_seconds
 
     def _sent(self, gradient_bytes: float) -> float:
@@ -183,15 +181,15 @@ class DataBound:
 
 
 def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float:
-    """Return what no cut of the layers beats, given forward and backward of one microbatch.
+    """Return a lower bound of the step for all cuts, from one microbatch's forward and backward.
 
     GPipe and 1F1B: stage s computes nothing before the first microbatch has passed the stages
-    before it, nor after it has begun its way back through them, so T ≥ Σ_{j<s} t_j + m·t_s. Were
-    all p of these equal, with Σ t = L:
+    before it, nor after the last one has begun its way back through them, so T ≥ Σ_{j<s} t_j +
+    m·t_s. If all p of these are equal, with Σ t = L:
 
         T = L ÷ (1 − (1 − 1/m)^p)
 
-    and no other cut makes the greatest of them smaller. Other schedules: m·L ÷ p. Leaves out every
+    and no other cut makes the greatest of them smaller. Other schedules: m·L ÷ p. Leaves out all
     communication, the optimizer and the framework.
     """
     microbatches, ranks = arrangement.microbatches, arrangement.pipeline

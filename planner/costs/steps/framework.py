@@ -17,7 +17,7 @@ from autopar.planner.costs.ops.measurements import HostTimes, Measurements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What the frameworks of published runs cost their host for each layer."""
+    """Host time per layer of the frameworks in published runs."""
 
     op_seconds: float
     collective_seconds: float
@@ -27,9 +27,9 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkConstants:
-    """Everything that framework.toml holds; it says what each one means.
+    """The constants of framework.toml.
 
-    Where the hosts of all devices were measured, the seconds are theirs, and the optimizer has a
+    If the hosts of all devices were measured, the times are theirs, and the optimizer has a
     measured time per element.
     """
 
@@ -44,19 +44,20 @@ class FrameworkConstants:
     process_bytes: int
     margin: float
     host: HostWork
-    optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
-    optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
-    gathers_ahead: bool = False  # ZeRO-1, beside the next forward; emitted scripts wait before it
+    optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
+    optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
+    # ZeRO-1 gathers beside the next forward; emitted scripts wait before it
+    gathers_ahead: bool = False
 
     @property
     def is_measured(self) -> bool:
-        """Whether the seconds were measured on the devices at hand."""
+        """Whether the times were measured on these devices."""
         return self.optimizer_element_seconds is not None
 
 
 @cache
 def read_framework_constants() -> FrameworkConstants:
-    """Return the constants that are shipped with autopar."""
+    """Return the constants that autopar ships."""
     source = resources.files("autopar.planner.costs.steps").joinpath("framework.toml")
     table = tomllib.loads(source.read_text(encoding="utf-8"))
     step, memory = table["step"], table["memory"]
@@ -83,10 +84,10 @@ def read_framework_constants() -> FrameworkConstants:
 def framework_constants(
     devices: Iterable[Device], measured: Measurements | None = None
 ) -> FrameworkConstants:
-    """Return the constants for these devices: as measured where the hosts of all were.
+    """Return the constants for these devices; measured ones if all hosts were measured.
 
-    Ranks wait for each other at every step, so the slowest host counts. A process on a CPU has its
-    libraries alone, no context of a device, and its collectives take the cores that compute.
+    Ranks wait for each other in every step, so the slowest host counts. A process on a CPU has no
+    device context, and its collectives use the cores that compute.
     """
     kinds = dict.fromkeys(devices)
     constants = read_framework_constants()
@@ -115,8 +116,8 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
     )
 
 
-# Moved for one fp32 parameter: 28 by fused AdamW (adamw_fused_seconds), 12 by clipping, which reads
-# the gradient for the norm, and reads and writes it to scale it.
+# Bytes moved per fp32 parameter: 28 by fused AdamW (adamw_fused_seconds), 12 by clipping, which
+# reads the gradient for the norm, and reads and writes it to scale it.
 _FP32_BYTES = 40
 
 
@@ -129,15 +130,14 @@ def optimizer_seconds(
     rates: Throughput,
     element_seconds: float | None = None,
 ) -> float:
-    """Return the seconds of AdamW on fp32 state with the gradient's norm and clipping.
+    """Return the seconds of AdamW on fp32 states, including gradient norm and clipping.
 
-    seconds = passes · fused step. `passes` is what the norm, the scaling of gradients, the copies
-    between precisions and unfused kernels add to one fused kernel. It is 1: with the traffic of
-    clipping, which scripts do, published runs are predicted worse (median error 5.3 to 6.1 %; 5.5
-    % with the other constants fitted anew, on rows held out). Leaves out the launches of many small
-    parameters. `gradient_bytes` and `copy_bytes` are of one parameter. Where a profile measured the
-    time per element on fp32 state, clipping included, it stands in for all of that, plus the
-    traffic of the copies:
+    seconds = passes · fused step. `passes` would add the norm, scaling of gradients, copies between
+    precisions and unfused kernels to one fused kernel. It is 1: with the traffic of clipping, which
+    scripts do, published runs are predicted worse (median error 5.3 to 6.1 %; 5.5 % with the other
+    constants refitted, on rows held out). Leaves out the launches of many small parameters.
+    `gradient_bytes` and `copy_bytes` are of one parameter. A measured time per element on fp32
+    states, clipping included, replaces all of that, plus the traffic of copies:
 
         seconds  =  parameters · (element + element · copy bytes ÷ 40)
     """

@@ -1,10 +1,10 @@
-"""Turns the layers of a stage into what the fullest moment of a backward holds beside the state.
+"""Turns the layers of a stage into the peak of a backward, beside parameters and states.
 
-A backward runs the layers from the last to the first. It frees what a layer saved once the layer is
-done, and leaves the gradients of its weights:
+A backward runs the layers from the last to the first. After each layer it frees what the layer
+saved, and leaves the gradients of its weights:
 
     most     = max over moments of: activations + gradients + transient + unsharded
-    learning = the moment at which the heaviest gradient of a weight is made, in the weight's type,
+    learning = the moment at which the heaviest gradient of a weight is made, in the weight's dtype,
                and copied in fp32
 """
 
@@ -24,13 +24,13 @@ from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
 
 
 class Most(NamedTuple):
-    """What a rank holds at the fullest moment of a backward, beside the state.
+    """The peak of a rank in a backward, beside parameters and states.
 
-    `unsharded` are parameters that are gathered, and gradients on their way to where they stay.
+    `unsharded` are gathered parameters, and gradients that are not reduced yet.
     """
 
     activations: int
-    gradients: int  # made since the backward began, where those of the state are not all
+    gradients: int  # computed since the backward began, if gradients are not all allocated before
     transient: int
     unsharded: int
 
@@ -38,13 +38,13 @@ class Most(NamedTuple):
 def most_of_microbatches(
     loads: Sequence[StageLoad], moments: Moments, arrangement: Arrangement
 ) -> Most:
-    """Return what is held where several microbatches add to gradients that are there already.
+    """Return the peak if several microbatches accumulate into gradients.
 
-    activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
-                   and Σ saved · microbatches unanswered where the backward is not split
-    work         = of the stage that runs (`_work`)
+        activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
+                       and Σ saved · microbatches unanswered where the backward is not split
+        work         = of the stage that runs (`_work`)
 
-    Both are of the moment at which they are greatest together.
+    Both are of the moment at which their sum is greatest.
     """
     works = [_work(load, arrangement) for load in loads]
     held = np.zeros(len(moments.running), dtype=np.int64)
@@ -60,10 +60,10 @@ def most_of_microbatches(
 
 
 def _work(load: StageLoad, arrangement: Arrangement) -> Most:
-    """Return what a backward takes beside all that the stage saved; what it freed is subtracted.
+    """Return a backward's memory beside all that the stage saved, minus what it has freed.
 
-    The layer that needs most counts as if nothing were free by then. With ZeRO-0 and 1, gradients
-    of weights are added one by one to what earlier microbatches left:
+    The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
+    gradients of weights are added one by one to those of earlier microbatches:
 
         learning_l + fp32 and 16-bit gradient of a weight − Σ_{i > l} saved_i
     """
@@ -80,7 +80,7 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
 
 
 def _layer_that_needs_most(load: StageLoad, arrangement: Arrangement) -> tuple[int, int]:
-    """Return transient and unsharded bytes of the layer that needs most of both together."""
+    """Return transient and unsharded bytes of the layer with the largest sum of both."""
     every = (
         (
             work.cost.transient_bytes,
@@ -92,15 +92,15 @@ def _layer_that_needs_most(load: StageLoad, arrangement: Arrangement) -> tuple[i
 
 
 def work_bytes(load: StageLoad, arrangement: Arrangement) -> int:
-    """Return what the layer of a stage needs that needs most, while it runs."""
+    """Return the largest need of a stage's layers while they run."""
     return sum(_layer_that_needs_most(load, arrangement))
 
 
 def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return what a layer needs beyond its transient memory where ZeRO-2 and 3 divide its state.
+    """Return a layer's need beyond its transient memory if ZeRO-2 or 3 shards its state.
 
-    Its gradient comes whole only when what the ops after its last weights need is free again (the
-    loss behind the head), so that counts with what the ops with weights need.
+    Its whole gradient exists only after the ops behind its last weights (the loss behind the head)
+    have freed their memory. So it is added to the need of ops with weights.
     """
     if not arrangement.divides_gradients:
         return 0
@@ -121,15 +121,14 @@ def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
 
 
 def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
-    """Return what is held within the only backward of a step, which finds no gradients.
+    """Return the peak within the only backward of a step, which starts without gradients.
 
-    While layer l runs, those behind it have freed what they saved, and left their gradients:
+    While layer l runs, later layers have freed what they saved, and left their gradients:
 
         Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
         Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last weight has one
 
-    Of equal layers the first and the last are looked at: between them the sums grow or shrink
-    evenly.
+    Of equal layers only the first and the last are examined: between them the sums are monotonic.
     """
     held = load.saved_bytes
     moments: list[Most] = []
@@ -144,24 +143,24 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnePassMoment:
-    """One of equal layers runs in the only backward of a step: what lies beside activations."""
+    """A layer's turn in the only backward of a step: the memory beside activations."""
 
     work: LayerWork
-    done: int  # of these layers, in this backward
-    made_bytes: int  # gradients of the layers behind it, beside the state
-    after_bytes: int  # with its own
-    unsharded_bytes: int  # gathered parameters, and gradients that wait for more
-    coming_bytes: int  # of its own gradients, beside what stays of them
+    done: int  # equal layers done before it
+    made_bytes: int  # gradients of the layers behind it, if allocated separately
+    after_bytes: int  # the same with its own
+    unsharded_bytes: int  # gathered parameters, and gradients that wait for others
+    coming_bytes: int  # its own gradients while computed, beside the part that stays
 
     def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
-        """Return what is held while the layer runs in some mode, with what it and others saved."""
+        """Return the peaks while the layer runs in a mode, given what is saved."""
         return (
             Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
             _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
         )
 
     def needed_bytes(self, cost: LayerCost) -> int:
-        """Return the greater of both, beside what is saved."""
+        """Return the greater of both peaks, without what is saved."""
         return max(map(sum, self.most(cost, 0)))
 
 
@@ -170,9 +169,9 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    A layer's gradient lies there twice for a while: whole, beside the part that ZeRO-2 and 3 keep;
-    or one weight's in 16 bits, and in fp32 if a layer in front holds that weight. Where gradients
-    have buckets, these last, and what comes lies beside them until a bucket is complete.
+    A layer's gradient exists twice for a while: whole, beside the part that ZeRO-2 and 3 keep; or
+    one weight's in 16 bits and in fp32, if an earlier layer shares that weight. Buckets stay
+    allocated, and new gradients lie beside them until a bucket is complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
@@ -197,7 +196,7 @@ def moments_of_one_pass(
 
 
 def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return a layer's gradients while they are made, beside what stays of them."""
+    """Return a layer's gradients while they are computed, beside the part that stays."""
     if arrangement.divides_gradients:
         return cost.gradient_bytes
     held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
@@ -205,12 +204,12 @@ def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return a weight's gradient in 16 bits, of which it is made in fp32."""
+    """Return the 16-bit gradient of a weight, from which an fp32 one is made."""
     return cost.learned_gradient_bytes // 2 if arrangement.precision.is_half else 0
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients that wait for more; those of fully_shard in the type of the weights."""
+    """Return the gradients that wait for others; fully_shard has them in the weights' dtype."""
     is_narrow = arrangement.divides_gradients and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 
@@ -222,12 +221,15 @@ def _own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
 
 
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
-    """Return how much of the gradients that are made does not lie in buckets."""
+    """Return the bytes of computed gradients that are not in buckets."""
     return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes
 
 
 def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
-    """Return a moment of a weight's gradient: `learning` below 0 is what is free by then."""
+    """Return the peak when a weight's gradient is computed.
+
+    A negative `learning` is memory freed.
+    """
     freed = min(0, cost.learning_bytes)
     return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
 
@@ -242,10 +244,10 @@ def memory_of(
 
     state        = Σ over its stages, each category divided by the shard ranks where ZeRO says so
     backward     = activations + gradients + transient + unsharded of the fullest moment of any
-                   backward (`backward_memory.py`)
-    buffers      = the 16-bit copy of a bucket, where gradients travel so; else buckets are reduced
-                   where the gradients lie: under ZeRO-1 each rank's part of the mean comes there,
-                   and the rest of the bucket stays for the next step
+                   backward
+    buffers      = the 16-bit copy of a bucket, if gradients are sent so; else buckets are reduced
+                   in place: under ZeRO-1 each rank's part of the mean is written there, and the
+                   rest of the bucket stays for the next step
     margin       = share · all of these
     """
     if arrangement.is_one_pass:
@@ -269,7 +271,7 @@ def memory_of(
 
 
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:
-    """Return what libraries take on each rank, whatever it holds."""
+    """Return what libraries allocate on each rank, whatever it holds."""
     return (
         constants.context_bytes
         + constants.communicator_bytes * _communicators(arrangement)
@@ -280,13 +282,13 @@ def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> in
 def most_tensor_bytes(
     limit_bytes: int, arrangement: Arrangement, constants: FrameworkConstants
 ) -> float:
-    """Return what all tensors of a rank may take within its limit, a little more than allowed."""
+    """Return the limit for all tensors of a rank, slightly generous."""
     most = limit_bytes - context_bytes(arrangement, constants)
     return (most + 1) / (1.0 + constants.margin)
 
 
 def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return what a layer's parameters occupy on a rank, divided as ZeRO divides them."""
+    """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
     zero, shard = arrangement.zero, arrangement.shard
     return (
         _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
@@ -296,7 +298,7 @@ def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, int, int]:
-    """Return parameters, gradients and optimizer state, divided as far as ZeRO does."""
+    """Return parameters, gradients and optimizer states, as ZeRO divides them."""
     zero, shard = arrangement.zero, arrangement.shard
     return (
         _parameter_bytes(
@@ -310,9 +312,9 @@ def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, i
 
 
 def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
-    """Return the gradients that lie beside the activations of a forward.
+    """Return the gradients that are allocated during a forward.
 
-    Microbatches before have left them, or they have buckets, which stay from step to step.
+    Earlier microbatches left them, or they have buckets, which stay allocated.
     """
     if arrangement.is_one_pass and not arrangement.has_buckets:
         return 0
@@ -320,9 +322,9 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
 
 
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return parameters; ZeRO-2 and 3 hold parts of them in fp32, ZeRO-2 also the gathered ones.
+    """Return parameters; ZeRO-2 and 3 keep fp32 parts of them, ZeRO-2 also the gathered ones.
 
-    In 16 bits the parts of what is trained are the fp32 copy that counts as the optimizer's. Where
+    In 16 bits, the parts of trained parameters are the fp32 copy that counts with the optimizer. If
     a step is one pass, ZeRO-2 frees gathered layers one by one, and they count as unsharded.
     """
     if not arrangement.divides_gradients:
@@ -338,26 +340,26 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
 
 
 def lasting_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    """Return what stages hold throughout a step: state and copies of buckets."""
+    """Return what stages hold throughout a step: parameters, states, and copies of buckets."""
     return sum(_state(loads, arrangement)) + _bucket_bytes(loads, arrangement)
 
 
 def state_bytes(load: StageLoad, arrangement: Arrangement) -> int:
-    """Return what a stage's parameters occupy on its rank, divided as ZeRO divides them."""
+    """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
     return sum(_state([load], arrangement))
 
 
 def _bucket_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    """Return the copy of a bucket of ZeRO-0 and 1 that travels."""
+    """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
     if not arrangement.compressed_gradients or not arrangement.has_buckets:
         return 0
     return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
 
 
 def _communicators(arrangement: Arrangement) -> int:
-    """Return how many groups a rank is in: the world, and each axis of some of its ranks.
+    """Return the number of a rank's process groups: the world, and each axis with several ranks.
 
-    Copies of a sharded model have two more: who shares a copy, and who has the same shard.
+    With copies of a sharded model there are two more: the shard group and the replica group.
     """
     axes = (arrangement.pipeline, arrangement.data, arrangement.tensor)
     has_copies = 1 < arrangement.shard < arrangement.data
@@ -366,6 +368,6 @@ def _communicators(arrangement: Arrangement) -> int:
 
 
 def _pairs(arrangement: Arrangement) -> int:
-    """Return how many groups of two a rank may be in: one with each neighbour of its pipeline."""
+    """Return the number of a rank's groups of two: one with each pipeline neighbour."""
     has_pairs = SCHEDULES[arrangement.schedule].has_pairs
     return 2 * (has_pairs and arrangement.pipeline > 2)

@@ -1,15 +1,15 @@
-"""Turns layers and their collectives into seconds, where computing and communicating overlap.
+"""Turns layers and their collectives into seconds, with computing and communicating overlapped.
 
-Every function plays two streams, as a GPU runs them: one computes the layers in order, the other
-runs collectives in the order in which they are issued, one at a time. What they share:
+Every function simulates two streams, as on a GPU: one computes the layers in order, the other runs
+collectives in the order in which they are issued, one at a time. Parameters:
 
     slowdown   how much longer computing takes while a collective runs, as a fraction (0.1: a
                tenth), because collectives occupy multiprocessors and memory bandwidth
     Seconds    a formula or a measurement: the seconds of a collective for the bytes of the whole
                (unsharded) tensor, α included; `linear_seconds` makes one from α and β
 
-Left out everywhere: collectives that computing slows down, and two collectives at once (a reduction
-between nodes beside a gather within one).
+Leaves out that computing slows collectives down, and two collectives at once (a reduction between
+nodes beside a gather within one).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ Seconds = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
-    """What one layer computes and what its parameters weigh; the unit of gathering and reducing."""
+    """A layer's compute times, and the bytes of its parameters and gradients."""
 
     forward_seconds: float
     backward_seconds: float
@@ -33,21 +33,21 @@ class LayerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlapped:
-    """What it takes to compute and communicate at once."""
+    """The times of computing and communicating at once."""
 
     compute_seconds: float  # alone
     communication_seconds: float  # alone
-    slowdown_seconds: float  # what the collectives add to computing while they run beside it
-    exposed_seconds: float  # when collectives run and nothing is computed
+    slowdown_seconds: float  # added to computing by collectives that run beside it
+    exposed_seconds: float  # collectives run and nothing is computed
 
     @property
     def total_seconds(self) -> float:
-        """From the first to the last of both."""
+        """From the start of the first to the end of the last."""
         return self.compute_seconds + self.slowdown_seconds + self.exposed_seconds
 
 
 def linear_seconds(*, alpha_seconds: float, bytes_per_second: float) -> Seconds:
-    """Return the formula α + bytes / β; nothing takes no time."""
+    """Return the formula α + bytes / β; 0 bytes take no time."""
     return lambda size_bytes: alpha_seconds + size_bytes / bytes_per_second if size_bytes else 0.0
 
 
@@ -56,7 +56,7 @@ def hierarchical_reduction_seconds(
 ) -> Seconds:
     """Return RS(bytes) + AR(bytes / degree): HSDP shards within a group, then sums over replicas.
 
-    Left out: torch runs the all-reduce of one layer beside the reduce-scatter of the next.
+    Leaves out that torch runs the all-reduce of one layer beside the reduce-scatter of the next.
     """
     return lambda size_bytes: (
         reduce_scatter_seconds(size_bytes) + all_reduce_seconds(size_bytes / shard_degree)
@@ -66,14 +66,14 @@ def hierarchical_reduction_seconds(
 def bucketed_reduction(
     layers: Sequence[LayerLoad], reduction_seconds: Seconds, *, bucket_bytes: float, slowdown: float
 ) -> Overlapped:
-    """Return a backward with gradients reduced by the bucket: DDP; ZeRO-1/2 by reduce-scatter.
+    """Return a backward that reduces gradients bucket by bucket: DDP; ZeRO-1/2 by reduce-scatter.
 
-    Layers are given in the order of the forward and run in reverse. A bucket takes gradients until
-    it holds `bucket_bytes` or more, then it is reduced:
+    Layers are given in forward order and run in reverse. A bucket takes gradients until it holds
+    `bucket_bytes` or more, then it is reduced:
 
         start(bucket) = max(its last gradient, end of the bucket before)
 
-    With gradient accumulation it is the backward of the last microbatch. Left out: DDP's smaller
+    With gradient accumulation this is the backward of the last microbatch. Leaves out DDP's smaller
     first bucket (1 MiB), and copying gradients into buckets.
     """
     _require_layers(layers)
@@ -91,7 +91,7 @@ def bucketed_reduction(
 
 
 def buckets(layers_bytes: Iterable[float], bucket_bytes: float) -> Iterator[float]:
-    """Yield the bytes of each bucket that layers fill in this order; each layer goes into one."""
+    """Yield the bytes of each bucket that layers fill in this order; a layer is never divided."""
     filled_bytes = 0.0
     for size in layers_bytes:
         filled_bytes += size
@@ -109,8 +109,8 @@ def sharded_forward(
 
         step = G(0) + Σ_k max(forward(k), G(k + 1))        for slowdown 0
 
-    A gather starts when the layer before starts to compute, as fully_shard holds one layer ahead.
-    Left out: copying out of the gathered buffer, which runs on the stream that computes.
+    A gather starts when the layer before starts to compute, as fully_shard prefetches one layer.
+    Leaves out copying out of the gathered buffer, which runs on the compute stream.
     """
     _require_layers(layers)
     streams = _Streams().communicate(gather_seconds(layers[0].parameter_bytes)).joined()
@@ -130,15 +130,15 @@ def sharded_backward(
 ) -> Overlapped:
     """Return a backward of ZeRO-3 (fully_shard): gathers ahead, gradients reduce-scattered after.
 
-    In reverse order, while layer k computes its backward the gradients of layer k + 1 are reduced
-    and scattered, then layer k − 1 is gathered:
+    In reverse order, while layer k computes its backward, the gradients of layer k + 1 are
+    reduce-scattered, then layer k − 1 is gathered:
 
         step = G(n − 1) + Σ_k max(backward(k), R(k + 1) + G(k − 1)) + R(0)       for slowdown 0
 
-    A gather waits for the reduction issued before it. Where gathers take no time (parameters kept
-    whole after the forward: reshard_after_forward=False) none does, and computing never waits.
-    With recomputation the backward seconds contain the second forward; it gathers nothing more.
-    Accumulating gradients without reducing them is `scatter_seconds` of zero.
+    A gather waits for the reduction issued before it. If gathers take no time
+    (reshard_after_forward is False), computing never waits. With recomputation the backward seconds
+    include the second forward, which gathers nothing more. For accumulation without reduction,
+    `scatter_seconds` is zero.
     """
     _require_layers(layers)
     backward = tuple(reversed(layers))
@@ -155,7 +155,7 @@ def sharded_backward(
 def gathered_after_optimizer_seconds(
     layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float
 ) -> float:
-    """Return Σ G(bucket): ZeRO-1 gathers what the optimizer updated, and nothing overlaps it."""
+    """Return Σ G(bucket): ZeRO-1 gathers the updated parameters, and nothing overlaps with it."""
     _require_layers(layers)
     return sum(map(gather_seconds, buckets((one.parameter_bytes for one in layers), bucket_bytes)))
 
@@ -163,13 +163,13 @@ def gathered_after_optimizer_seconds(
 def forward_during_gather(
     layers: Sequence[LayerLoad], gather_seconds: Seconds, *, slowdown: float
 ) -> Overlapped:
-    """Return the forward of ZeRO-2 that begins while updated parameters are still gathered.
+    """Return ZeRO-2's forward, which begins while updated parameters are being gathered.
 
-    All layers are gathered one after another from the start, in the order of the forward:
+    All layers are gathered one after another from the start, in forward order:
 
         start(layer) = max(end of the layer before, Σ G of the layers up to its own)
 
-    That of the first microbatch of a step; the others find their parameters whole. Left out: a
+    This is the first microbatch of a step; the others find their parameters whole. Leaves out a
     limit on gathers issued ahead.
     """
     _require_layers(layers)
@@ -189,9 +189,9 @@ def _require_layers(layers: Sequence[LayerLoad]) -> None:
 
 
 class _Streams(NamedTuple):
-    """How far each stream has got, and what it has done so far.
+    """The times that the two streams have reached, and sums of what they did.
 
-    A tuple, for a step makes one for every layer of every stage that is priced.
+    A tuple, because one is created for every layer of every priced stage.
     """
 
     compute_end_seconds: float = 0.0
@@ -201,13 +201,13 @@ class _Streams(NamedTuple):
     slowdown_seconds: float = 0.0
 
     def communicate(self, seconds: float) -> "_Streams":
-        """Issue a collective now, that is where computing has got to."""
+        """Issue a collective at the time that computing has reached."""
         compute_end, end, computed, communicated, slowed = self
         start = max(compute_end, end)
         return _Streams(compute_end, start + seconds, computed, communicated + seconds, slowed)
 
     def compute(self, seconds: float, slowdown: float) -> "_Streams":
-        """Compute, slower while the collectives run that are issued already."""
+        """Compute; slower while issued collectives run."""
         compute_end, end, computed, communicated, slowed = self
         beside = max(0.0, end - compute_end)
         more = min(seconds * slowdown, beside * slowdown / (1 + slowdown))
@@ -223,7 +223,7 @@ class _Streams(NamedTuple):
         return self.waiting_until(self.communication_end_seconds)
 
     def result(self) -> Overlapped:
-        """Return what both streams did; to be asked when they have joined."""
+        """Return what both streams did, after they have joined."""
         exposed = self.compute_end_seconds - self.compute_seconds - self.slowdown_seconds
         return Overlapped(
             compute_seconds=self.compute_seconds,

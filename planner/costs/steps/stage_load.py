@@ -1,4 +1,4 @@
-"""Sums the layers of a stage, and tells which ranks share them."""
+"""Sums the layers of a stage, and finds the process groups of its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Equal layers in a row, as far as ranks that share the data are concerned."""
+    """Consecutive layers that are equal for the ranks that share the data."""
 
     load: LayerLoad
     statistics: Statistics
@@ -35,7 +35,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """What equal layers take while they run; with ZeRO-3 the one before is gathered already."""
+    """The memory of equal layers while they run; with ZeRO-3 the next one is gathered already."""
 
     cost: LayerCost
     count: int
@@ -44,7 +44,7 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """One stage: the seconds of one microbatch, and what its parameters weigh on one rank."""
+    """A stage: the seconds of one microbatch, and the bytes of its parameters on one rank."""
 
     forward_seconds: float
     backward_seconds: float
@@ -71,16 +71,19 @@ class StageLoad:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a schedule may make it in two halves, which would compute again twice."""
+        """Whether a schedule may split its backward.
+
+        With recomputation it may not: it would run twice.
+        """
         return not self.recompute_seconds
 
     def stage_seconds(
         self, *, forward_more: float, backward_more: float, action_seconds: float, splits: bool
     ) -> StageSeconds:
-        """Return what a schedule needs to know, with what passes wait for and actions take.
+        """Return a stage's times for a schedule, including waits and the host's time per action.
 
-        `splits` says whether it is called for both halves of its backward. One that computes
-        activations again does all in the first.
+        `splits` says whether the schedule splits its backward. A stage with recomputation does
+        everything in the first half.
         """
         backward = self.backward_seconds + backward_more + action_seconds
         whole = StageSeconds(
@@ -98,14 +101,14 @@ class StageLoad:
         )
 
 
-# What a stage has of each layer's cost, under the same name.
+# Fields that are sums of each layer's cost, with the same name.
 _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(LayerCost)} - {
     "output_bytes"
 }
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
-    """Return the sums over the layers of one stage; a row of one object is summed at once."""
+    """Return the sums over the layers of a stage; a run of one object is summed at once."""
     runs = tuple(_runs(layers))
 
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
@@ -149,29 +152,29 @@ _NORM_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """The shapes of all groups, and the rates of the unlike devices of each pipeline rank."""
+    """The shapes of all groups, and the rates of each pipeline rank's unlike devices."""
 
     tensor: GroupShape
     data: GroupShape
     shard: GroupShape
     replicas: GroupShape
-    neighbours: GroupShape  # of two stages in a row
+    neighbours: GroupShape  # of two consecutive stages
     ends: GroupShape  # of the first and the last stage
     stages: GroupShape  # all of a pipeline
     stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
     peak_flops_per_second: float
 
     def transfer_seconds(self, size_bytes: int) -> float:
-        """Return the seconds of one tensor from a stage to the next."""
+        """Return the seconds to send a tensor from a stage to the next."""
         return collective_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
 
     def slowest_rates(self, rank: int) -> Throughput:
-        """Return the rates of the device of a pipeline rank that moves bytes slowest."""
+        """Return the rates of the pipeline rank's device with the least memory bandwidth."""
         return min(self.stage_rates[rank], key=_stream)
 
     @property
     def fastest_rates(self) -> Throughput:
-        """Return the rates of the pipeline rank whose slowest device is fastest at moving bytes."""
+        """Return the rates of the pipeline rank whose slowest device has the most bandwidth."""
         return max((min(rates, key=_stream) for rates in self.stage_rates), key=_stream)
 
 
@@ -201,7 +204,7 @@ class _Degrees:
 
 
 def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
-    """Return the groups of an arrangement on a cluster, remembered."""
+    """Return the groups of an arrangement on a cluster. Cached."""
     degrees = _Degrees(
         pipeline=arrangement.pipeline,
         data=arrangement.data,

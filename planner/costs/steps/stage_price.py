@@ -1,18 +1,16 @@
-"""Prices a stage alone, and what the ranks that share its data send.
+"""Prices a single stage, including the collectives of the ranks that share its data.
 
-Turns a stage and the ranks that share its data into seconds of gathering and reducing.
-
-    ZeRO 0      all-reduce of the gradients, by the bucket, beside the last backward
-    ZeRO 1      reduce-scatter likewise; the updated parameters are gathered before all else
+    ZeRO 0      all-reduce of the gradients by buckets, beside the last backward
+    ZeRO 1      reduce-scatter likewise; updated parameters are gathered before everything else
     ZeRO 2      as 1, but layer by layer, the gathers beside the first forward, and every microbatch
                 scatters, since no rank keeps whole gradients
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
-Batch norms see the rows of all ranks, in every pass (norm_statistics.py).
+Batch norms see the rows of all ranks, in every pass.
 
-Where a sharded copy lies on fewer ranks than share the data (HSDP), what was scattered is summed
-over the copies. One bucket that holds everything is a reduction which nothing overlaps.
+If a sharded copy lies on fewer ranks than share the data (HSDP), scattered gradients are summed
+over the copies. A single bucket with everything is a reduction that overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -54,41 +52,41 @@ from autopar.planner.costs.steps.stage_load import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataGroups:
-    """The ranks that share the data of a stage, and how they share its state."""
+    """The ranks that share the data of a stage, and how they share parameters and states."""
 
     data: GroupShape  # all of them
-    shard: GroupShape  # hold one sharded copy between them
-    replicas: GroupShape  # hold the same part of different copies
+    shard: GroupShape  # ranks that hold one sharded copy together
+    replicas: GroupShape  # ranks that hold the same part of different copies
     zero: Zero
     bucket_bytes: int
-    gradient_share: float  # of the gradient's bytes that travel: a half when sent in 16 bits
+    gradient_share: float  # the fraction of a gradient's bytes that is sent: a half in 16 bits
     slowdown: float
-    copy_byte_seconds: float  # between what is sent and where it is used
+    copy_byte_seconds: float  # of copying between communication buffers and parameters
     gathers_ahead: bool = False  # of ZeRO-1: beside the next forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSeconds:
-    """What sharing data adds to a stage, beyond computing; `alone` is without any overlap."""
+    """What sharing data adds to a stage's compute time; `alone` is without overlap."""
 
     each_forward: float
     each_backward: float
-    last_backward: float  # more, after the last microbatch
-    first_forward: float  # more, before the first microbatch
-    gathers_alone: float  # of one step, with m microbatches
+    last_backward: float  # added to the last backward
+    first_forward: float  # added to the first forward
+    gathers_alone: float  # of a step with m microbatches
     reductions_alone: float
-    gathers: int  # collectives of one step
+    gathers: int  # number of collectives in a step
     reductions: int
-    synchronising: Synchronising = NO_WAIT  # of one microbatch; not in the above
+    synchronising: Synchronising = NO_WAIT  # of one microbatch; not included above
 
     @property
     def forward_wait(self) -> float:
-        """What every forward waits for."""
+        """Waiting time of every forward."""
         return self.each_forward + self.synchronising.forward_seconds
 
     @property
     def backward_wait(self) -> float:
-        """What every backward waits for."""
+        """Waiting time of every backward."""
         return self.each_backward + self.synchronising.backward_seconds
 
 
@@ -118,7 +116,7 @@ def data_seconds(
 
 
 def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad, ...]:
-    """Return the layers with gradients as they travel; one by one."""
+    """Return the layers one by one, with gradients in the dtype in which they are sent."""
     return tuple(
         load
         for one in layers
@@ -128,7 +126,7 @@ def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad
 
 
 def copy_byte_seconds(rates: Throughput) -> float:
-    """Return what fully_shard takes to copy a byte into or out of a buffer: a read and a write."""
+    """Return fully_shard's time to copy a byte into or out of a buffer: a read and a write."""
     return 2 / rates.stream_bytes_per_second
 
 
@@ -151,12 +149,12 @@ def _reducing(groups: DataGroups) -> Seconds:
 
 
 def _seconds(collective: Collective, shape: GroupShape) -> Seconds:
-    """Return what so many bytes take, remembered by the size alone."""
+    """Return a function: the seconds of a collective by its bytes. Cached."""
     return lru_cache(maxsize=256)(lambda size: collective_seconds(collective, size, shape))
 
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    """Return ZeRO-3; what is gathered is copied out of its buffer, gradients into theirs."""
+    """Return ZeRO-3; gathered parameters are copied out of a buffer, gradients into one."""
     gather, scatter, each = _gathering(groups), _reducing(groups), groups.copy_byte_seconds
     copied = tuple(
         replace(
@@ -242,14 +240,14 @@ def _added(overlapped: Overlapped) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrice:
-    """The seconds and bytes of one stage."""
+    """The seconds and bytes of a stage."""
 
     load: StageLoad
     data: DataSeconds
-    seconds: StageSeconds  # as the schedule sees it
-    transfer_seconds: float  # of what it gives to the next stage, of one microbatch
+    seconds: StageSeconds  # for the schedule
+    transfer_seconds: float  # to send its results to the next stage, for one microbatch
     reduction_seconds: float  # after its last backward: over the data ranks and the tensor axis
-    optimizer_seconds: float  # those of the stages of a rank add up
+    optimizer_seconds: float  # the stages of a rank add up
 
 
 def stage_price(
@@ -276,7 +274,7 @@ def stage_price(
             forward_more=data.forward_wait,
             backward_more=data.backward_wait,
             action_seconds=constants.action_seconds,
-            splits=splits and stage > 0,  # the first one has weights alone to make gradients for
+            splits=splits and stage > 0,  # the first stage has no input gradients
         ),
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
         reduction_seconds=data.last_backward
@@ -315,7 +313,7 @@ def _optimizer_seconds(
 def data_groups(
     groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants, *, stage: int
 ) -> DataGroups:
-    """Return how the ranks that share the data of a stage share its state."""
+    """Return how the ranks that share a stage's data share its parameters and states."""
     rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
     return DataGroups(
         data=groups.data,
@@ -331,5 +329,5 @@ def data_groups(
 
 
 def sent_share(arrangement: Arrangement) -> float:
-    """Return how much of a gradient's bytes travels: LayerCost counts fp32."""
+    """Return the fraction of a gradient's bytes that is sent; LayerCost counts fp32."""
     return 0.5 if arrangement.compressed_gradients else 1.0

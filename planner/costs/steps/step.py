@@ -1,10 +1,10 @@
-"""Puts stages, schedule, data parallelism and optimizer together into what one step takes.
+"""Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
     step = first gather + pipeline(m microbatches) + last reduction + sums over the tensor axis
-         + optimizer + framework
+           + optimizer + framework
 
-Stages are given in their order in the model; the schedule says which rank runs which. Each stage's
-layers are priced for the slowest of its rank's devices (costs/layers/slowest.py).
+Stages are given in their order in the model; the schedule determines which rank runs which. Each
+stage's layers are priced for the slowest of its rank's devices (costs/prediction.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def predict(
     model_flops: int,
     tied_gradient_bytes: int = 0,
 ) -> Prediction:
-    """Return what one step takes: seconds by term, communication, and each stage with its memory.
+    """Return a step's prediction: seconds by term, communication, and each stage with its memory.
 
     `tied_gradient_bytes` are of weights that the first and the last stage share. `model_flops` are
     of one step on all ranks.
@@ -79,7 +79,7 @@ def step_of(
     tied_gradient_bytes: int = 0,
     is_net_measured: bool = False,
 ) -> StepTerms:
-    """Return the step of stages that are priced."""
+    """Return the step of priced stages."""
     loads = tuple(price.load for price in prices)
     ranks = [_rank(stage, arrangement) for stage in range(len(prices))]
     scheduled = tuple(price.seconds for price in prices)
@@ -114,7 +114,7 @@ def _is_net_measured(cluster: Cluster) -> bool:
 
 
 def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
-    """Return what the schedule needs to know of an arrangement."""
+    """Return the ranks, stages and microbatches of an arrangement."""
     return PipelineShape(
         ranks=arrangement.pipeline,
         stages_per_rank=arrangement.stages_per_rank,
@@ -123,7 +123,7 @@ def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
 
 
 def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: int) -> float:
-    """Return the seconds of summing weights that the first and the last stage share."""
+    """Return the seconds to sum gradients of weights shared by the first and the last stage."""
     if arrangement.pipeline == 1:
         return 0.0
     return summed_seconds(groups.ends, gradient_bytes * sent_share(arrangement))
@@ -149,8 +149,9 @@ def _last_reduction_seconds(
 ) -> float:
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
-    A rank begins when its own last backward ends; those of the last stages end first. Parameters
-    that are whole on the tensor axis, but saw only a part of the sequence, are summed over it.
+    A rank begins after its own last backward; ranks of the last stages begin first. Gradients of
+    parameters that are whole on the tensor axis, but saw only a part of the sequence, are summed
+    over that axis.
     """
     ends = list(pipeline.rank_ends_seconds)
     for rank, price in zip(ranks, prices, strict=True):
@@ -159,7 +160,7 @@ def _last_reduction_seconds(
 
 
 def _optimizer_seconds(prices: Sequence[StagePrice], ranks: Sequence[int]) -> float:
-    """Return the slowest rank's optimizer; all wait for it, since the norm is that of all."""
+    """Return the slowest rank's optimizer seconds; all wait for it, since the norm is global."""
     seconds = [0.0] * (max(ranks) + 1)
     for rank, price in zip(ranks, prices, strict=True):
         seconds[rank] += price.optimizer_seconds

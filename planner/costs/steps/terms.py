@@ -1,4 +1,4 @@
-"""Tells where the seconds of a step go: terms that sum to it, and each kind of communication."""
+"""Splits the seconds of a step into terms, and lists each kind of communication."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
 
-_ROUNDING = 1e-12  # of a sum, far below what any bubble is
+_ROUNDING = 1e-12  # of a sum, far smaller than any bubble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """Everything that the seconds of one step are made of."""
+    """The inputs of a step's terms."""
 
     arrangement: Arrangement
     loads: tuple[StageLoad, ...]
@@ -35,9 +35,9 @@ class StepTerms:
     optimizer_seconds: float
     framework_step_seconds: float
     framework_action_seconds: float
-    splitting_seconds: tuple[float, ...]  # of a backward of each stage
-    is_host_measured: bool = False  # optimizer and framework, as on the devices at hand
-    is_net_measured: bool = False  # latency and rate of every link
+    splitting_seconds: tuple[float, ...]  # added to a backward of each stage by splitting it
+    is_host_measured: bool = False  # optimizer and framework were measured on these devices
+    is_net_measured: bool = False  # latency and rate of every link were measured
 
     @property
     def seconds(self) -> float:
@@ -50,19 +50,19 @@ class StepTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busiest:
-    """What the rank that computes most does in one step."""
+    """The times of the rank with the most work in a step."""
 
     compute_seconds: float
     recompute_seconds: float
     tensor_seconds: float
-    data_seconds: float  # waited for within the microbatches
+    data_seconds: float  # waits within the microbatches
     framework_seconds: float
     measured_seconds: float
     stages: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """The sum of all its times."""
         return (
             self.compute_seconds + self.recompute_seconds + self.tensor_seconds
             + self.data_seconds + self.framework_seconds
@@ -70,7 +70,7 @@ class Busiest:
 
 
 def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
-    """Return the terms of the busiest rank; what it does not do of the pipeline is its bubble."""
+    """Return the terms of the busiest rank; the rest of the pipeline's time is its bubble."""
     busiest = busiest_rank(step)
     exposed = (
         busiest.data_seconds
@@ -94,13 +94,13 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
 
 
 def _idle_seconds(step: StepTerms, busiest: Busiest) -> float:
-    """Return what is left of the pipeline; what sums differ by in their last digits is nothing."""
+    """Return the idle time of the pipeline; rounding differences count as 0."""
     rest = step.pipeline_seconds - busiest.seconds
     return rest if rest > _ROUNDING * step.pipeline_seconds else 0.0
 
 
 def busiest_rank(step: StepTerms) -> Busiest:
-    """Return what the rank with most to do does."""
+    """Return the times of the rank with the most work."""
     arrangement = step.arrangement
     stages: list[list[int]] = [[] for _ in range(arrangement.pipeline)]
     for stage in range(len(step.loads)):
@@ -139,7 +139,7 @@ def _provenance(busiest: Busiest) -> Provenance:
 def communication_terms(
     step: StepTerms, groups: RankGroups, *, tied_gradient_bytes: int
 ) -> tuple[CommunicationTerm, ...]:
-    """Return each kind of communication of the busiest rank, those that take no time left out."""
+    """Return each kind of communication of the busiest rank that takes time."""
     busiest = busiest_rank(step)
     terms = (
         _tensor_term(step, busiest),
@@ -160,7 +160,7 @@ def communication_terms(
 
 
 def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
-    """Return that of the layers' own collectives; the layouts of the plan say which they are."""
+    """Return the term of the layers' own collectives; the plan's layouts determine them."""
     return CommunicationTerm(
         reason="activations split over the tensor axis",
         collective="as the layouts say",
@@ -173,7 +173,7 @@ def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
 
 
 def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm]:
-    """Yield gathers and reductions; what a backward waits for of both is told with the latter."""
+    """Yield gathers and reductions; waits of a backward for both count as reductions."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
     loads = [step.loads[stage] for stage in busiest.stages]
@@ -232,7 +232,7 @@ def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> C
 
 
 def _pipeline_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
-    """Return what the rank receives: activations from the stage before, gradients from after."""
+    """Return the tensors that the rank receives: activations, and their gradients."""
     received = [
         border
         for stage in busiest.stages

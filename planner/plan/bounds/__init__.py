@@ -1,1 +1,1 @@
-"""Bounds a step from below before it is solved, each sharper and dearer than the one before."""
+"""Lower bounds of a step before it is solved, each sharper and slower than the one before."""

@@ -1,14 +1,14 @@
-"""Bounds from below the time of a pipeline's slowest rank for one microbatch, before any cut.
+"""Lower bounds of the slowest rank's time for one microbatch, over all cuts.
 
-Layers are not divisible: of n equal ones some rank has ⌈n ÷ p⌉, and one rank has the head beside
-its own. A rank holds at most, within T seconds and M bytes, K microbatches in flight,
+Layers are not divisible: of n equal ones some rank has ⌈n ÷ p⌉, and one rank also has the head.
+Within T seconds, M bytes, and with K microbatches in flight, a rank holds at most
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most, M less what a layer needs while it runs in the mode; with several
-stages, x of each, with its own K and share of M. With o the seconds of the longest other layer, O
-those of all others, and t the least of a layer that repeats, all find a place at T only if one rank
-has o beside its own, and O fills the gaps:
+of the layers that repeat most; M excludes what a layer needs while it runs in the mode. With
+several stages, there is an x for each, with its own K and share of M. Let o be the seconds of the
+longest other layer, O those of all others, and t the least of a repeated layer. All layers fit
+within T only if one rank has o beside its own, and O fits into the gaps:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
@@ -24,63 +24,63 @@ from dataclasses import dataclass
 
 from autopar.planner.costs.prediction import Modes, Recompute
 
-_HALVINGS = 18  # of the interval in which the bottleneck lies: to a few millionths of it
+_HALVINGS = 18  # bisections of the bottleneck's interval: to a few millionths of it
 _ROUNDING = 1e-6  # of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to run a layer: its seconds and what it saves, both for one microbatch."""
+    """A recompute mode of a layer: its seconds and saved bytes for one microbatch."""
 
     forward_seconds: float
     backward_seconds: float
-    weight_gradient_seconds: float  # of the backward, where the two are apart
+    weight_gradient_seconds: float  # the part of the backward, if split
     saved_bytes: float
-    transient_bytes: float  # beside these, while it runs
+    transient_bytes: float  # in addition, while it runs
 
     @property
     def seconds(self) -> float:
-        """Of both passes."""
+        """Of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBlock:
-    """The layers that repeat most, and the least seconds of each of the others.
+    """The most frequent equal layers, and the least seconds of each other layer.
 
-    The first mode computes nothing again.
+    The first mode is without recomputation.
     """
 
     count: int
     others: tuple[float, ...]
     modes: tuple[Mode, ...]
-    parameter_bytes: int  # of one of them
+    parameter_bytes: int  # of one layer
     gradient_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRoom:
-    """What the layers that repeat may take on one stage: bytes, for so many microbatches."""
+    """The memory of a stage for repeated layers, and its microbatches in flight."""
 
     in_flight: int
     size_bytes: float
-    reserved_bytes: float = 0.0  # of these, for what a layer needs while it runs
+    reserved_bytes: float = 0.0  # part of it that a layer needs while it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRoom:
-    """What the ranks of a pipeline may hold, each on its stages."""
+    """The memory of each rank of a pipeline, by stage."""
 
     ranks: tuple[tuple[StageRoom, ...], ...]
-    state_bytes: float  # of one of the layers that repeat
-    unsharded_bytes: float  # of one of them, while it runs
-    transient_bytes: float  # that every stage has at least
+    state_bytes: float  # of one repeated layer
+    unsharded_bytes: float  # of one repeated layer, while it runs
+    transient_bytes: float  # of every stage at least
     margin: float
-    is_one_pass: bool = False  # layers are freed on the way: their needs do not meet
+    is_one_pass: bool = False  # layers are freed one by one, so their needs do not add up
 
 
 def block(rows: Sequence[Modes]) -> LayerBlock:
-    """Return the most frequent of a row of layers, with the others."""
+    """Return the most frequent layers of a row, and the others."""
     numbers: dict[int, int] = {}
     for modes in rows:
         numbers[id(modes)] = numbers.get(id(modes), 0) + 1
@@ -105,14 +105,14 @@ def block(rows: Sequence[Modes]) -> LayerBlock:
 
 
 def least_layer_seconds(modes: Modes) -> float:
-    """Return what a layer takes at least, in whichever mode."""
+    """Return the least time of a layer over its modes."""
     return min(one.forward_seconds + one.backward_seconds for one in modes.values())
 
 
 def free_bottleneck_seconds(
     count: int, seconds: float, others: Sequence[float], *, ranks: int
 ) -> float:
-    """Return the least time of the slowest rank where memory plays no part."""
+    """Return the least time of the slowest rank, without memory limits."""
     if not seconds:
         return max(0.0, *others, sum(others) / ranks)
     endless = _Curve(times=(0.0, count * seconds), layers=(0.0, float(count)))
@@ -121,7 +121,7 @@ def free_bottleneck_seconds(
 
 
 def least_bottleneck_seconds(repeated: LayerBlock, room: PipelineRoom) -> float:
-    """Return the least time of the slowest rank within the memory; infinite where none fits."""
+    """Return the least time of the slowest rank within the memory; infinite if nothing fits."""
     ranks = len(room.ranks)
     fastest = min(mode.seconds for mode in repeated.modes)
     free = free_bottleneck_seconds(repeated.count, fastest, repeated.others, ranks=ranks)
@@ -139,7 +139,7 @@ def least_bottleneck_seconds(repeated: LayerBlock, room: PipelineRoom) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """The most layers of a rank by the time that they take: corners, concave between them."""
+    """The most layers of a rank as a function of time: corners of a concave curve."""
 
     times: tuple[float, ...]
     layers: tuple[float, ...]
@@ -154,17 +154,17 @@ class _Curve:
         return math.floor(n0 + (n1 - n0) * (seconds - t0) / (t1 - t0) + _ROUNDING)
 
 
-_Curves = Sequence[tuple[_Curve, int]]  # each with the number of its ranks
+_Curves = Sequence[tuple[_Curve, int]]  # each with its number of ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """How many of the layers that repeat each rank holds at most, by the time that they take."""
+    """The most repeated layers that each rank can hold, as a function of their time."""
 
     ranks: tuple[_Curve, ...]
 
     def least(self, weights: Sequence[float], layers: float, *, within_seconds: float) -> float:
-        """Return the least Σ weight · layers over the ranks, whose weights ascend."""
+        """Return the least Σ weight · layers over the ranks; weights are ascending."""
         total = 0.0
         for weight, curve in zip(weights, self.ranks, strict=True):
             here = min(layers, curve.whole(within_seconds))
@@ -174,13 +174,13 @@ class Places:
 
 
 def places(repeated: LayerBlock, room: PipelineRoom) -> Places:
-    """Return the places of a pipeline's ranks within the memory."""
+    """Return how many layers the pipeline's ranks can hold within the memory."""
     known = {rooms: _curve(repeated.modes, rooms, room) for rooms in dict.fromkeys(room.ranks)}
     return Places(ranks=tuple(known[rooms] for rooms in room.ranks))
 
 
 def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: PipelineRoom) -> _Curve:
-    """Return the curve of a rank: its stages' pieces, those with most layers per second first."""
+    """Return a rank's curve: the pieces of its stages, most layers per second first."""
     pieces = [piece for one in rooms for piece in _pieces(modes, one, room)]
     times, layers = [0.0], [0.0]
     for seconds, number in sorted(pieces, key=lambda piece: piece[0] / piece[1]):
@@ -192,10 +192,10 @@ def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: PipelineRoom
 def _pieces(
     modes: Sequence[Mode], stage: StageRoom, room: PipelineRoom
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds and layers from corner to corner: memory filled in one mode, then in another.
+    """Yield seconds and layers between corners: memory filled in one mode, then in another.
 
-    A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.
-    In the only backward of a step nothing is freed before the last layer runs, in whichever mode.
+    A mix of modes divides the memory, so it lies below the hull of the single modes. In the only
+    backward of a step, nothing is freed before the last layer runs, in any mode.
     """
     corners = []
     size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))
@@ -219,7 +219,7 @@ def _pieces(
 def _least_time(
     curves: _Curves, count: int, seconds: float, others: Sequence[float], *, top: float
 ) -> float:
-    """Return the least time, less a few millionths, at which all layers find a place."""
+    """Return the least time, minus a few millionths, within which all layers fit."""
     ranks, together = sum(number for _, number in curves), sum(others)
     low = (count * seconds + together) / ranks
     top = max(low, top)
@@ -234,7 +234,7 @@ def _least_time(
 
 
 def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
-    """Return how many of the repeated layers have a place beside the longest of the others."""
+    """Return how many repeated layers fit beside the longest other layer."""
     longest = max(others, default=0.0)
     if longest > most * (1.0 + _ROUNDING):
         return -1
@@ -245,7 +245,7 @@ def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
 
 
 def _placed_beside(most: float, seconds: float, together: float, ranks: int) -> float:
-    """Return how many of the repeated layers have a place beside all of the others."""
+    """Return how many repeated layers fit beside all other layers."""
     if not seconds:
         return math.inf
     each = math.floor(most / seconds + _ROUNDING)

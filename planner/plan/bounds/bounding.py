@@ -1,9 +1,8 @@
-"""Bounds what a node of the search can come to, from the layouts that are solved by then.
+"""Bounds a node of the search, from the layouts that have been solved so far.
 
-What the bounds need to know of layouts inside the layers: of one solution, or of any at least.
-
-Layouts that nobody has solved yet take no less time than the fastest ones, and hold, send, update
-and compute again no less than all of it, split evenly among the ranks of the tensor axis.
+The bounds use facts about layouts inside layers: of one solution, or lower limits of all. Unsolved
+layouts take at least the time of the fastest ones. They hold, send, update and recompute at least
+the total of the unsplit layers, divided evenly by the tensor ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, inside_of
 from autopar.planner.plan.solving.costing import Inside
 
-_DIVIDED = (  # among the ranks of the tensor axis, at most
+_DIVIDED = (  # divided by the tensor ranks, at most
     *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),
     *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
 )
@@ -50,31 +49,31 @@ _DIVIDED = (  # among the ranks of the tensor axis, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFacts:
-    """What the bounds need to know of the layers in some layouts."""
+    """Facts about the layers in some layouts, for the bounds."""
 
     totals: LeastTotals
     ladder: Ladder
     block: LayerBlock
     ends: Ends
-    repeated: LayerCost  # one of the block's layers
-    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its number
+    repeated: LayerCost  # one of the repeated layers
+    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its count
 
     def state_bytes(self, arrangement: Arrangement) -> int:
-        """Return the state of all layers, as ZeRO divides it."""
+        """Return the bytes of parameters, gradients and states of all layers under ZeRO."""
         return sum(
             number * layer_state_bytes(modes[Recompute.NONE], arrangement)
             for modes, number in self.kinds
         )
 
     def least_alone_bytes(self, arrangement: Arrangement) -> int:
-        """Return what some layer needs at least, were it alone on its rank."""
+        """Return the least memory of any single layer on a rank."""
         return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
 
     def transient_bytes(self, arrangement: Arrangement) -> int:
-        """Return what every stage has at least, beside all that it keeps.
+        """Return the least transient memory of every stage.
 
-        The one of no pipeline has every layer in it. In the only backward of a step, all is kept
-        while the last layer runs alone.
+        Without a pipeline, the single stage has every layer. In the only backward of a step,
+        everything is saved while the last layer runs.
         """
         if arrangement.pipeline > 1:
             return 0
@@ -84,7 +83,7 @@ class LayoutFacts:
 
 
 def facts_of(row: Sequence[Modes]) -> LayoutFacts:
-    """Return the facts of a row of layers, one object for equal ones."""
+    """Return the facts of a row of layers; equal layers are one object."""
     numbers = Counter(map(id, row))
     kinds = {id(modes): modes for modes in row}
     repeated = kinds[max(numbers, key=lambda one: numbers[one])]
@@ -99,7 +98,7 @@ def facts_of(row: Sequence[Modes]) -> LayoutFacts:
 
 
 def of_any(fastest: Sequence[Modes], unsplit: Sequence[Modes], *, degree: int) -> tuple[Modes, ...]:
-    """Return each layer as no layouts beat it, from the fastest ones and from one rank's."""
+    """Return lower bounds of each layer over all layouts, from the fastest and unsplit ones."""
     known: dict[tuple[int, int], Modes] = {}
     row = []
     for own, whole in zip(fastest, unsplit, strict=True):
@@ -156,8 +155,8 @@ def _totals(plain: Sequence[LayerCost]) -> LeastTotals:
     )
 
 
-Kinds = tuple[Kind, ...]  # of pipeline ranks that differ
-Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
+Kinds = tuple[Kind, ...]  # distinct kinds of pipeline ranks
+Rooms = tuple[tuple[StageRoom, ...], ...]  # of each rank, by stage
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
 _NEVER = Pressed(
@@ -166,7 +165,7 @@ _NEVER = Pressed(
 
 
 class Bounds:
-    """What no leaf below a node beats, under one objective."""
+    """Lower bounds of all leaves below a node, under one objective."""
 
     def __init__(self, questions: Questions, objective: Objective) -> None:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
@@ -178,7 +177,7 @@ class Bounds:
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
-        """Return what no variant of a point beats, whatever the layouts."""
+        """Return a lower bound of all variants of a point, in any layouts."""
         if self.objective is Objective.MEMORY:
             return float(self.least_memory(replace(point, zero=max(Zero))))
         least = [
@@ -189,7 +188,7 @@ class Bounds:
         return max(through, point.microbatches * slowest)
 
     def least_on(self, tensor: int, share: RowShare) -> LeastLayers:
-        """Return what the layers take at least on a device, for its rows."""
+        """Return the least times of the layers on a device, for its rows."""
         key = tensor, share
         if key not in self._least:
             self._least[key] = least_layers(
@@ -201,19 +200,19 @@ class Bounds:
         return self._least[key]
 
     def without_memory(self, arrangement: Arrangement) -> float:
-        """Return what no choice of stages and layouts beats, had every rank endless memory."""
+        """Return a lower bound without memory limits."""
         if self.objective is Objective.MEMORY:
             return float(self.least_memory(arrangement))
         return self._bound(arrangement, self.of_any(arrangement), None)
 
     def within_memory(self, arrangement: Arrangement) -> float:
-        """Return what no choice beats, whatever the layouts; infinite where none can fit."""
+        """Return a lower bound within the memory, in any layouts; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         best = self._bound(arrangement, self.of_any(arrangement), rooms)
         return self._of_objective(arrangement, best)
 
     def of_variant(self, arrangement: Arrangement) -> float:
-        """Return what no choice of stages beats in the layouts there are; infinite: none fits."""
+        """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
         # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
@@ -222,23 +221,26 @@ class Bounds:
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
-        else:  # memory does not press here, but may where stages are whole
+        else:  # memory is not tight in total, but may be with whole stages
             best = min(best, self.without_memory(arrangement))
         return self._of_objective(arrangement, best)
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
-        """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
+        """Return a lower bound in one of the layouts; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
     def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
-        """Return what the objective makes of it, infinite as it may be."""
+        """Return the objective of a step's lower bound, possibly infinite."""
         if self.objective is Objective.MEMORY and least_seconds < float("inf"):
             return float(self.least_memory(arrangement))
         return least_seconds
 
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
-        """Return the bound of a step in some layouts, within the memory or, None, without it."""
+        """Return the lower bound of a step in some layouts, within the memory.
+
+        Without it if None.
+        """
         constants = self.questions.constants
         groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
@@ -248,9 +250,9 @@ class Bounds:
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> Pressed:
-        """Return the least time of recomputing and of the slowest rank, within the memory or not.
+        """Return the least times of recomputing and of the slowest rank, with or without limits.
 
-        The one stage of no pipeline has the transient memory of every layer in it.
+        Without a pipeline, the single stage has the transient memory of every layer.
         """
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
@@ -282,7 +284,7 @@ class Bounds:
         )
 
     def _rooms(self, arrangement: Arrangement) -> Rooms:
-        """Return the memory of each rank as if all its stages were the one that holds least."""
+        """Return each rank's memory, as if all its stages had the fewest microbatches in flight."""
         sizes = self.questions.room_bytes(arrangement)
         return tuple(
             (StageRoom(in_flight=one, size_bytes=size),)
@@ -296,7 +298,7 @@ class Bounds:
         return self._bottlenecks[key]
 
     def least_state(self, arrangement: Arrangement) -> int:
-        """Return the bytes of all parameters' state, split evenly over the tensor axis."""
+        """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
         # Of 16 bits the optimizer's copies are the parameters of ZeRO-3, and those of ZeRO-2 too
         # when gradients are there and a step is one pass, which has freed what was gathered.
@@ -308,19 +310,19 @@ class Bounds:
         ) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
-        """Return what the fullest rank of an arrangement holds at least."""
+        """Return the least memory of an arrangement's fullest rank."""
         held = self.least_state(arrangement) // arrangement.pipeline
         return self.questions.constants.context_bytes + held
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
-        """Return what the bounds need to know of one layout solution, at its least anywhere."""
+        """Return the facts of one layout solution, at their minimum over devices."""
         key = inside_of(arrangement, solution), self.questions.kinds(arrangement)
         if key not in self._facts:
             self._facts[key] = facts_of(self._row(*key))
         return self._facts[key]
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
-        """Return what no layout solution has less of, at its least anywhere."""
+        """Return lower limits over all layout solutions and devices."""
         degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
         if degree == 1:
             return self.facts(arrangement, 0)
@@ -336,7 +338,7 @@ class Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether all that the layers keep is more than the ranks together have room for."""
+    """Whether the layers together save more than the ranks have room for."""
     facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(

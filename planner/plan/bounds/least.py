@@ -1,13 +1,12 @@
-"""The least that the layers of a model can take, before layouts and stages are chosen.
+"""Lower bounds of the layers of a model, before layouts and stages are chosen.
 
-Bounds from below the time that recomputation costs, before layers are laid on stages.
-
-Rank r holds the saved tensors of K_r microbatches and the state of its layers within M bytes, so
+Includes a lower bound of the time for recomputation. Rank r saves the tensors of K_r microbatches
+and holds the state of its layers within M bytes, so
 
     Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K        A: saved bytes, S: state
 
-Whatever the stages, the layers together must save no more than that. The cheapest way to get there
-takes layers' recomputation by its price per byte, the last one in part (a fractional knapsack).
+Whatever the stages, the layers together must save no more than that. The cheapest way is to
+recompute layers in order of price per byte, the last one in part (a fractional knapsack).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from autopar.planner.programs.layouts.strategies import strategies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSaving:
-    """Bytes that recomputing saves, and the seconds that it costs."""
+    """The bytes saved by a step of recomputation, and its seconds."""
 
     size_bytes: int
     seconds: float
@@ -45,10 +44,10 @@ class RecomputeSaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """What a microbatch saves at most, what recomputing saves of that, the cheapest first.
+    """The most that a microbatch saves, and the steps that reduce it, the cheapest first.
 
-    `transient_bytes` is what some layer needs at least while it runs, beside what is kept;
-    `last_transient_bytes` is what the last layer needs, before which nothing is freed.
+    `transient_bytes` is the least that some layer needs while it runs, beside saved tensors.
+    `last_transient_bytes` is that of the last layer, before which nothing is freed.
     """
 
     saved_bytes: int
@@ -82,7 +81,7 @@ def ladder(rows: Sequence[Modes]) -> Ladder:
 
 
 def lightest(rows: Sequence[Sequence[Modes]]) -> tuple[Modes, ...]:
-    """Return each layer at its least on any kind of device; equal layers stay one object."""
+    """Return each layer's minimum over all kinds of devices; equal layers stay one object."""
     if len(rows) == 1:
         return tuple(rows[0])
     known: dict[tuple[int, ...], Modes] = {}
@@ -112,7 +111,7 @@ def _lightest(mode: Recompute, alternatives: Sequence[Modes]) -> LayerCost:
 
 
 def _hull(modes: Modes) -> Iterator[RecomputeSaving]:
-    """Yield the steps from keeping all to keeping least, along the lower hull of time and bytes."""
+    """Yield steps from saving all to saving least, along the lower hull of time and bytes."""
     here = modes[Recompute.NONE]
     others = [modes[mode] for mode in Recompute if mode is not Recompute.NONE]
     while True:
@@ -132,7 +131,7 @@ def _hull(modes: Modes) -> Iterator[RecomputeSaving]:
 
 
 def least_recompute_seconds(steps: Ladder, budget_bytes: float) -> float:
-    """Return the least time that recomputing takes to meet a budget; infinite where it cannot."""
+    """Return the least recompute time to meet a budget; infinite if impossible."""
     over = steps.saved_bytes - budget_bytes
     total = 0.0
     for saving in steps.savings:
@@ -147,13 +146,13 @@ def least_recompute_seconds(steps: Ladder, budget_bytes: float) -> float:
 def activation_budget_bytes(
     arrangement: Arrangement, *, rank_bytes: float, state_bytes: float
 ) -> float:
-    """Return what one microbatch may save over all layers (the equation above)."""
+    """Return how much one microbatch may save over all layers (the equation above)."""
     in_flight = in_flight_by_rank(arrangement)
     return sum(rank_bytes / count for count in in_flight) - state_bytes / max(in_flight)
 
 
 def in_flight_by_rank(arrangement: Arrangement) -> tuple[int, ...]:
-    """Return the least in-flight microbatches among the stages of each rank."""
+    """Return each rank's minimum of microbatches in flight over its stages."""
     if arrangement.pipeline == 1:
         return (1,)
     return _in_flight_by_rank(arrangement.schedule, pipeline_shape(arrangement))
@@ -171,10 +170,10 @@ def _in_flight_by_rank(schedule: ScheduleKind, shape: PipelineShape) -> tuple[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayers:
-    """Forward and backward of one microbatch: of one of the layers that repeat, of the others.
+    """Forward and backward of one microbatch: of one repeated layer, and of the others.
 
-    `through_seconds` is what one microbatch needs to pass all layers and come back, its weight
-    gradients left for later.
+    `through_seconds` is the time of a microbatch through all layers and back, without weight
+    gradients.
     """
 
     count: int
@@ -188,7 +187,7 @@ class LeastLayers:
         return self.count * self.seconds + sum(self.others)
 
     def bottleneck_seconds(self, ranks: int) -> float:
-        """Return the least that the slowest of some ranks takes for its layers."""
+        """Return the least time of the slowest rank for its layers."""
         if ranks == 1:
             return self.total_seconds
         return free_bottleneck_seconds(self.count, self.seconds, self.others, ranks=ranks)
@@ -197,7 +196,7 @@ class LeastLayers:
 def least_layers(
     pricer: OpPricer, layers: Layers, *, tensor: int, rules: LayoutRules
 ) -> LeastLayers:
-    """Return what the layers take when every op is split in its fastest way, for nothing."""
+    """Return the layers' times if every op has its fastest split and communication is free."""
     each: list[tuple[int, float]] = []
     through = 0.0
     for layer_class in layers.classes:
@@ -220,7 +219,7 @@ def least_layers(
 
 
 def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[float, float, float]:
-    """Return an op's least forward, backward and input gradient over all its strategies."""
+    """Return an op's least forward, backward and input gradient over all strategies."""
     found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
     left = permitted(op, found, rules, pricer.graph, pricer.axes)
     splits = dict.fromkeys(_split_of(strategy, tensor) for strategy in left)

@@ -1,7 +1,7 @@
-"""Bounds the step of an arrangement from below, before its stages are chosen.
+"""Lower bounds of an arrangement's step, before its stages are chosen.
 
-Whatever the cut of the layers, some rank has at least the mean share of the computing, of the
-parameters to gather, of the state to update; and the slowest rank takes what whole layers take.
+For any cut of the layers, some rank has at least the mean share of computing, of parameters to
+gather, and of states to update. The slowest rank's time is that of whole layers.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
 
-_HALVINGS = 8  # of the interval in which the time of the slowest rank lies
+_HALVINGS = 8  # bisections of the slowest rank's interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTotals:
-    """Sums over all layers on the ranks of one tensor group, each at its least."""
+    """Sums over all layers on the ranks of one tensor group, each at its minimum."""
 
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
     gradient_bytes: int
     trainable: int
-    input_gradient_seconds: float  # of the backward, what is not left for later
-    least_output_bytes: int  # of one layer: what crosses any cut
+    input_gradient_seconds: float  # the part of the backward that is not deferred
+    least_output_bytes: int  # of any layer: crosses every cut at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Where the layers lie that do not repeat: before, behind and between those that do."""
+    """Where the other layers are: before, behind and between the repeated ones."""
 
     leading: int
     trailing: int
     between: int
-    first_seconds: float  # of the first layer at least, if it is one of them
+    first_seconds: float  # least time of the first layer, if it is one of them
     last_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
-    """What memory demands: time of recomputing in all layers, and of the slowest rank."""
+    """The least times that memory demands: of recomputing, and of the slowest rank."""
 
     recompute_seconds: float
     bottleneck_seconds: float
@@ -52,7 +52,7 @@ class Pressed:
 
 
 class StepBound:
-    """The bound of one arrangement's step."""
+    """The lower bound of an arrangement's step."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class StepBound:
         self.data = DataBound(arrangement, groups, constants)
 
     def seconds(self, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return what no choice of stages beats."""
+        """Return the lower bound over all choices of stages."""
         totals = self.totals
         backward = totals.backward_seconds + pressed.recompute_seconds
         return (
@@ -79,10 +79,10 @@ class StepBound:
         )
 
     def shared(self, repeated: LayerBlock) -> LayerBlock:
-        """Return the layers that repeat with what sharing data adds to every microbatch.
+        """Return the repeated layers, with what sharing data adds to every microbatch.
 
-        A stage waits for the longer of its computing and its collectives; where that are the
-        collectives, other layers do not add what they compute, and are left out.
+        A stage waits for the longer of computing and collectives. If collectives are longer, other
+        layers add nothing, and are left out.
         """
         if not self.data.is_in_every_pass:
             return repeated
@@ -100,7 +100,7 @@ class StepBound:
         return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
 
     def _is_waiting(self, repeated: LayerBlock) -> bool:
-        """Whether a stage may wait for its collectives longer than it computes."""
+        """Whether a stage's collectives may take longer than its computing."""
         return any(
             self.data.is_waiting(
                 forward_seconds=mode.forward_seconds,
@@ -112,24 +112,24 @@ class StepBound:
         )
 
     def rank_seconds(self, layers_seconds: float) -> float:
-        """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
+        """Return a rank's time for a microbatch, from its layers, actions and transfers."""
         arrangement = self.arrangement
         acting = 2 * arrangement.stages_per_rank * self.action_seconds
         return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
 
     @property
     def _is_on_demand(self) -> bool:
-        """Whether a rank waits while a tensor travels; each has one to receive, or two."""
+        """Whether a rank waits while a tensor is sent; each receives one or two."""
         return self.arrangement.pipeline > 1 and self.arrangement.schedule.has_closed_form
 
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
     def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Whatever the schedule, the slowest rank is busy for m · T.
+        """Return the time that the slowest rank is busy: m · T for every schedule.
 
         1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
-        average, and wait on average as long as the mean of their waits.
+        average, plus the mean of their waits.
         """
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
@@ -147,7 +147,10 @@ class StepBound:
         return max(least, self._through(pressed, repeated), even + waiting, filling)
 
     def _through(self, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return what one microbatch takes through all stages and back; split backwards wait."""
+        """Return a microbatch's time through all stages and back.
+
+        Split backwards are not waited for.
+        """
         forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
@@ -156,7 +159,8 @@ class StepBound:
     def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
-        Stages begin with different layers, so no more begin with another one than there are others.
+        Stages begin with different layers, so at most as many begin with another layer as there are
+        others.
         """
         stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
         everything = Shared(
@@ -181,16 +185,16 @@ class StepBound:
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return the bound of zero bubble with one stage per rank: it waits while it fills.
+        """Return the bound of zero bubble with one stage per rank, including the time to fill.
 
         Rank r computes K_r = min(m, p − r) forwards before its first backward, which comes after
-        all forwards, and the input gradients of the ranks behind it, so it is idle for
+        all forwards and the input gradients of the ranks behind it, so it is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
         and the mean rank for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at the end
-        make this small, but then others have more to do: the least of max(m · T, m · Σ ÷ p + W(T))
-        over the time T of the slowest rank, which says how many layers each rank can hold.
+        reduce this, but then others have more to do. The bound is the minimum of max(m · T, m · Σ ÷
+        p + W(T)) over the slowest rank's time T, which limits how many layers each rank can hold.
         """
         microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
         plain = repeated.modes[0]
@@ -221,10 +225,10 @@ class StepBound:
         return microbatches * self.rank_seconds(low)
 
     def _in_turn(self, alone: float, slowest: float) -> float:
-        """GPipe: (m − 1) · T + Σ. 1F1B: (m − 1) · T + Σ − (p · T − Σ), for m > p.
+        """Return the bound of GPipe, (m − 1) · T + Σ, or of 1F1B, (m − 1) · T + Σ − (p · T − Σ).
 
-        The slowest of p stages of 1F1B, number s, has all stages before it to wait for, and those
-        after it twice, less what it computes meanwhile, at most (p − 1 − s) · T:
+        The latter for m > p. The slowest of p stages of 1F1B, number s, waits for all stages before
+        it, and twice for those after it, minus what it computes meanwhile, at most (p − 1 − s) · T:
 
             Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
         """
@@ -257,10 +261,10 @@ class StepBound:
 
 
 def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:
-    """Return how long the mean rank waits for the first microbatch, and for the last to go back.
+    """Return the mean rank's wait for the first microbatch, and after the last one.
 
-    Rank r waits for r stages of one layer or more. Those that hold none of the repeated layers
-    count for nothing. A zero-bubble schedule has weight gradients to compute on the way back.
+    Rank r waits for r stages of one layer or more. Stages without repeated layers count 0. A
+    zero-bubble schedule computes weight gradients on the way back.
     """
     plain = repeated.modes[0]
     each = plain.forward_seconds

@@ -1,1 +1,1 @@
-"""What a person demands of a plan, and what a model rules out: tables, files, checks."""
+"""A user's demands on a plan, and what a model rules out: tables, files, checks."""

@@ -1,4 +1,4 @@
-"""What a person demands of a plan: as it was declared, and as the search reads it."""
+"""A user's demands on a plan: as declared, and as the search reads them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def minimal_conflict(
 ) -> tuple[Declared, ...]:
     """Return constraints that are infeasible together, and feasible without any one of them.
 
-    Each is left out in turn, for good where the rest stays infeasible; feasibility must not be lost
-    by leaving one out. Nothing is returned where even no constraint at all is infeasible.
+    Each is left out in turn, for good if the rest stays infeasible. Leaving one out must never make
+    constraints infeasible. Returns () if even no constraint at all is infeasible.
     """
     conflict = tuple(constraints)
     assert not is_feasible(conflict), "there is no conflict among feasible constraints"
@@ -54,7 +54,7 @@ _MONEY: Mapping[str, float] = MappingProxyType({"": 1.0, "USD": 1.0, "$": 1.0, "
 
 
 def read_units(value: object, where: str) -> int:
-    """Return the rows or tokens that "10B" or "300_000" is."""
+    """Return the number of rows or tokens in "10B" or "300_000"."""
     number = _read(value, _COUNTS, where=where, expected='a number such as "10B" or "500M"')
     if number < 1:
         raise InputError(f"{value!r} is less than one", where=where)
@@ -62,12 +62,12 @@ def read_units(value: object, where: str) -> int:
 
 
 def read_deadline(value: object, where: str) -> float:
-    """Return the seconds that "24h" is."""
+    """Return the seconds in "24h"."""
     return _read(value, _TIMES, where=where, expected='a time such as "24h", "90min" or "3d"')
 
 
 def read_budget(value: object, where: str) -> float:
-    """Return the US dollars that "500" or "2k" is."""
+    """Return the US dollars in "500" or "2k"."""
     return _read(value, _MONEY, where=where, expected='US dollars, such as "500" or "2k"')
 
 
@@ -81,7 +81,7 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
 
 
 def check_work(constraints: Constraints) -> None:
-    """Refuse a deadline or a budget of no known work, and work that is said twice."""
+    """Raise for a deadline or a budget without a length of training, or two lengths."""
     own = {one.field: one for one in constraints.declared}
     if "samples" in own and "tokens" in own:
         raise InputError(
@@ -98,7 +98,7 @@ def check_work(constraints: Constraints) -> None:
 
 
 def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
-    """Refuse tokens of a model whose rows have no sequence."""
+    """Raise for a number of tokens if the model's rows are no sequences."""
     if constraints.tokens is not None and tokens_per_row == 1:
         own = next(one for one in constraints.declared if one.field == "tokens")
         raise InputError(
@@ -109,7 +109,7 @@ def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
 
 
 class Objective(StrEnum):
-    """What the best plan has least of."""
+    """The quantity that the best plan minimises."""
 
     STEP_TIME = "step-time"
     MEMORY = "memory"
@@ -118,35 +118,35 @@ class Objective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What a rank may use of its device: bytes, or a share of what the device has."""
+    """The memory limit of a rank: bytes, or a fraction of its device's memory."""
 
     size_bytes: int | None = None
     share: float | None = None
 
     def bytes_of(self, device_bytes: int) -> int:
-        """Return the limit on a device; more than it has is never to be had."""
+        """Return the limit on a device, at most its memory."""
         if self.share is not None:
             return int(device_bytes * self.share)
         return min(self.size_bytes or device_bytes, device_bytes)
 
 
-# Where no limit is declared. 95 % of the 54 published runs that tell their memory took at most
-# 1 ÷ 0.86 times what is predicted of them (docs/accuracy.md).
+# The default limit. 95 % of the 54 published runs that report memory used at most 1 ÷ 0.86 times
+# the prediction (docs/accuracy.md).
 DEFAULT_MEMORY = MemoryLimit(share=0.86)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule:
-    """An axis that the ops of some modules must or must not be split along."""
+    """An axis that ops of some modules must, or must not, be split along."""
 
-    modules: str  # glob over module paths, "*" for all
-    axis: str  # as people call it
+    modules: str  # pattern of module paths; "*" for all
+    axis: str  # its name
     is_required: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePin:
-    """Modules whose layers run on one stage."""
+    """Modules whose layers must be on one stage."""
 
     modules: str
     stage: int
@@ -154,7 +154,7 @@ class StagePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePin:
-    """Modules whose layers are recomputed in one way."""
+    """Modules whose layers have a recompute mode."""
 
     modules: str
     mode: Recompute
@@ -162,11 +162,11 @@ class RecomputePin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """One constraint as it was written: `value` goes into the field of Constraints."""
+    """A constraint as it was written; `value` belongs to a field of Constraints."""
 
-    place: str  # where a constraints file has it, "pins.tp"; rules are numbered, "splits 2"
+    place: str  # its place in a constraints file, "pins.tp"; rules are numbered, "splits 2"
     field: str
-    value: Any  # of the type of the field, or one member of it where the field lists rules
+    value: Any  # of the field's type, or one element if the field is a list of rules
     text: str  # "tp=8"
     origin: str  # "--pin" or "constraints.toml, line 3"
 
@@ -176,7 +176,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """All that the search has to respect; None and empty rules leave the choice to it."""
+    """All constraints of the search; None and empty rules mean a free choice."""
 
     pipeline: int | None = None
     data: int | None = None
@@ -189,7 +189,7 @@ class Constraints:
     max_tensor: int | None = None
     memory: MemoryLimit | None = None
     objective: Objective = Objective.STEP_TIME
-    tolerance: float = 0.03  # of the fastest step: within it, the simplest plan is chosen
+    tolerance: float = 0.03  # of the fastest step; the simplest plan within it is chosen
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
@@ -198,15 +198,16 @@ class Constraints:
     tokens: int | None = None  # of the whole training
     deadline_seconds: float | None = None
     budget_usd: float | None = None
-    compression: tuple[bool, ...] = (False,)  # of gradients, which costs precision: opt in
+    compression: tuple[bool, ...] = (False,)  # of gradients; costs precision, so it must be allowed
     bucket_bytes: tuple[int, ...] = ()
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
-    shares_rows: bool = False  # rows meet: the tensor axis may split a batch, the data axis not
-    statistics_apart: bool = False  # batch norms may take those of each microbatch by itself
-    one_microbatch: bool = False  # they may not: each data rank has all of its rows at once
-    steps_once: bool = False  # no two data ranks step the same number of a parameter
+    # rows are mixed: the tensor axis may split a batch, the data axis may not
+    shares_rows: bool = False
+    statistics_apart: bool = False  # batch norms may take statistics per microbatch
+    one_microbatch: bool = False  # batch norms may not: each data rank has all of its rows at once
+    steps_once: bool = False  # no two data ranks step the same element
     declared: tuple[Declared, ...] = ()
 
 
@@ -217,7 +218,7 @@ _LIMITS = ("pipeline", "data", "tensor")
 
 
 def constraints_of(declared: Iterable[Declared]) -> Constraints:
-    """Return what some declarations mean together; of several for one place the last one holds."""
+    """Combine declarations; the last one for a place applies."""
     last = {one.place: one for one in declared}
     constraints = Constraints()
     for one in last.values():
@@ -236,7 +237,7 @@ def _with(constraints: Constraints, one: Declared) -> Constraints:
 
 
 def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
-    """Whether an arrangement respects pins, limits and choices; memory and rules are not its."""
+    """Whether an arrangement meets pins, limits and choices, not memory and rules."""
     pinned = all(getattr(constraints, name) in (None, getattr(arrangement, name)) for name in _PINS)
     limits = ((name, getattr(constraints, f"max_{name}")) for name in _LIMITS)
     below = all(most is None or getattr(arrangement, name) <= most for name, most in limits)
@@ -264,7 +265,7 @@ def _steps_once(arrangement: Arrangement) -> bool:
 def without_recompute(
     constraints: Constraints, modules: Iterable[str], *, origin: str
 ) -> Constraints | None:
-    """Return the constraints with modules that do not run again; None where a rule wants that."""
+    """Return the constraints with modules that are not recomputed, or None if a rule demands it."""
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
@@ -278,7 +279,7 @@ def without_recompute(
 
 
 def covers(modules: str, path: str) -> bool:
-    """Whether a pattern means a module: its path, or that of a module around it, matches."""
+    """Whether a pattern matches a module's path, or that of a module around it."""
     around = accumulate(path.split("."), lambda outer, inner: f"{outer}.{inner}")
     return modules == "*" or any(fnmatchcase(outer, modules) for outer in around)
 

@@ -1,4 +1,4 @@
-"""Turns a constraints file, options and the rows of plan.json into declarations."""
+"""Turns a constraints file, options and plan.json's rows into declarations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from autopar.planner.plan.declared.settings import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredDocument:
-    """One constraint as it lies in a file; the field tells the type of the value."""
+    """A constraint in a file; the field determines the type of the value."""
 
     place: str
     field: str
@@ -47,7 +47,7 @@ class DeclaredDocument:
 
 
 def declared_document(one: Declared) -> DeclaredDocument:
-    """Return one constraint as it lies in a file."""
+    """Return a constraint in the form of a file."""
     return DeclaredDocument(
         place=one.place,
         field=one.field,
@@ -58,7 +58,7 @@ def declared_document(one: Declared) -> DeclaredDocument:
 
 
 def declared_of(document: DeclaredDocument) -> Declared:
-    """Return the constraint that a row holds; raise ValueError where there is none such."""
+    """Return the constraint in a row; raises ValueError if it is invalid."""
     if document.field not in _FIELDS:
         raise ValueError(f"constraints: there is no {document.field!r} to declare")
     try:
@@ -80,7 +80,7 @@ _FIELDS = frozenset(field.name for field in fields(Constraints)) - {"declared"}
 
 
 def _adapter(field: str) -> TypeAdapter[Any]:
-    """Return what reads the values of a field of Constraints, or one of its rules."""
+    """Return the parser of a field's values, or of one of its rules."""
     hint = get_type_hints(Constraints)[field]
     return TypeAdapter(get_args(hint)[0] if field in RULES else hint)
 
@@ -89,13 +89,13 @@ Rule = SplitRule | StagePin | RecomputePin
 
 
 def read_constraints(path: Path) -> tuple[Declared, ...]:
-    """Return what a file declares."""
+    """Return the declarations in a file."""
     source = read_given(path, what="the constraints file")
     return parse_constraints(source, where=str(path))
 
 
 def parse_constraints(source: str, *, where: str) -> tuple[Declared, ...]:
-    """Return what a text declares; `where` names the text in messages."""
+    """Return the declarations in a text; `where` names it in messages."""
     table = parsed(source, where=where)
 
     def origin(place: str) -> str:
@@ -123,7 +123,7 @@ def _declared(table: Mapping[str, object], origin: Callable[[str], str]) -> Iter
 
 
 def _refuse_misplaced(table: Mapping[str, object]) -> None:
-    """Refuse a cluster file, and keys of a section that stand before any section."""
+    """Raise for a cluster file, and for keys that are not in their section."""
     if "nodes" in table:
         raise InputError("this is a cluster file", fix="give it by --cluster")
     for key in table:
@@ -188,7 +188,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "batch": "microbatch",
         "batch_size": "microbatch",
     }
-)  # what others call the keys of --pin
+)  # aliases of --pin's keys
 
 
 def gathered_constraints(
@@ -208,7 +208,7 @@ def gathered_constraints(
 
 
 def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared, ...]:
-    """Return what texts such as "dp=2,tp=4" pin."""
+    """Return the pins in texts such as "dp=2,tp=4"."""
     pins: dict[str, Declared] = {}
     for text in texts:
         for pair in text.split(","):

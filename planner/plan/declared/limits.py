@@ -1,4 +1,4 @@
-"""Limits that a model sets to its plans: whole batches, lone rows, scalars, its optimizer."""
+"""Limits that a model sets to its plans: whole batches, single rows, scalars, its optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 
 
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints without ZeRO-2 and 3, where a parameter is a single number."""
+    """Return the constraints without ZeRO-2 and 3, if a parameter is a scalar."""
     scalar = next((one.name for one in graph.parameters if not one.shape), None)
     if scalar is None or constraints.data == 1:
         return constraints
@@ -42,9 +42,9 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with dp=1 and one microbatch where rows meet and nobody says more.
+    """Return the constraints with dp=1 and one microbatch, if rows are mixed and nothing is pinned.
 
-    The tensor axis may split such a batch, for its ranks give each other what rows make of each
+    The tensor axis may split such a batch, because its ranks exchange what the rows need of each
     other. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
@@ -53,7 +53,7 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     met = meeting_rows(graph)
     if met is None and graph.fixed_batch is None:
         return constraints
-    if met is None:  # whether they meet cannot be seen where their number is a constant
+    if met is None:  # if the number of rows is a constant, mixing cannot be detected
         return replace(constraints, shares_rows=True)
     assert constraints.global_batch is not None
     whole = {"dp": ("data", 1), "microbatch": ("microbatch", constraints.global_batch)}
@@ -78,10 +78,11 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def _with_whole_statistics(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with one microbatch where batch norms take statistics of the rows.
+    """Return the constraints with one microbatch, if batch norms take statistics over rows.
 
-    Data ranks share theirs, but microbatches come one after the other: in several of them a model
-    trains otherwise than on one device. Who pins a microbatch, or allows it by name, gets that.
+    Data ranks share statistics, but microbatches run one after another: with several of them a
+    model trains otherwise than on one device. Pins of microbatch, or an explicit permission, allow
+    that.
     """
     norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
     if norm is None:
@@ -98,32 +99,32 @@ def _with_whole_statistics(constraints: Constraints, graph: Graph) -> Constraint
 
 
 def keeps_statistics_apart(constraints: Constraints) -> bool:
-    """Whether a person lets batch norms take the statistics of each microbatch by itself."""
+    """Whether the user allows batch norms to take statistics per microbatch."""
     return constraints.statistics_apart or constraints.microbatch is not None
 
 
 def splits_batch(constraints: Constraints) -> bool:
-    """Whether a person says how the batch is split; one microbatch of all its rows is whole."""
+    """Whether the user says how the batch is split; one microbatch of all rows is no split."""
     is_whole = constraints.microbatch in (None, constraints.global_batch)
     return not is_whole or constraints.data not in (None, 1)
 
 
 def rows_at_once(constraints: Constraints) -> int | None:
-    """Return the rows of a batch that nobody splits: a model that takes one number takes these.
+    """Return the rows of an unsplit batch, for a model that accepts only one number of rows.
 
-    Whether its rows meet cannot be seen, so no number is given where the batch is split.
+    None if the batch is split, because it cannot be seen whether its rows are mixed.
     """
     return None if splits_batch(constraints) else constraints.global_batch
 
 
 def least_rows(graph: Graph, *, data: int) -> int:
-    """Return the fewest rows that a microbatch may have on each of so many data ranks."""
+    """Return the fewest rows of a microbatch on each of so many data ranks."""
     is_lone = _squeezing_rows(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
     return 2 if is_lone else 1
 
 
 def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
-    """Raise an error where constraints leave microbatches of one row to a model that takes none."""
+    """Raise if microbatches would have one row, and the model does not accept that."""
     squeezing, norm = _squeezing_rows(graph), _norm_of_rows(graph)
     least, data = constraints.microbatch, constraints.data or 1
     expected = "two rows or more in each microbatch"
@@ -145,7 +146,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 
 
 def _norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training that has one number for each row and channel."""
+    """Return the first batch norm in training with one number per row and channel."""
     for op in graph.ops:
         if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
@@ -155,7 +156,7 @@ def _norm_of_rows(graph: Graph) -> Op | None:
 
 
 def _squeezing_rows(graph: Graph) -> Op | None:
-    """Return the first op that drops the dim of the rows where there is one row only."""
+    """Return the first op that drops the rows' dim if there is only one row."""
     for op in graph.ops:
         if op.target.split(".")[1] in ("squeeze", "squeeze_"):
             shape = graph.tensors[op.inputs[0]].shape
@@ -168,7 +169,7 @@ def _squeezing_rows(graph: Graph) -> Op | None:
 
 
 def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
-    """Return the graph with what the optimizer keeps of each parameter."""
+    """Return the graph with the number of the optimizer's states for each parameter."""
     if traits is None:
         return graph
     moments = iter(traits.moments)
@@ -179,7 +180,7 @@ def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
 
 
 def with_optimizer(constraints: Constraints, traits: OptimizerTraits | None) -> Constraints:
-    """Return the constraints with what would have the optimizer train otherwise ruled out."""
+    """Return the constraints without plans under which the optimizer trains otherwise."""
     own = () if traits is None else tuple(_demands(traits))
     return constraints_of((*constraints.declared, *own)) if own else constraints
 
@@ -212,12 +213,11 @@ _ROOT = ""
 
 
 def with_own_gradients(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints without what would have a model's own work on gradients go wrong.
+    """Return the constraints without plans that break a model's own use of gradients.
 
-    A tensor rank has a share of a gradient, or a partial sum of it. Where the model takes a
-    gradient, all that this flows through has to be in one place: no stage, and no gathered copy
-    of parameters that is freed before the second backward. One that is kept to be looked at
-    trains nothing.
+    A tensor rank has a shard or a partial sum of a gradient. If the model takes a gradient,
+    everything on its path must be on one rank: no pipeline, and no gathered parameters that are
+    freed before the second backward. A gradient that is only retained changes nothing.
     """
     own = tuple(one for found in graph.own_gradients for one in _gradient_demands(found))
     return constraints_of((*constraints.declared, *own)) if own else constraints
@@ -229,7 +229,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     why = gradient_words(found)
     is_taken = found.use is GradientUse.TAKEN
     yield _gradient_declared("tp", "max_tensor", 1, "at most tp=1", why)
-    if is_taken or found.call == _ROOT:  # the code of the root stands in every stage anew
+    if is_taken or found.call == _ROOT:  # the root's code is printed in every stage
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if is_taken:
         levels = tuple(level for level in Zero if not level.divides_gradients)
@@ -237,7 +237,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
 
 
 def gradient_words(found: OwnGradient) -> str:
-    """Say what a model does with gradients, and where."""
+    """Describe what a model does with gradients, and where."""
     does = "takes" if found.use is GradientUse.TAKEN else "changes"
     return f"the model {does} gradients by itself, by {found.how} at {found.where}"
 
@@ -247,7 +247,7 @@ def _gradient_declared(name: str, field: str, value: Any, text: str, why: str) -
 
 
 def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
-    """Return the constraints with a global batch, and with what the model itself rules out."""
+    """Return the constraints with a global batch, and without plans that the model rules out."""
     constraints = with_own_gradients(constraints, graph)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     check_lone_rows(constraints, graph)
@@ -261,7 +261,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
     """
     if constraints.global_batch is not None:
         return constraints
-    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
+    # it cannot be seen whether rows are mixed: the batch stays whole
+    if graph.fixed_batch is not None:
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     at_once = _least_data(constraints, cluster.size) * (constraints.microbatch or 1)
     rows = usual_batch(cluster.size, graph.tokens_per_row)

@@ -1,4 +1,4 @@
-"""The table of what a person can demand of a plan, and how each value is read."""
+"""The table of a plan's constraints, and how each value is parsed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autopar.planner.plan.declared.constraints import (
 from autopar.planner.precision import Precision
 
 Chosen = TypeVar("Chosen", bound=Enum)
-_MOST = 10**9  # rows, ranks: what is beyond is a slip of the finger
+_MOST = 10**9  # of rows, ranks: more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandSetting:
-    """One thing that can be demanded: the field that it sets, how it is read and told."""
+    """A constraint: its field, its parser, and its words."""
 
     place: str  # in a constraints file: "limits.tp", or "objective" at its top
     field: str  # of Constraints
@@ -40,7 +40,7 @@ class DemandSetting:
 
 
 def declare(place: str, raw: object, *, origin: str, where: str) -> Declared:
-    """Return one demand read from a TOML value or from the text of an option."""
+    """Return a constraint parsed from a TOML value or an option's text."""
     setting = SETTINGS[place]
     value = setting.read(raw, where)
     text = setting.say.format(name=place.rpartition(".")[2], value=_told(raw))
@@ -54,7 +54,7 @@ def _told(raw: object) -> str:
 
 
 def read_count(value: object, where: str) -> int:
-    """Return a whole number from 1 on."""
+    """Return an integer from 1 on."""
     number = _number(value)
     if number is None or not 1 <= number <= _MOST:
         raise InputError(
@@ -64,14 +64,14 @@ def read_count(value: object, where: str) -> int:
 
 
 def _number(value: object) -> int | None:
-    """Return a whole number, or the one that a text of digits is; None for anything else."""
+    """Return an integer, also from digits; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def read_memory(value: object, where: str) -> MemoryLimit:
-    """Return the limit that "70 GiB" or "90%" is."""
+    """Return the limit in "70 GiB" or "90%"."""
     if not (isinstance(value, str) and value.strip().endswith("%")):
         return MemoryLimit(size_bytes=parse_bytes(value, where=where))
     try:
@@ -86,7 +86,7 @@ def read_memory(value: object, where: str) -> MemoryLimit:
 
 
 def read_tolerance(value: object, where: str) -> float:
-    """Return the share that "3%" is; 0 needs no sign."""
+    """Return the fraction in "3%"; 0 needs no sign."""
     text = str(value).strip()
     try:
         share = float(text.removesuffix("%")) / 100
@@ -102,7 +102,7 @@ def read_tolerance(value: object, where: str) -> float:
 
 
 def read_name(value: object, where: str, known: type[Chosen]) -> Chosen:
-    """Return the member of an enum that a text names."""
+    """Return the enum member with this name."""
     names = {str(one.value): one for one in known}
     if not isinstance(value, str) or value not in names:
         raise InputError(

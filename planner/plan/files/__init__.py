@@ -1,1 +1,1 @@
-"""Turns a plan into plan.json and back, and refuses what is not a sound plan."""
+"""Turns a plan into plan.json and back, and rejects invalid plans."""

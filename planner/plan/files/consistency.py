@@ -1,4 +1,4 @@
-"""Checks that the parts of a plan from a file fit each other."""
+"""Checks that the parts of a plan from a file are consistent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def graph_faults(graph: Graph) -> Iterator[str]:
 
 
 def _unlike_tensors(graph: Graph) -> Iterator[str]:
-    """Yield what is not as its tensor is: the inputs, and the sizes of parameters and buffers."""
+    """Yield inputs, parameters and buffers that do not match their tensors."""
     given = [one.name for one in graph.tensors.values() if one.origin is TensorOrigin.INPUT]
     if sorted(given) != sorted(graph.inputs):
         yield f"graph.inputs: the tensors from outside are {', '.join(map(repr, given))}"
@@ -83,7 +83,7 @@ def _out_of_order(graph: Graph) -> Iterator[str]:
 
 
 def _unlike_schemas(graph: Graph) -> Iterator[str]:
-    """Yield each argument that its op has not, and each that it lacks; of torch's ops alone."""
+    """Yield unknown and missing arguments of torch's ops."""
     for number, op in enumerate(graph.ops):
         schema = _schema(op.target)
         if schema is None:
@@ -99,8 +99,8 @@ def _unlike_schemas(graph: Graph) -> Iterator[str]:
 
 @cache
 def _schema(target: str) -> Mapping[str, bool] | None:
-    """Return the arguments of an op, and whether each has a default; None where nobody knows."""
-    from torch._C import _get_schema  # here alone: it takes seconds
+    """Return an op's arguments, and whether each has a default; None for an unknown op."""
+    from torch._C import _get_schema  # imported here, because it takes seconds
 
     name, _, overload = target.replace(".", "::", 1).rpartition(".")
     try:
@@ -111,7 +111,7 @@ def _schema(target: str) -> Mapping[str, bool] | None:
 
 
 def _unlike_names(graph: Graph) -> Iterator[str]:
-    """Yield each argument of a call that Python could not name so."""
+    """Yield each argument of a call whose name is not valid in Python."""
     calls = [(f"graph.calls.{n}", one.keywords) for n, one in enumerate(graph.calls.values())]
     calls += [(f"graph.functions.{n}", one.keywords) for n, one in enumerate(graph.functions)]
     for where, keywords in calls:
@@ -136,7 +136,7 @@ def _own_ancestors(graph: Graph) -> Iterator[str]:
 
 
 def _unknown(graph: Graph) -> Iterator[str]:
-    """Yield the names that nothing has; the loss function's call is no row."""
+    """Yield names that do not exist; the loss function's call has no row."""
     for number, op in enumerate(graph.ops):
         if op.target.count(".") != 2:
             yield f"graph.ops.{number}: {op.target[:40]!r} is no op, such as aten.add.Tensor"
@@ -170,7 +170,7 @@ _ROUNDING = 1e-6  # by which sums of seconds differ
 
 
 def faults_of(plan: Plan) -> Iterator[str]:
-    """Yield each contradiction that shows without the layers of the graph."""
+    """Yield each contradiction that can be found without the graph's layers."""
     if not _VERSION.fullmatch(plan.autopar):
         yield f"autopar: {plan.autopar[:_MOST_SHOWN]!r} is no version"
     yield from _words(plan)
@@ -182,7 +182,7 @@ def faults_of(plan: Plan) -> Iterator[str]:
 
 
 def _words(plan: Plan) -> Iterator[str]:
-    """Yield each word that is none of those that stand there."""
+    """Yield each word that is not one of the allowed ones."""
     known = (
         ("objective", plan.objective, Objective),
         ("machines.backend", plan.machines.backend, Backend),
@@ -262,7 +262,7 @@ def _degrees(plan: Plan) -> Iterator[str]:
 
 
 def _are_rows(arrangement: Arrangement) -> bool:
-    """Whether each data rank has its rows."""
+    """Whether the rows of each data rank are plausible."""
     numbers = len(arrangement.rows) == arrangement.data and min(arrangement.rows) >= 1
     return numbers and max(arrangement.rows) == arrangement.microbatch
 
@@ -300,14 +300,14 @@ def _parameters(plan: Plan) -> Iterator[str]:
             if one.name not in names:
                 kind = "parameter" if own is plan.parameters else "result of an op"
                 yield f"{where}.{number}: the graph has no {kind} {one.name[:_MOST_SHOWN]!r}"
-    used = graph.index.readers.keys()  # what no op reads has no layout
+    used = graph.index.readers.keys()  # a tensor that no op reads has no layout
     missing = parameters & used - {one.name for one in plan.parameters}
     for name in sorted(missing):
         yield f"parameters: the layout of {name!r} is missing"
 
 
 def layout_faults(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[str]:
-    """Yield what does not fit between a plan and the layers of its graph."""
+    """Yield contradictions between a plan and the layers of its graph."""
     yield from _outside_faults("parameters", plan.parameters, axes)
     yield from _outside_faults("crossing", plan.crossing, axes)
     planned = sum(stage.count for stage in plan.stages)
@@ -356,7 +356,7 @@ def _op_faults(where: str, layout: OpLayout, axes: GraphAxes, op: Op) -> Iterato
 
 
 def _tensor_faults(where: str, layout: Layout, axes: GraphAxes, tensor: str) -> Iterator[str]:
-    """Yield what a layout says that its tensor does not have: a dim, an axis in it."""
+    """Yield a dim or an axis of a layout that its tensor does not have."""
     dims, axis = axes.dims[tensor], layout.axis[:_MOST_SHOWN]
     if layout.kind is not LayoutKind.SPLIT:
         if (layout.axis, layout.dim) != ("", -1):

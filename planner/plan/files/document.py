@@ -42,7 +42,7 @@ from autopar.planner.plan.plan import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRun:
-    """So many equal nodes in a row."""
+    """A number of equal consecutive nodes."""
 
     count: Degree
     node: Machine
@@ -50,7 +50,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRun:
-    """So many equal units of a level in a row."""
+    """A number of equal consecutive units of a level."""
 
     count: Degree
     unit: Unit
@@ -58,7 +58,7 @@ class UnitRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelDocument:
-    """One level of the hierarchy."""
+    """A level of the hierarchy."""
 
     name: str
     units: tuple[UnitRun, ...]
@@ -66,7 +66,7 @@ class LevelDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDocument:
-    """A cluster as it lies in a file: a thousand equal nodes take the room of one."""
+    """A cluster in a file; equal consecutive nodes are stored once."""
 
     nodes: tuple[NodeRun, ...]
     levels: tuple[LevelDocument, ...]
@@ -74,7 +74,7 @@ class ClusterDocument:
 
 
 def cluster_document(cluster: Cluster) -> ClusterDocument:
-    """Return a cluster as it lies in a file."""
+    """Return a cluster in the form of a file."""
     return ClusterDocument(
         nodes=tuple(
             NodeRun(count=len(list(run)), node=node) for node, run in groupby(cluster.nodes)
@@ -92,9 +92,9 @@ def _unit_runs(units: Iterable[Unit]) -> tuple[UnitRun, ...]:
 
 
 def cluster_of(document: ClusterDocument) -> Cluster:
-    """Return the cluster that a document holds; ValueError where there is none such."""
+    """Return the cluster in a document; raises ValueError if it is invalid."""
     size = sum(run.count * run.node.devices for run in document.nodes)
-    if not 1 <= size <= MOST_DEVICES:  # before each node is one object
+    if not 1 <= size <= MOST_DEVICES:  # checked before an object is made for each node
         raise ValueError(f"cluster.nodes: {size} devices, expected 1 to {MOST_DEVICES}")
     for number, level in enumerate(document.levels):
         ranks = sum(run.count * run.unit.ranks for run in level.units)
@@ -117,8 +117,8 @@ def cluster_of(document: ClusterDocument) -> Cluster:
 
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
-MOST_CHARACTERS = 100_000  # of one text
-# A plan's cluster is in its own order; which of several that was, only the search knows.
+MOST_CHARACTERS = 100_000  # of one string
+# Only the search knows the index of an order of nodes; a plan's cluster is in its own order.
 _OF_THE_SEARCH: dict[str, Any] = {
     "arrangement": {"order"},
     "runners_up": {"__all__": {"arrangement": {"order"}}},
@@ -127,7 +127,7 @@ _OF_THE_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDocument:
-    """A plan as it lies in a file: its fields in this order; cluster and graph in rows."""
+    """A plan in a file: its fields in this order; cluster and graph as rows."""
 
     format: int
     autopar: str
@@ -149,7 +149,7 @@ class PlanDocument:
 
 
 class _PlanFile(BaseModel):
-    """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
+    """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MOST_CHARACTERS
@@ -159,12 +159,12 @@ class _PlanFile(BaseModel):
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan into a file, at once or not at all."""
+    """Write a plan into a file, whole or not at all."""
     write_whole(path, plan_text(plan), what="the plan")
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuse a place where no file can be, or where one is that is no plan of any version."""
+    """Raise for a path that cannot be written, or a file that is no plan of any version."""
     check_writable(path)
     if not path.exists():
         return
@@ -190,7 +190,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def _near(path: Path) -> str:
-    """Return a plan that is near a path that leads to none, or how to make one."""
+    """Return a plan near a wrong path, or how to make one."""
     there = path.parent / FILE_NAME
     if path.parent.is_dir() and there != path and there.is_file():
         return f"did you mean {there}?"
@@ -213,22 +213,23 @@ def plan_text(plan: Plan) -> str:
         document,
         mode="json",
         exclude=_OF_THE_SEARCH,
-        warnings=False,  # of lists in the graph's rows, which are JSON already
+        warnings=False,  # about lists in the graph's rows, which are JSON already
     )
     return "".join(_lines(dumped, depth=0)) + "\n"
 
 
 def summary(plan: Plan) -> Mapping[str, object]:
-    """Return what plan.json holds beside the graph and the layouts, for programs."""
+    """Return plan.json's data without graph and layouts, for programs."""
     document: dict[str, object] = json.loads(plan_text(plan))
     return {key: value for key, value in document.items() if key not in ("graph", "layouts")}
 
 
 def _lines(value: Any, *, depth: int) -> Iterator[str]:
-    """Yield a JSON value with its outer levels on lines of their own."""
+    """Yield a JSON value with its outer levels on separate lines."""
     is_table, is_list = isinstance(value, dict), isinstance(value, (list, tuple))
     if not value or not (is_table or is_list) or depth == _DEPTH:
-        yield json.dumps(value, separators=(",", ":"), allow_nan=False)  # none can be read back
+        # nan could not be read back
+        yield json.dumps(value, separators=(",", ":"), allow_nan=False)
         return
     opening, closing = "{}" if is_table else "[]"
     items = value.items() if is_table else (("", item) for item in value)
@@ -245,7 +246,7 @@ _DEPTH = 3
 
 
 def parse_plan(source: str, *, where: str) -> Plan:
-    """Return the plan that a text holds; `where` names the text in messages."""
+    """Return the plan in a text; `where` names it in messages."""
     _check_envelope(source, where=where)
     try:
         document = _PlanFile.model_validate_json(f'{{"plan":{source}}}').plan
@@ -268,7 +269,7 @@ def parse_plan(source: str, *, where: str) -> Plan:
 
 
 def _check_envelope(source: str, *, where: str) -> None:
-    """Refuse what is no JSON, what others wrote, and what other versions of autopar wrote."""
+    """Raise for invalid JSON, for other programs' files, and for other versions' formats."""
     if not source.strip():
         raise InputError("the plan is empty", where=where, fix=_PLAN_AGAIN)
     try:

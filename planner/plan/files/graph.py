@@ -1,10 +1,10 @@
 """Turns a graph into rows for a JSON file, and such rows back into exactly the same graph.
 
-What JSON has no word for stands as an object of one key: {"tensor": …} for a tensor as an argument,
-{"dtype": …} for an element type, {"size": …} for a size, {"float": …} for a float, so that 1.0 and
-infinity survive every JSON tool, {"complex": [real, imaginary]} for two of them. Lists are tuples;
-{"list": […]} is what the model has as a list. A size is a number, or the list of its coefficients
-where it depends on the batch.
+Values without a JSON form are objects with one key: {"tensor": …} for a tensor as an argument,
+{"dtype": …} for a dtype, {"size": …} for a size, {"float": …} for a float, so that every JSON tool
+preserves 1.0 and infinity, {"complex": [real, imaginary]} for a complex number. Lists are tuples;
+{"list": […]} is a list of the model. A size is a number, or a list of coefficients if it depends on
+the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SizeRow = Coefficient | tuple[Coefficient, ...]
 
 
 class OpRow(NamedTuple):
-    """One op as a list."""
+    """An op as a list."""
 
     name: str
     target: str
@@ -64,7 +64,7 @@ class OpRow(NamedTuple):
 
 
 class TensorRow(NamedTuple):
-    """One tensor as a list."""
+    """A tensor as a list."""
 
     name: str
     shape: tuple[SizeRow, ...]
@@ -77,7 +77,7 @@ class TensorRow(NamedTuple):
 
 
 class ParameterRow(NamedTuple):
-    """One parameter as a list."""
+    """A parameter as a list."""
 
     name: str
     aliases: tuple[str, ...]
@@ -88,18 +88,18 @@ class ParameterRow(NamedTuple):
 
 
 class BufferRow(NamedTuple):
-    """One buffer as a list."""
+    """A buffer as a list."""
 
     name: str
     shape: tuple[SizeRow, ...]
     dtype: str
     persistent: bool
     updated: bool
-    narrowed: bool = True  # in files that do not tell: all buffers were
+    narrowed: bool = True  # the default for older files, where all buffers were
 
 
 class CallRow(NamedTuple):
-    """One call of a module as a list."""
+    """A module call as a list."""
 
     key: str
     path: str
@@ -116,7 +116,7 @@ class CallRow(NamedTuple):
 
 
 class FunctionRow(NamedTuple):
-    """One call of a plain function as a list."""
+    """A function call as a list."""
 
     module: str
     name: str
@@ -128,7 +128,7 @@ class FunctionRow(NamedTuple):
 
 
 class OwnGradientRow(NamedTuple):
-    """One place where the model works on gradients by itself, as a list."""
+    """A place where the model uses gradients itself, as a list."""
 
     call: str
     use: GradientUse
@@ -137,7 +137,7 @@ class OwnGradientRow(NamedTuple):
 
 
 class ConstantRow(NamedTuple):
-    """One constant as a list."""
+    """A constant as a list."""
 
     name: str
     values: JsonValue
@@ -145,7 +145,7 @@ class ConstantRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphDocument:
-    """A graph as it lies in a file: rows in the order of the graph."""
+    """A graph in a file: rows in the order of the graph."""
 
     loss: str
     fixed_batch: Rows | None
@@ -160,14 +160,14 @@ class GraphDocument:
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""
-    was_noticed: bool = True  # in files that do not tell
+    was_noticed: bool = True  # the default for older files
     functions: tuple[FunctionRow, ...] = ()
     own_gradients: tuple[OwnGradientRow, ...] = ()
     in_eval_mode: tuple[str, ...] = ()
 
 
 def value_document(value: Value) -> JsonValue:
-    """Return an argument in JSON."""
+    """Return an argument as JSON."""
     match value:
         case Ref():
             return {"tensor": value.tensor}
@@ -193,11 +193,11 @@ def value_document(value: Value) -> JsonValue:
 
 
 def value_of(document: JsonValue) -> Value:
-    """Return the argument that a JSON value stands for; ValueError where there is none."""
+    """Return the argument that a JSON value represents; raises ValueError if invalid."""
     match document:
         case None | bool() | int() | str():
             return document
-        case list() | tuple():  # one of pairs or arguments is a tuple in a row
+        case list() | tuple():  # pairs and arguments in a row are tuples
             return tuple(map(value_of, document))
         case {"list": list(items), **rest} if not rest:
             return Listed(map(value_of, items))
@@ -223,7 +223,7 @@ def value_of(document: JsonValue) -> Value:
 
 
 def _is_float(number: JsonValue) -> bool:
-    """Whether this is a float as it is written; other tools may have made 1 of 1.0."""
+    """Whether this is a float as written; other tools may have turned 1.0 into 1."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     return is_number or number in ("inf", "-inf", "nan")
 
@@ -232,7 +232,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# The rows of each field, and what they stand for; the last is its name in a mapping, if it is one.
+# Each field's row class and class; the last item is the mapping's key, if it is a mapping.
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),
@@ -245,7 +245,7 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "own_gradients": (OwnGradientRow, OwnGradient, ""),
     }
 )
-_VALUES = ("arguments", "keywords", "result", "values")  # fields that hold arguments, in a nest
+_VALUES = ("arguments", "keywords", "result", "values")  # fields with nested arguments
 
 
 def graph_document(graph: Graph) -> GraphDocument:
@@ -267,7 +267,7 @@ def _row(kind: type[Any], thing: object) -> Any:
 
 
 def graph_of(document: GraphDocument) -> Graph:
-    """Return the graph that rows stand for; ValueError where they do not make one."""
+    """Return the graph that rows represent; raises ValueError if they do not."""
     values = {field.name: getattr(document, field.name) for field in fields(GraphDocument)}
     for fault in _doubled(values):
         raise ValueError(fault)
@@ -281,7 +281,7 @@ def graph_of(document: GraphDocument) -> Graph:
 
 
 def _each(field: str, kind: type[Any], rows: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what rows stand for; what is wrong with one is told with its place."""
+    """Return the objects of rows; a fault is reported with its place."""
     made = []
     for number, row in enumerate(rows):
         try:
@@ -304,7 +304,7 @@ def _doubled(values: Mapping[str, Any]) -> Iterator[str]:
     names: dict[str, list[str]] = {
         name: [getattr(row, key or "name") for row in values[name]]
         for name, (_, _, key) in _ROWS.items()
-        if name not in ("functions", "own_gradients")  # there may be several of one call
+        if name not in ("functions", "own_gradients")  # one call may have several
     }
     names["inputs"] = list(values["inputs"])
     for field, own in names.items():

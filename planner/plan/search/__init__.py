@@ -1,1 +1,1 @@
-"""Goes through the arrangements, best first, to the plan and its proof, or to why there is none."""
+"""Searches the arrangements, best first, for the plan and its proof, or why there is none."""

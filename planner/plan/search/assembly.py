@@ -1,4 +1,4 @@
-"""Puts the outcome of a search into a Plan: the choice, its proof, the runners-up."""
+"""Turns a search's outcome into a Plan: the choice, its proof, the runners-up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a search did."""
+    """Counters of a search."""
 
     enumerated: int
     solved: int
@@ -44,7 +44,7 @@ def assemble(
     limits: Mapping[str, int],
     counts: Counts,
 ) -> Plan:
-    """Return the plan of the chosen candidate, with the fastest beside it where that is another."""
+    """Return the plan of the chosen candidate, with the fastest one if that is another."""
     fastest = outcome.found[0].leaf
     cluster = costing.cluster_of(best.arrangement)
     solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
@@ -72,7 +72,7 @@ def assemble(
 
 
 def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> PlannedMachines:
-    """Return the summary of a cluster; of unequal devices, the one with least memory."""
+    """Return the summary of a cluster; for unequal devices, the one with least memory."""
     smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
     return PlannedMachines(
@@ -104,7 +104,7 @@ def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
 
 
 def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candidate]:
-    """Return the best others, behind the fastest, that differ in more than the microbatch."""
+    """Return the best other candidates that differ in more than the microbatch."""
     fastest, *others = (found.leaf for found in outcome.found)
     seen = {_kind(best), _kind(fastest)}
     told: list[Candidate] = []
@@ -121,7 +121,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
 
 
 def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
-    """Return another candidate as the plan tells of it."""
+    """Return another candidate in the form for the plan."""
     prediction = candidate.prediction
     return RunnerUp(
         arrangement=replace(candidate.arrangement, order=0),
@@ -136,7 +136,7 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
 
 
 def _difference(other: Prediction, best: Prediction) -> str:
-    """Return the term that makes a plan slower or faster, or what it saves."""
+    """Return the term that makes a plan slower or faster, or the memory that it saves."""
     ours = {term.name: term.seconds for term in best.terms}
     more = {term.name: term.seconds - ours.get(term.name, 0.0) for term in other.terms}
     is_faster = other.step_seconds < best.step_seconds

@@ -1,11 +1,11 @@
-"""Searches a tree best first: what has the lowest bound is looked at next, until that is a leaf.
+"""Searches a tree best first: expands the node with the lowest bound until a leaf is on top.
 
-Until there is any leaf, what lies deepest comes first, unless its bound is far from the lowest: a
-search that is stopped early has something to show, and one that goes on knows what to beat.
+Before the first leaf, the deepest node is expanded, unless its bound is far above the lowest. So a
+search that is stopped early has a result, and one that goes on has a value to beat.
 
-A node's bound never exceeds the value of any leaf below it, so the first leaf that comes to the top
-is the best one, and what is still waiting is pruned by its bound. Ties go to the simpler leaf, so
-nodes come before leaves of equal value.
+A node's bound never exceeds the value of a leaf below it. So the first leaf on top is the best one,
+and all waiting nodes are pruned by their bounds. Ties go to the simpler leaf, so nodes come before
+leaves of equal value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
-_FAR = 1.25  # times the lowest bound: nothing good comes of diving there
+_FAR = 1.25  # times the lowest bound: no deeper search from there
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
@@ -25,9 +25,9 @@ Rank = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchNode(Generic[Item]):
-    """Something that can be expanded; `rank` orders nodes of equal bound, the simpler first.
+    """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
-    `is_deep`: whether a search without any leaf yet may dive into it.
+    `is_deep`: whether a search without a leaf may go deeper from here.
     """
 
     bound: float
@@ -47,23 +47,23 @@ class FoundLeaf(Generic[Leaf]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unproved:
-    """What might be below a node that was looked at as far as the effort goes: not below this."""
+    """A lower bound of what remains below a node after limited effort."""
 
     bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Generic[Item, Leaf]):
-    """All leaves that were made, the best first; what was left waiting; the best possible value."""
+    """All leaves found, the best first; the waiting nodes; the best possible value."""
 
     found: tuple[FoundLeaf[Leaf], ...]
-    waiting: tuple[SearchNode[Item], ...]  # with what their parents proved
+    waiting: tuple[SearchNode[Item], ...]  # with the bounds that their parents proved
     bound: float
     is_complete: bool
 
     @property
     def gap(self) -> float:
-        """How far the best leaf can be from the best possible one, as a share of it."""
+        """How far the best leaf may be from the best possible value, as a fraction of it."""
         best = self.found[0].value
         return max(0.0, best - self.bound) / best if best else 0.0
 
@@ -76,7 +76,7 @@ def best_first(
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
     watch: Callable[[float], None] = lambda _: None,
 ) -> Outcome[Item, Leaf]:
-    """Expand nodes until `enough` leaves came to the top, or until it is late.
+    """Expand nodes until `enough` leaves came to the top, or time is up.
 
     Before a node is expanded, `watch` is given the least bound of all that is left. A bound that a
     parent has already proved holds for its children too.
@@ -85,7 +85,7 @@ def best_first(
     dive: list[tuple[int, float, Rank, int]] = []
     nodes: dict[
         int, tuple[SearchNode[Item], float, int]
-    ] = {}  # waiting, with their floors and depths
+    ] = {}  # waiting nodes, with their lower bounds and depths
     found: list[FoundLeaf[Leaf]] = []
     passed: list[FoundLeaf[Leaf]] = []
     unproved = float("inf")

@@ -1,4 +1,4 @@
-"""Turns what a person declared into what the programs understand, or says why no plan fits."""
+"""Turns constraints into the programs' terms, or says why no plan fits."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OF_THE_DATA_AXIS = frozenset({"batch"})
 
 
 def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
-    """Return the rules for layouts: axes forbidden in some modules or in all, pinned modules.
+    """Return the rules for layouts: axes forbidden in modules, and pinned modules.
 
-    The batch is what the data axis splits; the tensor axis splits it where it is asked to, or where
-    rows meet, which data ranks could not have.
+    The batch is split by the data axis. The tensor axis splits it if asked to, or if rows are
+    mixed, which excludes data ranks.
     """
     unwanted = [rule for rule in constraints.splits if not rule.is_required]
     forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
@@ -61,7 +61,7 @@ def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
 
 
 def check_memory(cluster: Cluster, constraints: Constraints) -> None:
-    """Refuse a limit that no device reaches: who says it takes the devices for larger ones."""
+    """Raise for a limit above every device's memory: the user assumes larger devices."""
     wanted = constraints.memory
     largest = max((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     if wanted is None or (wanted.size_bytes or 0) <= largest.memory_bytes:
@@ -78,7 +78,7 @@ def check_memory(cluster: Cluster, constraints: Constraints) -> None:
 
 
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
-    """Return the bytes that a rank may use of each kind of device."""
+    """Return the memory limit of each kind of device."""
     limits = {}
     for node in cluster.nodes:
         memory = node.device.memory_bytes
@@ -88,7 +88,7 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
 
 
 def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Demands:
-    """Return what every candidate has to respect."""
+    """Return what every candidate must respect."""
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
         modes=tuple(_modes(subject, constraints)),
@@ -105,18 +105,18 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def learning(subject: SearchSubject) -> Iterator[bool]:
-    """Yield for each layer whether it learns, or passes on what others have learned.
+    """Yield for each layer whether it is trained, or passes on gradients.
 
-    What nothing learns from is computed where it is needed: a stage of such layers alone is empty.
+    Other layers are computed where they are needed; a stage of such layers alone would be empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))
 
 
 def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
-    """Return the first and last layer of buffers that the forward writes, and several layers use.
+    """Return the first and last layer of buffers that are written and used by several layers.
 
-    Stages would have one of their own each, so these layers are not cut apart.
+    Each stage would have its own copy, so these layers are not cut apart.
     """
     graph, written = subject.graph, {one.name for one in subject.graph.buffers if one.updated}
     homes = defaultdict[str, list[int]](list)
@@ -135,7 +135,7 @@ def _cuttable(subject: SearchSubject) -> Iterator[bool]:
 
 
 def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Choices:
-    """Return what the variants of a point may differ in."""
+    """Return the choices of a point's variants."""
     return Choices(
         schedules=constraints.schedules,
         zero_levels=constraints.zero_levels,
@@ -152,7 +152,7 @@ def _positions(subject: SearchSubject) -> range:
 
 
 def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
-    """Yield the recompute modes of each layer: the one of the last rule that means it, or all."""
+    """Yield each layer's recompute modes: that of the last rule for it, or all."""
     every = subject.layers.layers
     for position, without in enumerate(unable(every, subject.graph)):
         pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
@@ -180,7 +180,7 @@ def _is_meant(subject: SearchSubject, position: int, modules: str) -> bool:
 
 
 def too_late(waiting: int) -> TimeLimitError:
-    """Return the error of a search that found nothing in its time."""
+    """Return the error of a search that found nothing in time."""
     return TimeLimitError(
         "the time limit came before any plan was found",
         expected=f"{waiting} arrangements were still open",
@@ -191,10 +191,10 @@ def too_late(waiting: int) -> TimeLimitError:
 def nothing_runs(
     conflict: Sequence[Declared], *, devices: int, layers: int, shared: Sequence[str] = ()
 ) -> InfeasibleError:
-    """Return the error of a space without any arrangement, whatever the memory.
+    """Return the error of a space without any arrangement, regardless of memory.
 
-    Where constraints are the cause, `conflict` holds some that cannot be had together. `shared`
-    are buffers of several layers, which these write.
+    If constraints are the cause, `conflict` holds a minimal set of them. `shared` are buffers that
+    several layers write.
     """
     if not conflict:
         return InfeasibleError(
@@ -233,14 +233,14 @@ def _beside(shared: Sequence[str]) -> str:
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:
     fields = {one.field for one in conflict}
-    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices to the pipeline
+    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices, to the pipeline
     return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
 
 
 def too_large(
     least: Arrangement, *, needed_bytes: int, limit_bytes: int, cluster: Cluster
 ) -> InfeasibleError:
-    """Return the error of a memory limit that the smallest plan exceeds, to the byte."""
+    """Return the error of a memory limit below the smallest plan, to the byte."""
     return InfeasibleError(
         f"no plan fits: every one needs {_exact(needed_bytes)} or more on a device, and "
         f"{_exact(limit_bytes)} may be used: {_exact(needed_bytes - limit_bytes)} short",
@@ -250,7 +250,7 @@ def too_large(
 
 
 def _exact(size_bytes: int) -> str:
-    """Return bytes as people read them, and the number itself where that rounds."""
+    """Return a readable size, with the number of bytes if that is rounded."""
     if size_bytes < 2**20:
         return f"{size_bytes:,} B"
     return f"{bytes_text(size_bytes)} ({size_bytes:,} B)"

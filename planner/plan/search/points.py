@@ -1,13 +1,13 @@
-"""Lists what a search looks at: points of the space, their variants, orders of unlike nodes.
+"""Lists the points of the search space, their variants, and orders of unlike nodes.
 
-Turns a batch and unlike devices into numbers of rows for each kind of device.
-
-A step has m microbatches of B rows over all data ranks. Of these every device of kind k has r_k:
+Also distributes a batch over unlike devices. A step has m microbatches of B rows over all data
+ranks; each of the n_k devices of kind k has r_k of them:
 
     Σ_k n_k · r_k  =  B        r_k ≥ 1
 
-Where there are few such shares all are tried, else those in which the slowest kind is done first by
-an estimate: the time of r rows as a line through that of an even share and of twice as many.
+If there are few such distributions all are tried. Otherwise those are tried in which the slowest
+kind finishes first by an estimate: the time of r rows, linear between the even share and twice as
+many.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Seconds = Callable[[Device, int], float]  # of so many rows, forward and backwar
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield a point of data ranks alone with rows that suit its unlike devices, if it has them.
+    """Yield a point of data ranks alone with rows that suit its unlike devices.
 
-    `least` are the rows that a microbatch has at least.
+    `least` is the fewest rows of a microbatch.
     """
     counts = Counter(cluster.devices)
     if len(counts) == 1 or point.data != cluster.size:
@@ -67,7 +67,7 @@ def uneven(
 def _shares(
     counts: Counter[Device], block: int, least: int, seconds: Seconds
 ) -> Iterator[Mapping[Device, int]]:
-    """Yield the best shares of a block, but the even one."""
+    """Yield the best distributions of a block, except the even one."""
     found = [rows for rows in _every(counts, block, least) if len(set(rows.values())) > 1]
     if len(found) > MOST_SHARES:
         even = max(1, block // counts.total())
@@ -84,7 +84,7 @@ def _shares(
 
 
 def _every(counts: Counter[Device], block: int, least: int) -> Iterator[Rows]:
-    """Yield ways to share the rows of a block, up to a great many."""
+    """Yield distributions of a block's rows, up to a large number."""
     kinds = list(counts.items())
 
     def shared(place: int, left: int) -> Iterator[dict[Device, int]]:
@@ -106,31 +106,31 @@ def _every(counts: Counter[Device], block: int, least: int) -> Iterator[Rows]:
 
 @dataclass(frozen=True, slots=True)
 class SearchPoint:
-    """Degrees and microbatch, the variants still open."""
+    """Degrees and microbatch; the variants are still open."""
 
     arrangement: Arrangement
 
 
 class Pressure(IntEnum):
-    """What the bound of a variant knows of memory, each one sharper and slower than the last."""
+    """How a variant's bound accounts for memory, each sharper and slower than the one before."""
 
-    NONE = 0  # as if it were endless
-    OF_ANY = 1  # what any layouts need at least
-    OF_LAYOUTS = 2  # what those need that there are
+    NONE = 0  # as if it were unlimited
+    OF_ANY = 1  # the least that any layouts need
+    OF_LAYOUTS = 2  # what the solved layouts need
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory."""
+    """A whole arrangement; its stages are still open. `thriftier` ones can only save memory."""
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
     pressure: Pressure = Pressure.NONE
-    effort: int = 0  # how often it was solved before, without an end
+    effort: int = 0  # how often it was solved with limited effort
 
     @property
     def family(self) -> tuple[Arrangement, ...]:
-        """All of them."""
+        """The arrangement and the thriftier ones."""
         return (self.arrangement, *self.thriftier)
 
 
@@ -138,10 +138,9 @@ SearchItem = SearchPoint | Variant
 
 
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but ZeRO-2 and 3 behind the ZeRO-1 that they only save memory on.
+    """Return each variant alone, but ZeRO-2 and 3 together with their ZeRO-1.
 
-    They communicate more than ZeRO-1 and update as fast, so where that fits as it is, they cannot
-    be better.
+    They communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be better.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
@@ -159,7 +158,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return what orders equals: the simpler one, and of equally simple ones fewer parts."""
+    """Return a sort key for equal values: simpler ones first, then fewer parts."""
     return (
         *complexity(arrangement, recomputes=False),
         arrangement.pipeline,
@@ -176,10 +175,10 @@ def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
 def in_orders(
     point: Arrangement, orders: Sequence[Cluster], choices: Choices
 ) -> Iterator[Arrangement]:
-    """Yield the point in every order of the nodes whose groups differ from those before.
+    """Yield the point in every order of nodes whose groups differ from earlier orders.
 
-    Layouts are solved for the tensor groups of the first order, so that orders in which these lie
-    otherwise are left out.
+    Layouts are solved for the tensor groups of the first order, so orders with other tensor groups
+    are left out.
     """
     seen: set[object] = set()
     shape = group_shape(orders[0], point.tensor, 1)
@@ -192,7 +191,7 @@ def in_orders(
 
 
 def _groups(point: Arrangement, cluster: Cluster, choices: Choices) -> object:
-    """Return everything of an order that a prediction sees."""
+    """Return everything in an order that affects a prediction."""
     shards = sorted({shard for _, shard in sharding(point, choices)} | {point.data})
     return (
         kinds_of_blocks(cluster, point.pipeline),
@@ -200,7 +199,7 @@ def _groups(point: Arrangement, cluster: Cluster, choices: Choices) -> object:
     )
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: cached properties need a place
+@dataclass(frozen=True, kw_only=True)  # no slots, because of cached properties
 class Points:
     """The degrees and microbatches that the constraints allow, under one objective."""
 
@@ -208,7 +207,7 @@ class Points:
     cluster: Cluster
     constraints: Constraints  # with a global batch
     choices: Choices
-    orders: Sequence[Cluster]  # of unlike nodes, the planned one first
+    orders: Sequence[Cluster]  # of unlike nodes; the planned order is first
     bounds: Bounds
     bucket_bytes: int
 
@@ -236,9 +235,9 @@ class Points:
             yield from self._uneven(point)
 
     def _microbatches(self, data: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return the rows of each data rank's microbatch, and how many there are, as is allowed.
+        """Return the allowed microbatches: rows on each data rank, and their number.
 
-        The smallest never holds more rows at once than another.
+        The smallest never has more rows in flight than another.
         """
         constraints, fixed = self.constraints, self._batch.fixed
         assert constraints.global_batch is not None
@@ -268,7 +267,7 @@ class Points:
 
     @property
     def _may_suit_devices(self) -> bool:
-        """Whether unlike devices may have the rows that suit them."""
+        """Whether unlike devices may have unlike numbers of rows."""
         return (
             self.constraints.microbatch is None
             and self.bounds.objective is not Objective.MEMORY
@@ -287,10 +286,10 @@ class Points:
         )
 
     def _most_tensor(self) -> int:
-        """Return the greatest tensor degree: the devices of a node, unless more is asked for.
+        """Return the largest tensor degree: the devices of a node, unless a larger one is demanded.
 
-        Beyond the links of a node the tensor axis would wait for the network in every layer, unless
-        it may split the batch.
+        Beyond a node's links the tensor axis would wait for the network in every layer, unless it
+        may split the batch.
         """
         wanted = self.constraints.tensor or self.constraints.max_tensor
         if wanted is None and self.constraints.shares_rows:
@@ -305,5 +304,5 @@ class Points:
                 yield one
 
     def enumerated(self) -> int:
-        """Return how many arrangements there are."""
+        """Return the number of arrangements."""
         return sum(len(tuple(self.variants(point))) for point in self)

@@ -1,14 +1,14 @@
-"""Chooses the plan: a best-first search over arrangements, each solved by the integer programs.
+"""Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
     degrees × microbatch            bounded by ops split in their fastest way, communicating freely
-      └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
+    └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
                                     bounded by the layers as laid out, gathering, reducing, updating
-          └ memory presses          bounded also by what any layouts have to compute again
-            └ layouts that need less memory are solved
-                                    bounded also by what these have to compute again
-              └ stages are solved   an exact prediction
+      └ memory is limited           bounded also by the recomputation that any layouts need
+        └ layouts that need less memory are solved
+                                    bounded also by the recomputation that these need
+          └ stages are solved       an exact prediction
 
-The first prediction that no bound undercuts is the best there is in this space.
+The first prediction that is not above any remaining bound is the best in this space.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
 
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
-EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, in turn
-_BETTER = 1.0 - 1e-9  # of the best step: what is not below this is no better
-EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
+EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
+_BETTER = 1.0 - 1e-9  # of the best step: only values below this are better
+EXTRA_NODES = 18  # nodes to search for runners-up, after the best is proved
 
 Searched = Outcome[SearchItem, Candidate]
 Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
@@ -143,12 +143,12 @@ def search(
 
 
 def complexity_of(candidate: Candidate) -> Complexity:
-    """Return how complex a solved plan is."""
+    """Return the complexity of a solved plan."""
     return complexity(candidate.arrangement, recomputes=recomputes(candidate))
 
 
 class Explorer:
-    """The tree of one search: its roots, how nodes expand, and what was counted on the way."""
+    """The tree of one search: its roots, the expansion of nodes, and counters."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Explorer:
         flops = model_flops(subject, constraints.global_batch, constraints.precision)
         self.judge = ArrangementSolver(questions=questions, model_flops=flops)
         self.bounds = Bounds(questions, self.objective)
-        self.solved: set[Arrangement] = set()  # some are looked at again, to find a simpler plan
+        self.solved: set[Arrangement] = set()  # some are solved again, to find a simpler plan
         self.infeasible: set[Arrangement] = set()
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
@@ -218,11 +218,11 @@ class Explorer:
         )
 
     def know(self, seconds: float) -> None:
-        """Look only for what is faster: so fast a plan is known elsewhere."""
+        """Restrict the search to faster plans than one that is known elsewhere."""
         self._known = self._known.with_one((), seconds)
 
     def _complexity_below(self, item: SearchItem) -> Complexity:
-        """Return the least complexity of what a point or a variant can come to."""
+        """Return the least complexity below a point or a variant."""
         again = isinstance(item, Variant) and must_recompute(self.bounds, item.arrangement)
         return complexity(item.arrangement, recomputes=again)
 
@@ -238,13 +238,13 @@ class Explorer:
     def _is_enough(self, passed: int) -> bool:
         """Whether the best is proved, and there are others to compare it with.
 
-        How far is looked for these is counted, not timed, so that every run tells the same.
+        The effort for others is counted, not timed, so that every run finds the same.
         """
         self._looked_beside += passed > 0
         return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES
 
     def _to_beat(self, arrangement: Arrangement) -> float:
-        """Return what must be undercut; not where others are looked for, to stand beside."""
+        """Return the value to beat; infinite while searching for runners-up."""
         if self._looked_beside:
             return float("inf")
         if not self._is_choosing:
@@ -253,7 +253,7 @@ class Explorer:
 
     @property
     def points(self) -> Points:
-        """What the constraints allow."""
+        """The points that the constraints allow."""
         return Points(
             subject=self.subject,
             cluster=self.cluster,
@@ -265,7 +265,7 @@ class Explorer:
         )
 
     def expand(self, item: SearchItem) -> Iterable[Entry]:
-        """Return the variants of a point, a variant under memory's pressure, or its solution."""
+        """Return a point's variants, a variant's bound within memory, or its solution."""
         if isinstance(item, SearchPoint):
             grouped = families(self.points.variants(item.arrangement))
             return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
@@ -281,9 +281,9 @@ class Explorer:
     def _bounded(
         self, family: Sequence[Arrangement], pressure: Pressure
     ) -> list[SearchNode[SearchItem]]:
-        """Return what of a family memory does not rule out, bounded under a pressure."""
+        """Return the family's members that memory does not exclude, with their bounds."""
         if pressure is Pressure.OF_ANY and family[0].tensor == 1:
-            pressure = Pressure.OF_LAYOUTS  # there is one way not to split anything
+            pressure = Pressure.OF_LAYOUTS  # without tensor ranks there is one layout
         bound_of = {
             Pressure.NONE: self.bounds.without_memory,
             Pressure.OF_ANY: self.bounds.within_memory,
@@ -300,7 +300,7 @@ class Explorer:
         return [SearchNode(bound=bound, rank=simplicity(first), item=item)]
 
     def solve(self, item: Variant) -> list[Entry]:
-        """Return the best candidate of an arrangement, if there is one, and what is still open."""
+        """Return the best candidate of an arrangement, if any, and what is still open."""
         arrangement = item.arrangement
         to_beat = self._to_beat(arrangement)
         if self.objective is Objective.MEMORY:
@@ -327,9 +327,9 @@ class Explorer:
         return [leaf, *left]
 
     def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
-        """Return what is left of an arrangement: to be solved with more effort, or unproved.
+        """Return what remains of an arrangement: to be solved with more effort, or unproved.
 
-        What is no faster than a plan that is known may still be simpler.
+        A plan that is no faster than a known one may still be simpler.
         """
         if self.objective is Objective.MEMORY or self._looked_beside:
             return []
@@ -346,13 +346,13 @@ class Explorer:
         return [SearchNode(bound=bound, rank=rank, item=again, is_deep=False)]
 
     def value(self, candidate: Candidate) -> float:
-        """Return what the objective has less of: bytes, or seconds (which money goes with)."""
+        """Return the value that the objective minimises: bytes or seconds (also for cost)."""
         if self.objective is Objective.MEMORY:
             return float(candidate.prediction.peak_memory.device_bytes)
         return candidate.prediction.step_seconds
 
     def refusal(self, outcome: Searched) -> AutoparError:
-        """Return why there is no plan: no time, no arrangement, or no memory."""
+        """Return why there is no plan: time, arrangements or memory."""
         if not outcome.is_complete:
             return too_late(len(outcome.waiting))
         least = self._roomy().least()
@@ -371,7 +371,7 @@ class Explorer:
         )
 
     def _conflict(self) -> tuple[Declared, ...]:
-        """Return constraints that leave no arrangement together, but do without any one of them."""
+        """Return constraints that exclude all arrangements together, but not without one."""
 
         def is_feasible(declared: Sequence[Declared]) -> bool:
             kept = with_batch(constraints_of(declared), self.cluster, self.subject.graph)
@@ -382,11 +382,11 @@ class Explorer:
         return minimal_conflict(declared, is_feasible) if declared else ()
 
     def _roomy(self) -> Explorer:
-        """Return the search for the plan that needs least memory, were devices endless."""
+        """Return the search for the plan with the least memory, without memory limits."""
         return self.within(_ENDLESS_BYTES, Objective.MEMORY)
 
     def within(self, limit_bytes: int, objective: Objective) -> Explorer:
-        """Return the search with another limit of memory on every device, for an objective."""
+        """Return the search with another memory limit on every device, for an objective."""
         other = copy(self)
         other.objective = objective
         limits = dict.fromkeys(self.judge.demands.limit_bytes, limit_bytes)
@@ -395,6 +395,6 @@ class Explorer:
         return other
 
     def least(self) -> Candidate | None:
-        """Return the best candidate, None where there is none."""
+        """Return the best candidate, or None."""
         found = best_first(self.roots(), self.expand).found
         return found[0].leaf if found else None

@@ -1,4 +1,4 @@
-"""Orders arrangements by how simple they are, and finds the simplest plan near the fastest one."""
+"""Orders arrangements by simplicity, and finds the simplest plan near the fastest one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unprov
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
-Complexity = tuple[int, ...]  # the simpler one is less
+Complexity = tuple[int, ...]  # less is simpler
 
 
 def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
-    """Return what makes a plan harder to read and to trust, what weighs most first.
+    """Return how hard a plan is to read and to trust, most important first.
 
-    Kinds of parallelism; those of them that need printed classes (data ranks run the model's own);
-    how much is sharded; 16-bit sums; whether anything is computed again.
+    Kinds of parallelism; those that need printed classes (data ranks run the model's own); how much
+    is sharded; 16-bit sums; whether anything is recomputed.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
@@ -35,13 +35,13 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The least seconds of what was solved so far, by complexity."""
+    """The least seconds of solved plans, by complexity."""
 
     tolerance: float
     seconds: Mapping[Complexity, float] = field(default_factory=dict)
 
     def with_one(self, of: Complexity, seconds: float) -> Known:
-        """Return what is known after one more plan was solved."""
+        """Return the record with one more solved plan."""
         least = min(seconds, self.seconds.get(of, float("inf")))
         return replace(self, seconds={**self.seconds, of: least})
 
@@ -58,9 +58,10 @@ class Known:
         return f"searching: {seconds_text(self.fastest)} so far, at most {left:.1%} left to gain"
 
     def to_beat(self, of: Complexity) -> float:
-        """Return the seconds from which on a plan is not chosen.
+        """Return the time from which a plan is not chosen.
 
-        It has to be within the tolerance of the fastest, and faster than all that are as simple.
+        It must be within the tolerance of the fastest, and faster than every plan that is as
+        simple.
         """
         as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
         return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))
@@ -68,7 +69,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simplicity(Generic[Item, Leaf]):
-    """How simple a leaf is, and how simple the leaves below a node can be."""
+    """The simplicity of a leaf, and the best simplicity below a node."""
 
     of_leaf: Callable[[Leaf], Complexity]
     below: Callable[[Item], Complexity]
@@ -83,10 +84,11 @@ def simplest_leaf(
     within: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> FoundLeaf[Leaf]:
-    """Return the simplest leaf of at most a value, of equally simple ones the least.
+    """Return the simplest leaf up to a value; of equally simple ones the least.
 
-    What may be simplest is looked at next, so the first leaf that comes to the top is the one, and
-    nothing is expanded that cannot be simpler. When it is late, the simplest that was found counts.
+    The node with the best possible simplicity is expanded first, so the first leaf on top is the
+    answer, and nodes that cannot be simpler are not expanded. If time is up, the simplest leaf
+    found is returned.
     """
     numbers = count()
 

@@ -1,7 +1,7 @@
-"""Enumerates the arrangements of a training: degrees, microbatch, schedule, ZeRO, as a tree.
+"""Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
-The first branch of a point is (degrees, microbatch); its variants differ in schedule, stages per
-rank, ZeRO level and shard degree only, so that they share every layer's layout and cost.
+The first level is (degrees, microbatch). Its variants differ only in schedule, stages per rank,
+ZeRO level and shard degree, so they share every layer's layout and cost.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from autopar.planner.precision import Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_TOLD = 6
-ROWS = "batch"  # the axis of the rows, as people call it
+ROWS = "batch"  # the name of the rows' axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
-    """What a model says of its batch.
+    """Properties of a model's batch.
 
-    `fixed` is the only number of rows of a microbatch that it takes, `fixed_at` the line that fixes
-    it. Data ranks of one that `may_be_uneven` need not have as many rows each.
+    `fixed` is the only number of rows that the model accepts, `fixed_at` the line that fixes it. If
+    `may_be_uneven`, data ranks may have unlike numbers of rows.
     """
 
     fixed: int | None = None
@@ -44,7 +44,7 @@ class BatchFacts:
 
     @classmethod
     def of(cls, graph: Graph) -> BatchFacts:
-        """Return those of a traced model."""
+        """Return the properties of a traced model's batch."""
         return cls(
             fixed=graph.fixed_batch,
             fixed_at=graph.fixed_at,
@@ -58,7 +58,7 @@ NOTHING_SAID = BatchFacts()
 def legal_degrees(
     devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
 ) -> tuple[Degrees, ...]:
-    """Return degrees whose product is the number of devices, and which the constraints allow."""
+    """Return the allowed degrees whose product is the number of devices."""
     triples = (
         (pipeline, devices // pipeline // tensor, tensor)
         for pipeline in divisors(devices)
@@ -92,7 +92,10 @@ def _takes_batch(degrees: Degrees, constraints: Constraints, batch: BatchFacts) 
 
 
 def may_share_unevenly(constraints: Constraints, batch: BatchFacts) -> bool:
-    """Whether data ranks may have unlike numbers of rows: code of split rows is for one number."""
+    """Whether data ranks may have unlike numbers of rows.
+
+    Printed code of split rows needs equal ones.
+    """
     splits_rows = constraints.shares_rows or any(
         rule.axis == ROWS and rule.is_required for rule in constraints.splits
     )
@@ -100,14 +103,14 @@ def may_share_unevenly(constraints: Constraints, batch: BatchFacts) -> bool:
 
 
 def _rows(degrees: Degrees, constraints: Constraints, batch: BatchFacts) -> int:
-    """Return the rows that a global batch has to be a multiple of to be shared out evenly."""
+    """Return the number of rows that a global batch must be a multiple of."""
     return degrees[1] * lcm(constraints.microbatch or 1, batch.fixed or 1)
 
 
 def check_degrees(
     devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
 ) -> tuple[Degrees, ...]:
-    """Return the legal degrees; where there are none, raise an error that names what conflicts."""
+    """Return the legal degrees; if there are none, raises an error that names the conflict."""
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
         return leave_degrees(declared, devices, batch)
@@ -121,7 +124,7 @@ def check_degrees(
 def leave_degrees(
     declared: Sequence[Declared], devices: int, batch: BatchFacts = NOTHING_SAID
 ) -> bool:
-    """Whether some declarations together leave degrees, a microbatch and every other choice."""
+    """Whether declarations together leave degrees, a microbatch and every other choice."""
     chosen = constraints_of(declared)
     has_microbatch = batch.fixed is None or chosen.microbatch in (None, batch.fixed)
     has_choices = bool(chosen.schedules and chosen.zero_levels)
@@ -172,7 +175,7 @@ def _told(legal: Sequence[Degrees]) -> str:
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:
-    """Return the batches next to the wanted one that the rest of a minimal conflict allows."""
+    """Return the nearest batches that the rest of a minimal conflict allows."""
     wanted = constraints_of(conflict).global_batch
     assert wanted is not None
     others = constraints_of(one for one in conflict if one.field != "global_batch")
@@ -186,7 +189,7 @@ def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFac
 def nearest_degrees(
     legal: Sequence[Degrees], wanted: tuple[int | None, ...]
 ) -> tuple[Degrees, ...]:
-    """Return legal degrees, those first that keep the most of what was wanted."""
+    """Return legal degrees, those closest to the wanted ones first."""
 
     def distance(degrees: Degrees) -> tuple[int, float]:
         pairs = [(have, want) for have, want in zip(degrees, wanted, strict=True) if want]
@@ -197,17 +200,17 @@ def nearest_degrees(
 
 
 def degrees_text(degrees: Degrees) -> str:
-    """Return degrees as --pin takes them: "pp=1,dp=2,tp=4"."""
+    """Return degrees in the form of --pin: "pp=1,dp=2,tp=4"."""
     return f"pp={degrees[0]},dp={degrees[1]},tp={degrees[2]}"
 
 
-STAGES_PER_RANK = (1, 2, 4)  # more make the bubble little smaller, and transfers many more
-DEFAULT_BUCKET_BYTES = 25 * 2**20  # what DDP takes; tuned for the plans that are solved
+STAGES_PER_RANK = (1, 2, 4)  # more hardly reduce the bubble, and multiply transfers
+DEFAULT_BUCKET_BYTES = 25 * 2**20  # DDP's default; tuned for the plans that are solved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the variants of a point may differ in."""
+    """The choices of a point's variants."""
 
     schedules: tuple[ScheduleKind, ...]
     zero_levels: tuple[Zero, ...]
@@ -225,7 +228,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (rows of a microbatch, microbatches of a data rank)."""
+    """Return pairs: rows of a microbatch, microbatches of a data rank."""
     if global_batch % data:
         return ()
     rows = global_batch // data
@@ -233,9 +236,9 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the rows of a microbatch of each data rank, and how many there are, smallest first.
+    """Yield each data rank's microbatch rows and their number, smallest first.
 
-    Only where data ranks cannot have as many rows each: they have as alike numbers as can be.
+    Only if the rows cannot be distributed evenly; then they are as even as possible.
     """
     for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
         least, more = divmod(global_batch // microbatches, data)
@@ -247,7 +250,7 @@ def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
     precision: Precision,
 ) -> Arrangement:  # fmt: skip
-    """Return a point before its variants are told apart."""
+    """Return a point in its simplest variant."""
     return Arrangement(
         pipeline=pipeline,
         data=data,
@@ -282,17 +285,17 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1: a backward in halves keeps all whole.
+    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1, because a split backward keeps all whole.
 
-    Its halves find parameters by their autograd nodes, which gathering them anew changes, and no
-    hook sees the gradients that they make, until the last microbatch is done.
+    Its halves find parameters by their autograd nodes, which gathering changes. No hook sees their
+    gradients until the last microbatch is done.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.divides_gradients
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:
-    """Yield schedules with their stages per rank; without a pipeline there is nothing to choose."""
+    """Yield schedules with their stages per rank; there is one choice without a pipeline."""
     if point.pipeline == 1:
         yield ScheduleKind.ONE_F_ONE_B, 1
         return
@@ -311,17 +314,16 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
 
 
 def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) -> bool:
-    """Whether a simpler schedule does not do the same.
+    """Whether no simpler schedule is equivalent.
 
-    Interleaving one stage per rank is none, and where 1F1B can run it takes the time of GPipe with
-    less memory.
+    Interleaving needs several stages per rank, and GPipe takes the time of 1F1B with more memory.
     """
     if choices.stages_per_rank is not None:
         return True
     if kind is ScheduleKind.INTERLEAVED_1F1B:
         return shape.stages_per_rank > 1
     if kind is ScheduleKind.INTERLEAVED_ZERO_BUBBLE:
-        return shape.stages_per_rank <= 2  # there is no bubble left to make smaller
+        return shape.stages_per_rank <= 2  # there is no bubble left to reduce
     plain = ScheduleKind.ONE_F_ONE_B
     if kind is ScheduleKind.GPIPE and plain in choices.schedules:
         return bool(refusal(plain, shape))
@@ -329,10 +331,10 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
 
 
 def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
-    """Yield ZeRO levels with their shard degree: all data ranks, or those of one node (HSDP).
+    """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
-    In a pipeline every microbatch would scatter its gradients under ZeRO-2, for a part of what
-    ZeRO-3 saves, and HSDP has too few ranks to share: both are left out unless they are asked for.
+    In a pipeline, ZeRO-2 would scatter gradients for every microbatch and save less than ZeRO-3,
+    and HSDP has too few ranks to share: both are left out unless demanded.
     """
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None

@@ -1,1 +1,1 @@
-"""Prices and solves one arrangement: what the programs are asked, and what comes back."""
+"""Prices and solves one arrangement: the programs' input and their result."""

@@ -1,4 +1,4 @@
-"""Solves one arrangement: which layers go on which stage, in which layouts and modes."""
+"""Solves an arrangement: which layers are on which stage, in which layouts and modes."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from autopar.planner.programs.stages.question import PinnedLayer, StageQuestion
 from autopar.planner.programs.stages.smallest import smallest_stages
 
 Item = TypeVar("Item")
-Rows = tuple[tuple[Modes, ...], ...]  # of each pipeline rank, one object for equal ranks
-CLOSE_BYTES = 2**20  # more than what a bound may round
+Rows = tuple[tuple[Modes, ...], ...]  # per pipeline rank; one object for equal ranks
+CLOSE_BYTES = 2**20  # more than the rounding of a bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What every candidate has to respect, beside its arrangement."""
+    """What every candidate must respect, beside its arrangement."""
 
-    limit_bytes: Mapping[str, int]  # of each device by name
-    modes: tuple[frozenset[Recompute], ...]  # that each layer may use
+    limit_bytes: Mapping[str, int]  # per device name
+    modes: tuple[frozenset[Recompute], ...]  # allowed modes of each layer
     pins: tuple[PinnedLayer, ...]
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
-    may_waste_ranks: bool  # of the tensor axis, on computing the same: its degree is pinned
+    may_waste_ranks: bool  # the tensor degree is pinned, so its ranks may compute the same
     bucket_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What the stage program is asked about arrangements of one model on one cluster."""
+    """The input of the stage program, for arrangements of one model on one cluster."""
 
     costing: PriceBook
     demands: Demands
     constants: FrameworkConstants
 
     def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
-        """Return the question of an arrangement in one of the layouts."""
+        """Return the stage question of an arrangement in one of the layouts."""
         sizes = self.demands.bucket_bytes
         return StageQuestion(
             arrangement=arrangement,
@@ -71,31 +71,31 @@ class Questions:
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
-        """Return what any rank may hold beside what libraries take, a little more than allowed."""
+        """Return the memory limit of any rank without libraries, slightly generous."""
         return max(self.room_bytes(arrangement))
 
     def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return what each pipeline rank may hold likewise."""
+        """Return the same limit for each pipeline rank."""
         more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
     def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return what each pipeline rank may use: the least that any of its devices allows."""
+        """Return each pipeline rank's memory limit: the least of its devices."""
         limits = self.demands.limit_bytes
         kinds = self.kinds(arrangement)
         least = [min(limits[share.device.name] for share in own) for own in kinds]
         return self._each(arrangement, least)
 
     def rows(self, arrangement: Arrangement, solution: int) -> Rows:
-        """Return what the layers cost each pipeline rank, which waits for its slowest device."""
+        """Return the layers' costs on each pipeline rank, which waits for its slowest device."""
         inside = inside_of(arrangement, solution)
         kinds = self.kinds(arrangement)
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the different groups of devices, with their rows, that pipeline ranks have.
+        """Return the distinct groups of devices and rows that pipeline ranks have.
 
-        Data ranks with unlike numbers of rows wait for those with most, but on unlike devices.
+        Data ranks with unlike numbers of rows wait for the largest, except on unlike devices.
         """
         cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
         if arrangement.rows and arrangement.data == arrangement.ranks:
@@ -104,7 +104,7 @@ class Questions:
         return tuple(tuple(RowShare(device, rows) for device in own) for own in kinds)
 
     def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
-        """Return for each pipeline rank what is known of its kind."""
+        """Return each pipeline rank's value, from those of the kinds."""
         if len(values) == 1:
             return (values[0],) * arrangement.pipeline
         degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
@@ -113,7 +113,7 @@ class Questions:
 
 
 def inside_of(arrangement: Arrangement, solution: int) -> Inside:
-    """Return what the inside of the layers depends on."""
+    """Return what the inside of layers depends on."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
@@ -137,9 +137,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedArrangement:
-    """What came of an arrangement: a candidate, and what no other one of it beats.
+    """The result of solving an arrangement: a candidate, and a lower bound of all others of it.
 
-    An infinite bound without a candidate: nothing fits. `is_final`: more effort finds nothing else.
+    An infinite bound without a candidate means that nothing fits. `is_final`: more effort finds
+    nothing else.
     """
 
     candidate: Candidate | None
@@ -149,7 +150,7 @@ class SolvedArrangement:
 
 
 def _nothing(_: int) -> float:
-    """Nothing is known of any solution."""
+    """Return 0: nothing is known of a solution."""
     return 0.0
 
 
@@ -165,17 +166,17 @@ class ArrangementSolver:
     )
 
     def under(self, demands: Demands) -> ArrangementSolver:
-        """Return the judge under other demands."""
+        """Return the solver under other demands."""
         return replace(self, questions=replace(self.questions, demands=demands))
 
     @property
     def costing(self) -> PriceBook:
-        """What layers cost."""
+        """The prices of layers."""
         return self.questions.costing
 
     @property
     def demands(self) -> Demands:
-        """What every candidate has to respect."""
+        """What every candidate must respect."""
         return self.questions.demands
 
     def solve(
@@ -186,11 +187,11 @@ class ArrangementSolver:
         known_seconds: float = _ENDLESS,
         effort: Effort = EXACT,
     ) -> SolvedArrangement:
-        """Return the fastest candidate of an arrangement, as far as the effort goes.
+        """Return the fastest candidate of an arrangement, within the effort.
 
-        The fastest layouts come first. Slower ones may need less memory, or have less to reduce;
-        they are looked at unless what they come to at `least` is no better than what was found,
-        here or before.
+        The fastest layouts are tried first. Slower ones may need less memory, or have less to
+        reduce. They are skipped if their bound by `least` is not better than the best result, here
+        or before.
         """
         best: Candidate | None = None
         bound, report, is_final = _ENDLESS, NOTHING_SOLVED, True
@@ -215,7 +216,7 @@ class ArrangementSolver:
         )
 
     def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
-        """Return what has looked at an arrangement in one of the layouts, or will do so."""
+        """Return the chooser of an arrangement in one of the layouts, kept between calls."""
         key = arrangement, number
         if key not in self._choosers:
             question = self.questions.asked(arrangement, number)
@@ -225,13 +226,13 @@ class ArrangementSolver:
         return self._choosers[key]
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
-        """Yield the layout solutions: the fastest, then the others if they are asked for."""
+        """Yield the layout solutions: the fastest, then the others if needed."""
         yield 0
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
         yield from sorted(range(1, len(solutions)), key=least)
 
     def solve_smallest(self, arrangement: Arrangement) -> SolvedArrangement:
-        """Return the candidate that needs least memory on its fullest rank, if that fits."""
+        """Return the candidate with the least memory on its fullest rank, if it fits."""
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
         best: Candidate | None = None
         for number in range(len(solutions)):
@@ -245,13 +246,13 @@ class ArrangementSolver:
         return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
     def _wastes_ranks(self, arrangement: Arrangement, solution: int) -> bool:
-        """Whether fewer devices would do what the ranks of a tensor axis do, each all of it."""
+        """Whether all ranks of the tensor axis would do the same, so that fewer devices suffice."""
         if arrangement.tensor == 1 or self.demands.may_waste_ranks:
             return False
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
 
     def _candidate(self, question: StageQuestion, solution: int, found: PricedCut) -> Candidate:
-        """Return a cut with everything that is predicted of it."""
+        """Return a cut with its predictions."""
         stages, costs = [], []
         for number, (first, stop) in enumerate(pairwise(found.cut)):
             modes = found.offers[number].modes

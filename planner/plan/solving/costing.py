@@ -1,7 +1,7 @@
-"""Prices the layers of one model on one cluster, on demand, and remembers what it priced.
+"""Prices the layers of a model on a cluster, on demand, and caches the prices.
 
-What a layer costs depends on the tensor degree, the microbatch, the layout solution and the devices
-of its stage; equal layers under equal circumstances share one price.
+The cost of a layer depends on the tensor degree, the microbatch, the layout solution and the
+devices of its stage. Equal layers under equal circumstances share one price.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.planner.programs.layouts.edges import structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
-# A 16-bit weight of 2 bytes comes with 16 more of gradient and optimizer state.
+# A 16-bit weight of 2 bytes comes with 16 bytes of gradient and optimizer states.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
@@ -44,7 +44,7 @@ GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSubject:
-    """A traced model as the search sees it."""
+    """A traced model, as the search sees it."""
 
     graph: Graph
     axes: GraphAxes
@@ -53,12 +53,12 @@ class SearchSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """Everything that the inside of the layers depends on."""
+    """Everything that the inside of layers depends on."""
 
     tensor: int
     microbatch: int
-    solution: int  # position in the Pareto front of layouts
-    is_one_stage: bool  # tied parameters are held once
+    solution: int  # index in the Pareto front of layouts
+    is_one_stage: bool  # so that tied parameters are held once
 
 
 _Place = tuple[int, int, GroupShape, Device, LayoutRules]
@@ -66,7 +66,7 @@ _Place = tuple[int, int, GroupShape, Device, LayoutRules]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What was priced and laid out of one model so far, for searches on other machines to share."""
+    """Prices and layouts of a model so far, shared with searches on other machines."""
 
     pricers: dict[tuple[int, Device], OpPricer] = field(default_factory=dict)
     programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Prices:
 
 
 class PriceBook:
-    """The prices of the layers of one model."""
+    """The prices of a model's layers."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PriceBook:
         return group_shape(self.cluster, tensor, 1)
 
     def fastest(self, tensor: int, microbatch: int) -> LayoutSolution:
-        """Return the fastest layouts inside the layers, whatever they need."""
+        """Return the fastest layouts inside the layers, regardless of memory."""
         key = tensor, microbatch
         if key not in self._fastest:
             place, known = self._place(tensor, microbatch), self.prices.fastest
@@ -137,7 +137,7 @@ class PriceBook:
         return self._fastest[key]
 
     def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
-        """Return the layouts inside the layers that trade time for memory, the fastest first."""
+        """Return layouts that trade time for memory, the fastest first."""
         key = tensor, microbatch
         if key not in self._fronts:
             place, known = self._place(tensor, microbatch), self.prices.fronts
@@ -153,16 +153,19 @@ class PriceBook:
         return self.solutions(inside.tensor, inside.microbatch)[inside.solution]
 
     def layout_report(self) -> SolverReport:
-        """Return what the layout programs asked of the solver."""
+        """Return the solver's statistics for the layout programs."""
         fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
         return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
 
     def _place(self, tensor: int, microbatch: int) -> _Place:
-        """Return all that layouts depend on: equal on other machines, they are not solved again."""
+        """Return a key of everything that layouts depend on.
+
+        Equal machines are not solved again.
+        """
         return tensor, microbatch, self.tensor_shape(tensor), self._slowest_device, self.rules
 
     def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
-        """Return the program on the slowest device of the cluster, which the others wait for."""
+        """Return the program for the cluster's slowest device, which the others wait for."""
         key, programs = self._place(tensor, microbatch), self.prices.programs
         if key not in programs:
             place = LayoutPlace(
@@ -180,7 +183,7 @@ class PriceBook:
         return programs[key]
 
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
-        """Return what each layer costs in each recompute mode, one object for equal layers."""
+        """Return each layer's cost in each recompute mode; equal layers are one object."""
         key = inside, share
         if key not in self._rows:
             shared = self._place(inside.tensor, inside.microbatch), inside, share
@@ -190,7 +193,7 @@ class PriceBook:
         return self._rows[key]
 
     def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
-        """Return what each layer costs ranks that wait for the slowest device with its rows."""
+        """Return each layer's cost for ranks that wait for their slowest device."""
         key = inside, kind
         if key not in self._slowest:
             self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
@@ -222,7 +225,7 @@ class PriceBook:
 
     @cached_property
     def _shared(self) -> tuple[SharedWeights, ...]:
-        """What each layer shares with the others, where one rank has all of them."""
+        """The weights that each layer shares with others, if one rank has all layers."""
         names = {one.name for one in self.subject.graph.parameters}
         used = [parameters_of(layer, names) for layer in self.subject.layers.layers]
         before = [frozenset[str]().union(*used[:place]) for place in range(len(used))]
@@ -245,7 +248,7 @@ class PriceBook:
         return GRADIENT_BYTES * sum(elements)
 
     def _circumstances(self, position: int, layer: Layer, shared: SharedWeights) -> object:
-        """What tells the costs of two layers of one class apart."""
+        """Return a key that distinguishes the costs of layers of one class."""
         crossing = [self.subject.graph.tensors[name] for name in self.residence.cuts[position]]
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in crossing)
         return layer.layer_class, shared, shapes
@@ -261,12 +264,12 @@ def parameters_of(layer: Layer, parameters: Container[str]) -> frozenset[str]:
 
 
 def slowest_device(cluster: Cluster) -> Device:
-    """Return the device that the others wait for: the one of the lowest 16-bit peak."""
+    """Return the device with the lowest 16-bit peak, which the others wait for."""
     return min((node.device for node in cluster.nodes), key=half_peak)
 
 
 def model_flops(subject: SearchSubject, global_batch: int, precision: Precision) -> int:
-    """Return the FLOPs of one step without anything computed twice."""
+    """Return the FLOPs of a step, without recomputation."""
     batch = subject.graph.fixed_batch or 1
     done = annotate(subject.graph, subject.axes, batch=batch, precision=precision)
     total = done.total(subject.graph.ops)

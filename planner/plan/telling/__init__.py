@@ -1,1 +1,1 @@
-"""Says what a plan is and why, in words and numbers that pages share."""
+"""Describes plans in words and numbers that several pages use."""

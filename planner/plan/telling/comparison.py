@@ -1,4 +1,4 @@
-"""Compares two plans: what moved, and what it does to the step, communication and memory."""
+"""Compares two plans: what changed, and the effect on step, communication and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.planner.plan.telling.words import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that differs, in words."""
+    """A difference, in words."""
 
     what: str
     before: str
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedFigure:
-    """One quantity of both plans; `unit` is "s", "B", "1/s", "USD" or "" for a share."""
+    """A figure of both plans; `unit` is "s", "B", "1/s", "USD" or "" for a fraction."""
 
     name: str
     unit: str
@@ -45,7 +45,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanComparison:
-    """Everything that `autopar diff` tells."""
+    """Everything that `autopar diff` prints."""
 
     warnings: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -60,7 +60,7 @@ def compare(
     parts: tuple[GraphAxes, Layers],
     other_parts: tuple[GraphAxes, Layers],
 ) -> PlanComparison:
-    """Return what moved between two plans; `parts` are axes and layers of each one's graph."""
+    """Return the differences between two plans; `parts` are axes and layers of their graphs."""
     return PlanComparison(
         warnings=tuple(_warnings(before, after)),
         changes=tuple(_changes(before, after)),
@@ -120,14 +120,14 @@ def _sum_words(compressed: bool) -> str:
 
 
 def _borders(stages: tuple[PlannedStage, ...]) -> str:
-    """Return how many layers each stage has: "9 + 8 + 8 + 7 layers"."""
+    """Return the number of layers in each stage: "9 + 8 + 8 + 7 layers"."""
     return " + ".join(str(stage.count) for stage in stages) + " layers"
 
 
 def _layout_changes(
     before: tuple[ClassLayouts, ...], after: tuple[ClassLayouts, ...]
 ) -> Iterator[Change]:
-    """Yield per class of layers what its ops are split along, where that differs."""
+    """Yield each class of layers whose ops are split along other axes."""
     for one, other in zip_longest(before, after):
         known = one or other
         assert known is not None

@@ -1,4 +1,4 @@
-"""Says why a plan is what it is: its step, its bounds, its memory, its layouts."""
+"""Explains a plan: its step, its bounds, its memory, its layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.planner.plan.telling.words import added_up, layout_words, other_wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLine:
-    """One op that is split along an axis, and what comes out."""
+    """An op that is split along an axis, and its result's layout."""
 
     module: str  # within the layer, "" for the layer itself
     op: str
@@ -29,7 +29,7 @@ class SplitLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionLine:
-    """One tensor that is converted before an op of a module needs it."""
+    """A tensor that is converted for an op of a module."""
 
     module: str
     tensor: str
@@ -52,7 +52,7 @@ class ClassLayouts:
 
 
 def class_layouts(plan: Plan, axes: GraphAxes, layers: Layers) -> tuple[ClassLayouts, ...]:
-    """Return what a plan does inside each class of layers, told of its first layer."""
+    """Return a plan's splits in each class of layers, from its first layer."""
     produced = _produced(plan, axes, layers)
     return tuple(
         _class(one.name, len(one.layers), layers.layers[one.layers[0]], layouts, produced, axes)
@@ -95,7 +95,7 @@ def _split_line(op: Op, layout: OpLayout, layer: Layer, axes: GraphAxes) -> Spli
 def _conversions(
     layer: Layer, layouts: Sequence[OpLayout], produced: Mapping[str, Layout], axes: GraphAxes
 ) -> Iterator[ConversionLine]:
-    """Yield each conversion once, however many ops need its result."""
+    """Yield each conversion once, even if several ops use its result."""
     seen: set[tuple[str, Layout]] = set()
     for op, layout in zip(layer.ops, layouts, strict=True):
         for tensor, need in zip(op.inputs, layout.needs, strict=True):
@@ -115,9 +115,9 @@ def _conversions(
 
 
 def _produced(plan: Plan, axes: GraphAxes, layers: Layers) -> Mapping[str, Layout]:
-    """Return the layout of every tensor as its producer leaves it, in people's names.
+    """Return the layout of every tensor before conversions, with names of axes.
 
-    The axes of equal layers differ in their leaves but not in their names, so names compare.
+    The axes of equal layers are different leaves with the same names, so names can be compared.
     """
     produced = {one.name: _named(one.layout, axes) for one in plan.parameters}
     for layer in layers.layers:
@@ -145,7 +145,7 @@ def op_name(target: str) -> str:
 
 
 class StepPart(StrEnum):
-    """What a device does with a share of the step."""
+    """What a device does during a part of the step."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"
@@ -169,12 +169,12 @@ MEMORY_CATEGORIES = (
     ("optimizer", "optimizer_bytes"),
     ("activations", "activation_bytes"),
     ("work space", "transient_bytes"),
-    ("in passing", "unsharded_bytes"),  # gathered parameters, gradients until they are added
+    ("in passing", "unsharded_bytes"),  # gathered parameters, gradients before they are added
     ("buffers", "communication_bytes"),
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
 )
-_TIGHT = 0.9  # of the limit: above that, memory has ruled out what would be faster
+_TIGHT = 0.9  # of the limit: above it, memory has excluded faster plans
 _HELP: Mapping[StepPart, str] = MappingProxyType(
     {
         StepPart.COMPUTE: "a faster device would help, a faster network would not",
@@ -190,7 +190,7 @@ _HELP_RECOMPUTING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShare:
-    """One part of the step."""
+    """A part of the step."""
 
     part: StepPart
     seconds: float
@@ -199,7 +199,7 @@ class StepShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What the rank of one stage holds, by category in the order of MEMORY_CATEGORIES."""
+    """The memory of a stage's rank, in the order of MEMORY_CATEGORIES."""
 
     stage: int
     categories: tuple[tuple[str, int], ...]
@@ -209,7 +209,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything that `autopar explain` tells, beside what the plan itself says."""
+    """Everything that `autopar explain` prints beside the plan's own figures."""
 
     shares: tuple[StepShare, ...]
     bound: StepPart
@@ -239,7 +239,7 @@ def explain(plan: Plan, axes: GraphAxes, layers: Layers) -> Explanation:
 
 
 def shares_of(prediction: Prediction) -> tuple[StepShare, ...]:
-    """Return what the terms of a step come to, part by part."""
+    """Return the parts of a step, summed over its terms."""
     return tuple(
         StepShare(part=part, seconds=seconds, share=seconds / prediction.step_seconds)
         for part in StepPart
@@ -257,12 +257,12 @@ def part_seconds(prediction: Prediction, part: StepPart) -> float:
 
 
 def term_percents(prediction: Prediction) -> tuple[int, ...]:
-    """Return what percentage of the step each term is; together they are 100."""
+    """Return each term's percentage of the step; they add up to 100."""
     return added_up([term.seconds / prediction.step_seconds for term in prediction.terms])
 
 
 def critical_stage(prediction: Prediction) -> int:
-    """Return the stage that the others wait for: of the rank that idles least, the slowest."""
+    """Return the stage that others wait for: the slowest one of the rank that idles least."""
     stages = prediction.stages
     return min(
         range(len(stages)),
@@ -298,7 +298,7 @@ def _reasons(plan: Plan, shares: tuple[StepShare, ...]) -> tuple[str, ...]:
 
 
 def _part_words(prediction: Prediction, part: StepPart) -> str:
-    """Say how much of the step a part is, and which of its terms that adds up."""
+    """Return a part's percentage of the step, and its terms."""
     own = [
         (term, percent)
         for term, percent in zip(prediction.terms, term_percents(prediction), strict=True)
@@ -325,7 +325,7 @@ def _against(plan: Plan, other: RunnerUp) -> str:
 
 
 def proof_line(plan: Plan) -> str:
-    """Return what the search looked at, and how far the plan can be from the best."""
+    """Return what the search examined, and how far the plan may be from the best."""
     proof = plan.proof
     counts = (
         f"{proof.enumerated:,} arrangements: "
@@ -337,7 +337,7 @@ def proof_line(plan: Plan) -> str:
 
 
 def _certainty(plan: Plan) -> str:
-    """Return what is proved of the fastest plan, and how the chosen one stands to it."""
+    """Return what is proved about the fastest plan, and the chosen plan's distance from it."""
     gap = plan.proof.gap
     if plan.fastest is None:
         if gap <= 0:
@@ -349,7 +349,7 @@ def _certainty(plan: Plan) -> str:
 
 
 def simpler_words(plan: Plan) -> str:
-    """Return how a plan stands to the fastest one, which is less simple."""
+    """Return how a plan compares with the fastest one, which is less simple."""
     assert plan.fastest is not None
     other = other_words(plan.fastest.arrangement, plan.arrangement)
     return f"The chosen plan is simpler than the fastest ({other}) and {plan.slower_by:.1%} slower"

@@ -1,4 +1,4 @@
-"""Says parts of a plan in the words that tables, comments and answers share."""
+"""Words for parts of a plan, used by tables, comments and messages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar.planner.rules.table import kind_of
 
 
 def added_up(shares: Sequence[float], *, units: int = 100) -> tuple[int, ...]:
-    """Return shares in units, 100 for percents, that add up to what all shares are together.
+    """Return fractions in units (100: percent) that add up to the rounded total.
 
-    Of those that are rounded down, the ones with the largest remainders get one more.
+    Of the fractions rounded down, those with the largest remainders get one more unit.
     """
     exact = [share * units for share in shares]
     whole = [int(one) for one in exact]
@@ -34,7 +34,7 @@ def added_up(shares: Sequence[float], *, units: int = 100) -> tuple[int, ...]:
 
 
 def nodes_words(plan: Plan) -> str:
-    """Return which node rank of torchrun is which kind of machine: "0 is 4 × a, 1 to 2 are …"."""
+    """Return which node rank of torchrun is which machine: "0 is 4 × a, 1 to 2 are …"."""
     told, first = [], 0
     for node, run in groupby(plan.cluster.nodes):
         last = first + len(list(run)) - 1
@@ -85,7 +85,7 @@ def arrangement_words(arrangement: Arrangement) -> str:
 
 
 def other_words(other: Arrangement, chosen: Arrangement) -> str:
-    """Return an arrangement by its degrees, and where these are the chosen ones by what differs."""
+    """Return an arrangement's degrees, or if these are the chosen ones, its differences."""
     if degrees_words(other) != degrees_words(chosen):
         return degrees_words(other)
     degrees, *parts = _parts(other)
@@ -104,7 +104,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:
-    """Return how layers are recomputed: "none", "full", or a mix: "full 20/32"."""
+    """Return the recompute modes: "none", "full", or a mix: "full 20/32"."""
     modes = Counter(mode for stage in stages for mode in stage.recompute)
     total = modes.total()
     mixed = [f"{mode} {n}/{total}" for mode, n in modes.most_common() if mode != Recompute.NONE]
@@ -113,7 +113,7 @@ def recompute_words(stages: Sequence[PlannedStage]) -> str:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return a layout as a phrase; the axis of a split should be what people call it."""
+    """Return a layout as a phrase; the axis should have its name."""
     if layout.kind is LayoutKind.SPLIT:
         return f"split along {layout.axis}"
     return _KINDS[layout.kind]
@@ -127,17 +127,17 @@ _KINDS = {
 
 
 def units_per_second(arrangement: Arrangement, model: Model, step_seconds: float) -> float:
-    """Return the tokens (or rows, of a model without a sequence) that a training takes in."""
+    """Return the tokens per second, or rows per second for a model without sequences."""
     return arrangement.global_batch * model.tokens_per_row / step_seconds
 
 
 def unit_word(model: Model) -> str:
-    """Return what a model's throughput is counted in."""
+    """Return the unit of a model's throughput."""
     return "tokens" if model.tokens_per_row > 1 else "samples"
 
 
 def meaning_notes(plan: Plan) -> tuple[str, ...]:
-    """Return what a person has to know of what a plan means, a few sentences each."""
+    """Return notes about a plan's effect on the training, a few sentences each."""
     notes = (
         parts_apart(plan),
         statistics_apart(plan),
@@ -151,7 +151,7 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def parts_apart(plan: Plan) -> str:
-    """Return why a batch that is split, as in the plan, has a loss of its own; "" if it has not."""
+    """Return why splitting the batch as planned changes the loss, or ""."""
     arranged, graph = plan.arrangement, plan.graph
     if arranged.data * arranged.microbatches == 1:
         return ""
@@ -169,7 +169,7 @@ def parts_apart(plan: Plan) -> str:
 
 
 def statistics_apart(plan: Plan) -> str:
-    """Return what batch norms make of several microbatches; "" without either."""
+    """Return the effect of several microbatches on batch norms, or ""."""
     norm, count = norm_of_rows(plan.graph), plan.arrangement.microbatches
     if norm is None or count == 1:
         return ""
@@ -180,7 +180,7 @@ def statistics_apart(plan: Plan) -> str:
 
 
 def draws_apart(plan: Plan) -> str:
-    """Return which numbers each part of a batch draws for itself; "" if one device does, too."""
+    """Return which random numbers each part of a batch draws separately, or ""."""
     arranged = plan.arrangement
     drawn = drawn_once(plan.graph) if arranged.data * arranged.microbatches > 1 else None
     if drawn is None:
@@ -192,14 +192,14 @@ def draws_apart(plan: Plan) -> str:
 
 
 def narrowed_buffers(plan: Plan) -> tuple[Buffer, ...]:
-    """Return the buffers that a plan in 16 bits has in 16 bits, though the model has not."""
+    """Return the buffers that a 16-bit plan casts to 16 bits, although they are fp32."""
     if not plan.arrangement.precision.is_half:
         return ()
     return tuple(one for one in plan.graph.buffers if one.narrowed and one.dtype == MODEL_DTYPE)
 
 
 def held_in_half(plan: Plan) -> str:
-    """Return which fp32 buffers have 16 bits, and what that does; "" if none has."""
+    """Return which fp32 buffers are held in 16 bits, and the effect, or ""."""
     found, precision = narrowed_buffers(plan), plan.arrangement.precision
     if not found:
         return ""
@@ -217,7 +217,7 @@ def held_in_half(plan: Plan) -> str:
 
 
 def gradients_changed(plan: Plan) -> str:
-    """Return what a hook that changes gradients is given where the batch is split; "" elsewhere."""
+    """Return how a gradient hook sees a split batch, or ""."""
     arranged = plan.arrangement
     changed = (one for one in plan.graph.own_gradients if one.use is GradientUse.CHANGED)
     own = next(changed, None)
@@ -231,7 +231,7 @@ def gradients_changed(plan: Plan) -> str:
 
 
 def evaluates_parts(plan: Plan) -> str:
-    """Return which parts of a model learn in eval mode, as the constructor has left them."""
+    """Return the trainable parts that the constructor left in eval mode, or ""."""
     parts = plan.graph.in_eval_mode
     if not parts:
         return ""
@@ -244,7 +244,7 @@ def evaluates_parts(plan: Plan) -> str:
 
 
 def shares_nothing(plan: Plan) -> str:
-    """Return that tensor ranks all compute the same, where they do."""
+    """Return a note if all tensor ranks compute the same, or ""."""
     splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
     if plan.arrangement.tensor == 1 or splits:
         return ""
@@ -256,18 +256,18 @@ def shares_nothing(plan: Plan) -> str:
 
 
 def rows_meet(met: Op) -> str:
-    """Say that the rows of a batch meet in an op."""
+    """Say that an op mixes the rows of a batch."""
     return f"the rows of a batch meet in {named(met)}"
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return where the loss takes a term or weights that each part of a batch has for itself."""
+    """Return the op whose term or weights in the loss differ between parts of a batch."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 
 
 def is_nearly(op: Op) -> str:
-    """Say that an op makes the loss a mean over rows only nearly."""
+    """Say that with this op the loss is not exactly a mean over rows."""
     if kind_of(op) is OpKind.MULTIPLICATION:
         return (
             f"{named(op)} multiplies two means over rows, as balancing losses of experts do "
@@ -277,9 +277,9 @@ def is_nearly(op: Op) -> str:
 
 
 def named(op: Op) -> str:
-    """Return the name of an op and its place: in the model's code, whose folder says nothing.
+    """Return an op's name and its line in the model's code, without the folder.
 
-    Of an op that only code of libraries is around, the place is the module that was called.
+    An op that is only in library code is located by the module that was called.
     """
     place = op.location.rpartition("/")[2] or op.call
     return f"{op.name} ({place})" if place else op.name
@@ -290,14 +290,14 @@ CLIP_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWDefaults:
-    """AdamW and its learning rates, where a model file has no optimizer: as language models have.
+    """AdamW's default settings if the model file has no optimizer, as usual for language models.
 
-    Scripts have these settings under the same names in capitals.
+    Scripts have the same settings in capitals.
     """
 
     learning_rate: float = 3e-4  # the highest
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1  # of matrices alone
+    weight_decay: float = 0.1  # of matrices only
     warmup_steps: int = 2000  # a tenth of all steps at most
     final_share: float = 0.1  # of the highest rate, in the last step
 
@@ -306,7 +306,7 @@ ADAMW = AdamWDefaults()
 
 
 def is_scheduled_here(plan: Plan) -> bool:
-    """Whether scripts have a schedule of their own: a model file's optimizer is its author's."""
+    """Whether the script has a schedule of its own; with the model file's optimizer it has none."""
     return not plan.model.has_optimizer and not plan.model.has_scheduler
 
 

@@ -1,1 +1,1 @@
-"""The layout program: in which layout every tensor of a layer lies on the tensor axis."""
+"""The layout program: the layout of every tensor of a layer on the tensor axis."""

@@ -1,8 +1,8 @@
-"""Finds ops at the same place in unlike layers of one kind: they are split in the same way.
+"""Finds ops at equal positions of similar layers, so that they are split in the same way.
 
-Some layers of a model have adapters, others have none; before the first one nothing learns; the
-first layers of a mixture of experts are dense. What these layers have in common is the same code,
-and reads as the same code in a script if it is split alike.
+Some layers of a model have adapters, others have none; nothing is trained before the first adapter;
+the first layers of a mixture of experts are dense. The common code of these layers is printed only
+once if it is split equally.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from autopar.planner.layers import Layers
 from autopar.planner.programs.layouts.program import LayoutNode, SameChoices, Strategy
 
 _Way = Callable[[Strategy], Hashable]
-_Ends = list[tuple[int, _Way]]  # nodes, and by what their choices go together
+_Ends = list[tuple[int, _Way]]  # nodes, and a key of choices that go together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """What tells where an op stands in its layer, and how it may be split there."""
+    """The position of an op in its layer, and its possible splits."""
 
     graph: Graph
     axes: GraphAxes
     layers: Layers
 
     def alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
-        """Yield the choices of nodes of several layer classes that go together."""
+        """Yield the choices of nodes in several layer classes that go together."""
         places: dict[Hashable, _Ends] = defaultdict(list)
         counts: Counter[Hashable] = Counter()
         made_by = {out: (number, k) for number, k, out in _made_tensors(nodes)}
         for number, node in enumerate(nodes):
             place = self._place_of_op(node)
             if place is not None:
-                counts[node.layer_class, place] += 1  # the first such op in its call, the second, …
+                counts[node.layer_class, place] += 1  # numbered among equal ops of its call
                 places[place, counts[node.layer_class, place]].append((number, self._strategy))
         for place, tensor in self._results():
             if tensor in made_by:
@@ -50,7 +50,7 @@ class Kinds:
                 yield from _together(first, other, nodes)
 
     def _place_of_op(self, node: LayoutNode) -> Hashable | None:
-        """Return where an op stands in the layers of its class; None if these are no modules."""
+        """Return an op's position in the layers of its class; None if these are no modules."""
         layer, calls = self._layer_of(node.layer_class), self.graph.calls
         if layer is None or layer not in self.graph.index.around(node.op.call):
             return None
@@ -60,7 +60,7 @@ class Kinds:
         return self._within(node.op.call, layer), own.class_name, node.op.target, shapes
 
     def _results(self) -> Iterator[tuple[Hashable, str]]:
-        """Yield what calls in the first layer of each class return, and where these stand."""
+        """Yield the results of calls in each class's first layer, and their positions."""
         layers = filter(None, map(self._layer_of, range(len(self.layers.classes))))
         inside = [(call, layer) for layer in layers for call in self.graph.index.ops_in]
         for call, layer in inside:
@@ -71,12 +71,12 @@ class Kinds:
                         yield (self._within(call, layer), number, shape), name
 
     def _layer_of(self, layer_class: int) -> str | None:
-        """Return the call of the first layer of a class, None where it is no module."""
+        """Return the call of a class's first layer, or None if it is no module."""
         layer = self.layers.layers[self.layers.classes[layer_class].layers[0]].call
         return layer if layer in self.graph.calls else None
 
     def _within(self, call: str, layer: str) -> Hashable:
-        """Return the place of a call in the layers of a kind."""
+        """Return the position of a call in layers of a kind."""
         around = self.graph.calls[layer]
         return around.class_name, self.graph.calls[call].path.removeprefix(around.path)
 
@@ -88,7 +88,7 @@ class Kinds:
         return self._told(choice.strategy.gives[output])
 
     def _told(self, layout: Layout) -> Hashable:
-        """Return what a layout is, but for the gradient, which one of two layers may not have."""
+        """Return a key of a layout without its gradient, which one of two layers may lack."""
         if layout.kind is LayoutKind.SPLIT:
             return layout.dim, self.axes.names[layout.axis]
         return WHOLE.kind if layout.kind is LayoutKind.REPLICATED else layout.kind
@@ -103,7 +103,7 @@ def _made_tensors(nodes: Sequence[LayoutNode]) -> Iterator[tuple[int, int, str]]
 def _together(
     one: tuple[int, _Way], other: tuple[int, _Way], nodes: Sequence[LayoutNode]
 ) -> Iterator[SameChoices]:
-    """Yield for each way that two nodes both have the choices that are it."""
+    """Yield, for each kind of split, the choices of two nodes that go together."""
     ways: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for side, (number, way) in enumerate((one, other)):
         for place, choice in enumerate(nodes[number].choices):

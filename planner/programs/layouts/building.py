@@ -1,4 +1,4 @@
-"""Builds the layout problem of a graph: one layer of each class, priced, counted by its layers."""
+"""Builds the layout problem of a graph: one layer of each class, priced, with its count."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in e
 def keeps_of(
     nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
 ) -> Iterator[Keep]:
-    """Yield each memory that the ops of a layer keep, with those that hold it.
+    """Yield each memory that a layer's ops keep, with the ops that keep it.
 
-    An op keeps its input as it needs it: after a gather, the gathered copy.
+    An op keeps its input in the layout that it needs: after a gather, the gathered copy.
     """
     held: dict[tuple[int, str], list[_Held]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -75,7 +75,7 @@ def _form(layout: Layout) -> str:
     return layout.axis if layout.kind is LayoutKind.SPLIT else ""
 
 
-# A sum after the step is never dearer than one in every microbatch: where they cost alike it wins.
+# A sum once per step never costs more than one per microbatch, so it wins ties.
 ONCE_PER_STEP = 0.999
 
 Choices = Mapping[int, Sequence[Strategy]]
@@ -83,7 +83,7 @@ Choices = Mapping[int, Sequence[Strategy]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlace:
-    """What the layouts are chosen for: a graph, and the ranks of its tensor axis."""
+    """A graph, and the ranks of its tensor axis."""
 
     graph: Graph
     axes: GraphAxes
@@ -93,7 +93,7 @@ class LayoutPlace:
     shape: GroupShape
     rules: LayoutRules
     microbatches: int
-    structure: Structure | None = None  # where the caller has found it already
+    structure: Structure | None = None  # passed if it is known already
 
     @property
     def batch(self) -> int:
@@ -121,7 +121,7 @@ class _Builder:
             self.members[slot].append(name)
 
     def problem(self) -> Problem:
-        """Return choices, then what they meet, then what they cost."""
+        """Return the choices, the tensors between them, and the costs."""
         choices = {i: self._choices(op) for i, op in enumerate(self.numbering.ops)}
         layouts = self._slot_layouts(choices)
         edges = {need: self._edge(need, layouts) for need in self.needs}
@@ -148,7 +148,7 @@ class _Builder:
     def _choices(self, op: Op) -> tuple[Strategy, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
-        if self.given.issuperset(op.outputs):  # masks and positions: made whole, and then sliced
+        if self.given.issuperset(op.outputs):  # masks and positions: made whole, then sliced
             found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
         left = permitted(op, found, place.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
@@ -161,7 +161,7 @@ class _Builder:
         )
 
     def _is_told_apart(self, op: Op, strategy: OpLayout) -> bool:
-        """Layers of one class may give two axes of one dim the same common name."""
+        """Whether a split is ambiguous: two axes of a dim share a common name in the class."""
         pairs = zip((*op.inputs, *op.outputs), (*strategy.needs, *strategy.gives), strict=True)
         return all(
             self.slots.tells_apart(name, layout.dim, self.axes)
@@ -172,7 +172,7 @@ class _Builder:
     # --- what lies between them
 
     def _slot_layouts(self, choices: Choices) -> dict[str, tuple[Layout, ...]]:
-        """Return for each slot the layouts that it may have."""
+        """Return the possible layouts of each slot."""
         wanted: dict[str, dict[Layout, None]] = defaultdict(dict)
         for need in self.needs:
             if need.producer is None:
@@ -234,7 +234,7 @@ class _Builder:
     def _sources(
         self, layouts: Mapping[str, tuple[Layout, ...]]
     ) -> dict[tuple[int, int] | str, ChoiceSource]:
-        """Return what ops make, by (node, output), and the slots."""
+        """Return the tensors of ops, by (node, output), and the slots."""
         made: dict[tuple[int, int] | str, ChoiceSource] = {}
         for need, (tensor, _) in self.needs.items():
             if need.producer is not None:
@@ -256,7 +256,7 @@ class _Builder:
         )
 
     def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
-        """An R parameter's gradient is summed over the ranks, once for all microbatches."""
+        """Return the seconds to sum an R parameter's gradient over ranks, once per step."""
         if self.graph.tensors[tensor].origin is not TensorOrigin.PARAMETER or layout != REPLICATED:
             return 0.0
         once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
@@ -287,7 +287,7 @@ class _Builder:
         )  # fmt: skip
 
     def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
-        """Return both passes' of a conversion between two of a tensor's own layouts."""
+        """Return the seconds of a conversion in both passes."""
         place = self.place
         return sum(
             place.pricer.conversion_seconds(tensor, produced, needed, place.degree, place.shape)
@@ -309,7 +309,7 @@ def _op_split(strategy: OpLayout, degree: int) -> OpSplit | None:
 
 
 def _given(graph: Graph) -> frozenset[str]:
-    """Return the tensors that come from inputs and constants alone."""
+    """Return the tensors that depend on inputs and constants alone."""
     outside = (TensorOrigin.INPUT, TensorOrigin.CONSTANT, TensorOrigin.BUFFER)
     given = {tensor.name for tensor in graph.tensors.values() if tensor.origin in outside}
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""Chooses the layouts of all tensors on the tensor axis: the front of time against memory."""
+"""Chooses the layouts of all tensors on the tensor axis: the Pareto front of time and memory."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# Weighs what is not minimised, to break ties: among equally fast layouts the smallest.
+# A small weight of the other objective, to break ties: of equally fast layouts the smallest.
 _TIE = 1e-6
-# Points of the front that differ less, in time and in memory, are one.
+# Closer points of the front, in time and in memory, are the same.
 _SAME = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What counts as memory: a rank's saved bytes and weight bytes, each times a factor.
+    """The measure of memory: a rank's saved bytes and weight bytes, each times a factor.
 
-    Saved bytes count for every microbatch in flight, weights for gradients and optimizer states
-    too. Without `bytes`, the front is spanned from the fastest layouts to the smallest.
+    Saved bytes count for every microbatch in flight; weights include gradients and optimizer
+    states. Without `bytes`, the front extends from the fastest to the smallest layouts.
     """
 
     saved_factor: float = 1.0
@@ -53,13 +53,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSolution:
-    """One choice of layouts for a whole graph, and what one microbatch costs with it.
+    """A choice of layouts for a whole graph, and the cost of one microbatch.
 
-    `layouts[c][i]` is for the op at position i of the first layer of class c, in the axes of that
-    layer (`slots.own_layouts` gives those of the others). `crossing` has the layout of each tensor
-    that one layer makes and others need: the layer that makes it converts what its op gives to
-    that, and for the others it is where they begin. `seconds` are of the forward and backward of
-    all layers on one rank. After a time-out, `is_proved` is False.
+    `layouts[c][i]` is for the op at position i of the first layer of class c, in that layer's axes
+    (`slots.own_layouts` returns those of others). `crossing` has the layout of each tensor that
+    passes between layers; the layer that makes it converts it to this layout. `seconds` are forward
+    and backward of all layers on one rank. After a time-out, `is_proved` is False.
     """
 
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -73,7 +72,7 @@ class LayoutSolution:
 
     @property
     def splits_nothing(self) -> bool:
-        """Whether every rank of the tensor axis would compute the same."""
+        """Whether all ranks of the tensor axis would compute the same."""
         return not any(layout.axis for layouts in self.layouts for layout in layouts)
 
 
@@ -91,7 +90,7 @@ def solve_layouts(
     time_limit_seconds: float = 60.0,
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
-    """Return the layouts worth considering, the fastest first, each smaller than those before."""
+    """Return the Pareto-optimal layouts, the fastest first."""
     place = LayoutPlace(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
         rules=rules, microbatches=microbatches,
@@ -101,7 +100,7 @@ def solve_layouts(
 
 
 class LayoutProgram:
-    """The layouts of one graph at one place; made once, solved for as much as is asked."""
+    """The layout program of a graph on some ranks; solved on demand."""
 
     def __init__(
         self,
@@ -121,11 +120,11 @@ class LayoutProgram:
         )
 
     def fastest(self) -> LayoutSolution:
-        """Return the fastest layouts, whatever they need."""
+        """Return the fastest layouts, regardless of memory."""
         return self._told(self._front.fastest)
 
     def front(self) -> tuple[LayoutSolution, ...]:
-        """Return the layouts worth considering, the fastest first."""
+        """Return the Pareto-optimal layouts, the fastest first."""
         return tuple(map(self._told, self._front.points()))
 
     def _told(self, point: SolvedPoint) -> LayoutSolution:
@@ -134,7 +133,7 @@ class LayoutProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPoint:
-    """One solved program: what was chosen, and what it costs."""
+    """A solved program: the choice, and its cost."""
 
     assignment: Assignment
     seconds: float
@@ -146,7 +145,7 @@ class SolvedPoint:
 
 
 class Front:
-    """Solves one problem under several budgets."""
+    """Solves a problem with several budgets."""
 
     def __init__(
         self,
@@ -163,15 +162,15 @@ class Front:
 
     @cached_property
     def fastest(self) -> SolvedPoint:
-        """The fastest point; among equally fast ones the smallest."""
+        """The fastest point; of equally fast ones the smallest."""
         return self._cheapest(second_price=1.0, byte_price=_TIE)
 
     def points(self) -> tuple[SolvedPoint, ...]:
-        """Return the front: the fastest first, dominated and near-equal points left out.
+        """Return the front: the fastest first, without dominated and near-equal points.
 
-        Without budgets: the ends of the front, then what lies furthest below the line between two
-        neighbours, as if a byte cost what it costs along that line. Such a program has no budget
-        in it and is far easier; what it misses lies above the line.
+        Without budgets: the ends of the front, then the point furthest below the line between two
+        neighbours, by pricing bytes along that line. Such a program has no budget constraint and is
+        much easier; it only misses points above the line.
         """
         if self._budget.bytes is not None:
             found = [self._fastest(limit) for limit in self._budget.bytes]
@@ -191,7 +190,7 @@ class Front:
         return _pareto(front)
 
     def _between(self, fast: SolvedPoint, small: SolvedPoint) -> SolvedPoint | None:
-        """Return the point furthest below the line between two, None where there is none."""
+        """Return the point furthest below the line between two points, or None."""
         slope = (small.seconds - fast.seconds) / (fast.counted_bytes - small.counted_bytes)
         price = slope * self._weights.byte_unit / self._weights.second_unit
         point = self._cheapest(second_price=1.0, byte_price=price)
@@ -207,7 +206,7 @@ class Front:
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
         point = self._solved(second_price=second_price, byte_price=byte_price, budget_bytes=None)
-        if point is None:  # without pins, not splitting anything is a solution
+        if point is None:  # without pins, splitting nothing is a solution
             raise InfeasibleError(
                 "no layouts split all that must be split: where one op is split as it must be, "
                 "another cannot take what it gives",
@@ -261,7 +260,7 @@ def _weights(problem: Problem, budget: Budget) -> ProgramUnits:
 def _widest_gap(
     pairs: Sequence[tuple[SolvedPoint, SolvedPoint]],
 ) -> tuple[SolvedPoint, SolvedPoint] | None:
-    """Return the neighbours that lie furthest apart in memory, None where all lie close."""
+    """Return the neighbours furthest apart in memory, or None if all are close."""
     far = [
         (fast, small)
         for fast, small in pairs
@@ -276,7 +275,7 @@ def _ends(pair: tuple[SolvedPoint, SolvedPoint]) -> tuple[float, float]:
 
 
 def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
-    """Sort by time; keep what is clearly smaller than everything faster."""
+    """Sort by time, and keep points that are clearly smaller than all faster ones."""
     front: list[SolvedPoint] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
         if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:

@@ -1,4 +1,4 @@
-"""Says which layouts of a tensor can be turned into which."""
+"""Decides which layouts of a tensor can be converted to which."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autopar.planner.programs.layouts.strategies import is_contiguous, is_cuttab
 
 
 class Conversions:
-    """The conversions of the tensors of one graph, at one batch.
+    """The conversions of a graph's tensors, at one batch.
 
-    Shards of what ops compute are joined and cut in one block per part only. A parameter's shard is
-    cut once, in any way, and never joined; a buffer that the model writes is not converted at all.
-    Nor is memory that is written under one name and then read under an older one, for a conversion
-    makes a tensor of its own, which later writes would miss; nor memory that is read by strides.
+    Shards of computed tensors are gathered and cut only if a shard is one block of each part. A
+    parameter's shard is cut once, in any way, and never gathered. Not converted at all: a buffer
+    that the model writes; memory that is written under one name and later read under an older one,
+    because a conversion makes a copy that later writes would miss; memory that is read by strides.
     """
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int) -> None:
@@ -24,7 +24,7 @@ class Conversions:
         self._fixed = _written_and_read(graph) | _strided(graph)
 
     def allow(self, tensor: str, produced: Layout, needed: Layout) -> bool:
-        """Whether one layout of a tensor is turned into another, or need not be."""
+        """Whether a tensor's layout can be converted to another, or is equal to it."""
         if produced == needed:
             return True
         if (produced.kind, needed.kind) not in CONVERSIONS:
@@ -36,7 +36,7 @@ class Conversions:
                 return False
             return needed.kind is not LayoutKind.SPLIT or self._is_cuttable(tensor, needed)
         if produced.kind is needed.kind is LayoutKind.SPLIT and produced.dim == needed.dim:
-            return False  # an all-to-all takes one dim apart and puts another together
+            return False  # an all-to-all cuts one dim and gathers another
         return all(self._is_contiguous(tensor, layout) for layout in (produced, needed))
 
     def _is_cuttable(self, tensor: str, layout: Layout) -> bool:
@@ -49,7 +49,7 @@ class Conversions:
 
 
 def _written_and_read(graph: Graph) -> frozenset[str]:
-    """Return the storages that an op writes to, and a later op reads by what was made before."""
+    """Return the storages that an op writes to, and a later op reads through an older tensor."""
     index = graph.index
     return frozenset(
         storage
@@ -61,7 +61,7 @@ def _written_and_read(graph: Graph) -> frozenset[str]:
 
 
 def _strided(graph: Graph) -> frozenset[str]:
-    """Return the storages of which an op reads what lies where, whoever made it."""
+    """Return the storages that an op reads by strides."""
     return frozenset(
         graph.tensors[op.inputs[0]].storage
         for op in graph.ops

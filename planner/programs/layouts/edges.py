@@ -30,25 +30,25 @@ class SecondsOf(Protocol):
 
 
 class KeptOfOp(Protocol):
-    """What an op keeps for the backward."""
+    """The tensors that an op saves for the backward."""
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The tensors, as the op's arguments or results."""
+        """The tensors, by the op's names."""
 
     def own_bytes(self, split: OpSplit | None) -> int:
-        """Return the bytes of what is no tensor of the graph: masks, statistics."""
+        """Return the bytes of masks and statistics, which are no tensors of the graph."""
 
 
 class MemoryOf(Protocol):
-    """In whose memory tensors lie."""
+    """Which memory tensors use."""
 
     def root(self, name: str) -> str:
-        """Return the tensor whose memory this one lies in."""
+        """Return the tensor that owns this tensor's memory."""
 
 
 class LayoutPricer(Protocol):
-    """Prices one graph at one batch, on one device."""
+    """Prices a graph at one batch, on one device."""
 
     @property
     def batch(self) -> int:
@@ -56,13 +56,13 @@ class LayoutPricer(Protocol):
 
     @property
     def memory(self) -> MemoryOf:
-        """In whose memory the tensors lie."""
+        """Which memory the tensors use."""
 
     def cost(self, op: Op, split: OpSplit | None) -> SecondsOf:
         """Return the seconds of an op, whole or split."""
 
     def kept(self, op: Op) -> KeptOfOp:
-        """Return what an op keeps for the backward."""
+        """Return the tensors that an op saves for the backward."""
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
         """Return the bytes of a tensor on one rank."""
@@ -81,10 +81,10 @@ Ends = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What the ops of a layer (node, input) need of a tensor.
+    """A use of a tensor by a layer's ops (node, input).
 
-    `producer` is the op of this layer that makes it; None: it comes from its slot. `leaves` says
-    that other layers need it too. Without any of these, it is the loss.
+    `producer` is the op of this layer that makes it, or None if it comes from its slot. `leaves`
+    means that other layers need it, too. If none of these is set, it is the loss.
     """
 
     slot: str
@@ -95,21 +95,21 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of the first layer of each class; each stands for `count` layers."""
+    """The nodes: the ops of each class's first layer; each stands for `count` layers."""
 
     ops: tuple[Op, ...]
     classes: tuple[int, ...]
     counts: tuple[int, ...]
-    first: tuple[int, ...]  # node of each class
+    first: tuple[int, ...]  # the first node of each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Where the layouts of a graph are chosen, whatever the degree and the batch."""
+    """The structure of a layout problem, independent of degree and batch."""
 
     slots: Slots
     numbering: Numbering
-    needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and in how many layers
+    needs: Mapping[Need, tuple[str, int]]  # with the tensor, and the number of layers
 
 
 def structure_of(graph: Graph, axes: GraphAxes, layers: Layers) -> Structure:
@@ -153,7 +153,7 @@ def crossing_tensors(layers: Layers) -> frozenset[str]:
 def count_needs(
     graph: Graph, layers: Layers, slots: Slots, nodes: Numbering
 ) -> Mapping[Need, tuple[str, int]]:
-    """Return all needs, each with the tensor that is needed so first, and in how many layers."""
+    """Return all uses, each with its first tensor, and the number of layers."""
     crossing = crossing_tensors(layers)
     counts: Counter[Need] = Counter()
     tensors: dict[Need, str] = {}

@@ -1,14 +1,12 @@
-"""What a person allows of the layouts, and which tensors stand in the same place.
+"""The user's rules for layouts, and tensors that must have equal layouts.
 
-Finds which tensors and axes of different layers stand in the same place: slots.
+Finds which tensors and axes of different layers are at the same position (slots). Layers of one
+class are solved once, so the tensors at one position of its layers have one layout. The output of a
+block is the input of the next one, at the position of the first block's input. Following such
+chains (a union-find) unites tensors that cross layers, and tied and shared parameters.
 
-Layers of one class are solved once, so the tensors at the same place of its layers have one layout.
-The output of a block is the input of the next, which is at the place of the first block's input:
-following such chains (a union-find) unites what crosses layers, tied and shared parameters too.
-
-What a person allows of the layouts: axes forbidden or allowed by name, modules pinned.
-
-Layers of one class are split alike, so a rule means all of them or none.
+Rules forbid or allow axes by name, and pin modules. Layers of one class are split alike, so a rule
+must match all of them or none.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Every tensor's slot and every axis' common name, each the name of one of its members."""
+    """Every tensor's slot and every axis's common name: the name of one member."""
 
     tensors: Mapping[str, str]
     axes: Mapping[str, str]
 
     def common(self, layout: Layout) -> Layout:
-        """Return a layout in the common name of its axis."""
+        """Return a layout with the common name of its axis."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         return Layout(layout.kind, self.axes[layout.axis], layout.dim)
 
     def own(self, layout: Layout, tensor: str, axes: GraphAxes) -> Layout:
-        """Return a layout in the axis of one tensor itself."""
+        """Return a layout with the axis of one tensor."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         common = self.axes[layout.axis]
@@ -55,7 +53,7 @@ class Slots:
         return Layout(layout.kind, axis, layout.dim)
 
     def tells_apart(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
-        """Whether the axes in a dim still have different common names."""
+        """Whether the axes of a dim still have distinct common names."""
         inside = {leaf.name for leaf in leaves(axes.dims[tensor][dim])}
         return len({self.axes[name] for name in inside}) == len(inside)
 
@@ -72,7 +70,7 @@ def find_slots(graph: Graph, axes: GraphAxes, layers: Layers) -> Slots:
 
 
 def _firsts(unions: UnionFind) -> Mapping[str, str]:
-    """Return for each name the first of those that it is united with."""
+    """Return the first name of each set of united names."""
     first: dict[str, str] = {}
     return {name: first.setdefault(unions[name], name) for name in unions}
 
@@ -80,7 +78,7 @@ def _firsts(unions: UnionFind) -> Mapping[str, str]:
 def own_layouts(
     layouts: tuple[tuple[OpLayout, ...], ...], layer: Layer, axes: GraphAxes, slots: Slots
 ) -> tuple[OpLayout, ...]:
-    """Return the layouts of the ops of one layer, in the axes of its own tensors."""
+    """Return the layouts of a layer's ops, with the axes of its own tensors."""
 
     def translated(
         strategy: OpLayout, inputs: tuple[str, ...], outputs: tuple[str, ...]
@@ -98,7 +96,7 @@ def own_layouts(
 
 
 def _places(layers: Layers) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of the first layer of each class with those of the others."""
+    """Yield pairs of tensors: of each class's first layer, and of another layer."""
     for layer_class in layers.classes:
         first, *others = (layers.layers[i] for i in layer_class.layers)
         for other in others:
@@ -112,9 +110,9 @@ Converts = Callable[[Layout, Layout], bool]
 
 @dataclass(slots=True, kw_only=True)
 class Edge:
-    """A tensor between the op that makes it, or the layouts of its slot, and the ops of one layer.
+    """A tensor between its producing op, or its slot's layouts, and the ops of one layer.
 
-    Ends are (node, place); `layouts` is None for what an op makes. Without consumers, it is the
+    Ends are (node, position); `layouts` is None if an op makes it. Without consumers, it is the
     loss.
     """
 
@@ -125,7 +123,7 @@ class Edge:
     known: dict[tuple[Layout, Layout], bool] = field(default_factory=dict)
 
     def reaches(self, produced: Layout, needed: Layout) -> bool:
-        """Whether one layout becomes the other."""
+        """Whether one layout can be converted to the other."""
         pair = (produced, needed)
         if pair not in self.known:
             self.known[pair] = self.converts(produced, needed)
@@ -135,9 +133,9 @@ class Edge:
 def reachable(
     choices: Mapping[int, Sequence[Strategy]], edges: Sequence[Edge]
 ) -> dict[int, tuple[Strategy, ...]]:
-    """Return the choices that are left when each has a partner at both ends of all its edges.
+    """Return the choices that have a partner at both ends of all their edges.
 
-    Nothing that a solution has is dropped: a dropped choice has no partner at some edge.
+    No solution is lost: a dropped choice has no partner at some edge.
     """
     left = {node: tuple(own) for node, own in choices.items()}
     changed = True
@@ -179,9 +177,9 @@ def _made(edge: Edge, left: Mapping[int, tuple[Strategy, ...]]) -> set[Layout]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPin:
-    """The ops of these modules (`h.*.mlp`) are split along this axis where they can be.
+    """The ops of these modules (`h.*.mlp`) are split along this axis if possible.
 
-    With the axis "" they are not split at all.
+    With the axis "", they are not split at all.
     """
 
     modules: str
@@ -198,7 +196,7 @@ class Ban:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """Axes go by the names that people read (seq, heads, ffn); no `allowed` allows all."""
+    """Axes by name (seq, heads, ffn); an empty `allowed` allows all."""
 
     forbidden: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
@@ -212,23 +210,24 @@ FREE = LayoutRules()
 def permitted(
     op: Op, found: Sequence[OpLayout], rules: LayoutRules, graph: Graph, axes: GraphAxes
 ) -> tuple[OpLayout, ...]:
-    """Return the strategies of an op that the rules leave; not splitting it is always one.
+    """Return the strategies of an op that the rules allow; not splitting is always one.
 
-    A pin leaves the strategies along its axis alone; an op that cannot be split so stays free, and
-    so does a view that has the axis inside another: no conversion gathers what it would give.
+    A pin leaves only strategies along its axis. An op without such a strategy stays free, and so
+    does a view that has the axis inside another, because no conversion could gather its result.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
     left = [s for s in left if not s.axis or _name(s, axes) not in banned]
     for pin in rules.pins:
         pinned = [s for s in left if _name(s, axes) == pin.axis]
-        if pinned and _lies_in(op, pin.modules, graph):  # the first that the op can keep decides
+        # the first pin that the op can follow applies
+        if pinned and _lies_in(op, pin.modules, graph):
             return tuple(left if _merges(op, pin.axis, axes) else pinned)
     return tuple(left)
 
 
 def _merges(op: Op, axis: str, axes: GraphAxes) -> bool:
-    """Whether an op is a view that flattens an axis, or takes one apart, as an inner factor."""
+    """Whether an op is a view that flattens an axis, or splits one, as an inner factor."""
     if rule_of(op.target).traffic is not Traffic.NONE:
         return False
     dims = [dim for name in (*op.inputs, *op.outputs) for dim in axes.dims[name]]
@@ -237,7 +236,7 @@ def _merges(op: Op, axis: str, axes: GraphAxes) -> bool:
 
 
 def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layers) -> None:
-    """Raise InputError for an unknown axis or module, and for a rule that cannot be kept."""
+    """Raise InputError for an unknown axis or module, and for a rule that cannot be followed."""
     names = {name for name in axes.names.values() if not name.isdigit()}
     scoped: tuple[LayoutPin | Ban, ...] = (*rules.pins, *rules.bans)
     named = [*rules.forbidden, *(rules.allowed or ()), *(rule.axis for rule in scoped)]
@@ -254,7 +253,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layer
 
 
 def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
-    """Refuse a rule that means some of the layers of a class: they have the same layouts."""
+    """Raise for a rule that matches only some layers of a class: they have the same layouts."""
     for layer_class in layers.classes:
         meant = {
             number: tuple(_lies_in(op, modules, graph) for op in layers.layers[number].ops)
@@ -271,12 +270,12 @@ def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
 
 
 def _in_all(modules: str) -> str:
-    """Return a pattern with its numbers opened: "h.3.mlp" becomes "h.*.mlp"."""
+    """Return a pattern with stars for its numbers: "h.3.mlp" becomes "h.*.mlp"."""
     return ".".join("*" if part.isdecimal() else part for part in modules.split("."))
 
 
 def _check_axis(pin: LayoutPin, rules: LayoutRules, graph: Graph, axes: GraphAxes) -> None:
-    """Refuse a pin along an axis that is forbidden there, or that no tensor in its modules has."""
+    """Raise for a pin along an axis that is forbidden, or that its modules do not have."""
     if not pin.axis:
         return
     if pin.axis in rules.forbidden:

@@ -1,20 +1,20 @@
-"""Lists the strategies of one op: the layouts that its inputs need and those its results get.
+"""Lists the strategies of an op: the layouts of its inputs and results.
 
-Why each is right, with x the inputs, y the results, gx and gy their gradients, per rank r:
+Why each is correct, with x the inputs, y the results, gx and gy their gradients, per rank r:
 
     whole        x I, y I: every rank does the same; gy is whole, so gx is.
     replicated   x R, y R: the backward is linear in gy, so the partial sums gy_r make partial sums
                  gx_r. All inputs with gradient are R: one in I would get a partial gradient.
     partial      f linear in x jointly: Σ f(x_r) = f(Σ x_r), and gx = fᵀ(gy) is whole on every rank.
                  f(a, b) bilinear, a partial: Σ f(a_r, b) = f(Σ a_r, b); ga is whole, but gb is made
-                 from a_r, so it is a partial sum: b is R. What is added (a bias) is P too: in any
+                 from a_r, so it is a partial sum: b is R. An added term (a bias) is P too: in any
                  other layout every rank would add it.
-    split        a letter of the op's rule, along an axis of the model that lies in it. What has the
-                 letter is S. A result without it is a sum over it, so P. An input without it meets
-                 only a part of the positions, so its gradient is a partial sum: R; but what is
-                 added to a partial result is P.
+    split        a letter of the op's rule, along an axis in it. Tensors with the letter
+                 are S. A result without it is a sum over it, so P. An input without it meets only
+                 a part of the positions, so its gradient is a partial sum: R; but a term added to
+                 a partial result is P.
 
-A tensor without gradient is never R: I says the same of it.
+A tensor without gradient is never R, because I is the same for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def has_axis(dim: Dim, axis: str) -> bool:
 
 
 def is_cuttable(dim: Dim, axis: str) -> bool:
-    """Whether keeping some positions of the axis keeps a part of the dim: once in each part."""
+    """Whether a shard of the axis is a shard of the dim: the axis occurs once in each part."""
     if isinstance(dim, Leaf):
         return dim.name == axis
     if isinstance(dim, Concat):
@@ -60,7 +60,7 @@ def is_cuttable(dim: Dim, axis: str) -> bool:
 
 
 def is_contiguous(dim: Dim, axis: str, batch: int) -> bool:
-    """Whether a shard is one block of each part: nothing but ones lies outside the axis."""
+    """Whether a shard is one block of each part: all dims outside the axis have size one."""
     if isinstance(dim, Leaf):
         return dim.name == axis
     if isinstance(dim, Concat):
@@ -75,7 +75,7 @@ def axis_size(dim: Dim, axis: str) -> Extent:
 
 
 def parts_of(dim: Dim, axis: str, batch: int) -> Parts:
-    """Return how a dim is cut along an axis: parts laid end to end, each (blocks, block size).
+    """Return how a dim is cut along an axis: consecutive parts, each (blocks, block size).
 
     Every part has as many blocks as the axis has positions, so all are cut at the same ones.
     """
@@ -88,7 +88,7 @@ def parts_of(dim: Dim, axis: str, batch: int) -> Parts:
 
 
 def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
-    """What lies outside the axis repeats its parts; what lies inside makes their blocks larger."""
+    """Return the parts of a product: outer factors repeat them, inner ones enlarge their blocks."""
     place = next(i for i, factor in enumerate(dim.factors) if has_axis(factor, axis))
     sizes = [size_of(factor).at(batch) for factor in dim.factors]
     own = parts_of(dim.factors[place], axis, batch)
@@ -98,9 +98,9 @@ def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterSplit:
-    """Letters that are split together along an axis that lies in all of them.
+    """Letters that are split together along an axis that all of them contain.
 
-    They are one letter, or those whose concatenation is a dim (the parts of a chunk).
+    It is one letter, or those whose concatenation is a dim (the parts of a chunk).
     """
 
     letters: tuple[str, ...]
@@ -108,7 +108,7 @@ class LetterSplit:
 
     @property
     def letter(self) -> str:
-        """The first letter, by which the strategy goes."""
+        """The first letter, which names the strategy."""
         return self.letters[0]
 
     def includes(self, dim: Dim | None) -> bool:
@@ -119,7 +119,7 @@ class LetterSplit:
 def candidates(
     op: Op, graph: Graph, axes: GraphAxes, *, degree: int, batch: int
 ) -> Iterator[LetterSplit]:
-    """Yield what the rule of an op and the dims of its tensors allow to split."""
+    """Yield the splits that an op's rule and its tensors' dims allow."""
     own = axes.ops[op.name]
     places = (*own.signature.operands, *own.signature.results)
     for group in _groups(places):
@@ -135,9 +135,9 @@ def candidates(
 def occurrences(
     names: Sequence[str], places: Sequence[tuple[str, Dims]], candidate: LetterSplit
 ) -> list[int | None]:
-    """Return for each tensor the dim that has the letters; None where it has none of them.
+    """Return for each tensor the dim with the letters, or None.
 
-    A tensor that stands twice in the op stands twice in its signature, in the same order.
+    A tensor that occurs twice in the op occurs twice in its signature, in the same order.
     """
     rest = list(places)
     found: list[int | None] = []
@@ -151,7 +151,7 @@ def occurrences(
 
 
 def _groups(places: Sequence[tuple[str, Dims]]) -> list[tuple[str, ...]]:
-    """Return the letters; those that are laid end to end somewhere belong together."""
+    """Return the letters; letters that are concatenated somewhere are grouped."""
     groups: dict[str, tuple[str, ...]] = {}
     for _, dims in places:
         for dim in dims:
@@ -174,7 +174,7 @@ def _concatenated(dim: Dim) -> Iterator[tuple[str, ...]]:
 def _fits(
     candidate: LetterSplit, places: Sequence[tuple[str, Dims]], axes: GraphAxes, op: Op
 ) -> bool:
-    """Whether each tensor has the letters in one dim at most, and the axis cuts that dim."""
+    """Whether each tensor has the letters in at most one dim, which the axis can cut."""
     letters = axes.ops[op.name].letters
     for name, dims in places:
         touched = [i for i, dim in enumerate(dims) if candidate.includes(dim)]
@@ -183,7 +183,7 @@ def _fits(
         for i in touched:
             dim = axes.dims[name][i]
             meant = substituted(dims[i], lambda leaf: letters.get(leaf.name, leaf))
-            # where inference found a conflict, the dim is not what the letters say
+            # after a conflict in inference, the dim differs from the rule's letters
             if not is_cuttable(dim, candidate.axis) or list(leaves(meant)) != list(leaves(dim)):
                 return False
     return True
@@ -208,7 +208,7 @@ class _Strategies:
         self.arguments = tuple(name for name, value in op.arguments for _ in refs(value))
 
     def all(self) -> tuple[OpLayout, ...]:
-        """Return them in the order of the docstring above, each once; one rank splits nothing."""
+        """Return the strategies in the order of the module's docstring; one rank splits nothing."""
         found = [self.whole()]
         if self.degree > 1 and not self.is_function():
             found.append(self.replicated())
@@ -217,12 +217,12 @@ class _Strategies:
         return tuple(dict.fromkeys(found))
 
     def is_function(self) -> bool:
-        """A custom backward need not be linear in the gradient that it is given."""
+        """Whether it is a custom function, whose backward may be nonlinear."""
         calls = self.graph.calls
         return any(calls[call].is_function for call in self.graph.index.around(self.op.call))
 
     def is_closed(self) -> bool:
-        """Whether nothing is known of the op, or it writes where others read."""
+        """Whether the op is unknown, or writes to memory that others read."""
         if not has_rule(self.op.target) or self.rule.shape is shapes.made:
             return True
         if self.op.writes and self.rule.kind is not OpKind.BATCH_NORM:
@@ -232,18 +232,18 @@ class _Strategies:
     # --- not split
 
     def whole(self) -> OpLayout:
-        """The same on every rank, gradients whole."""
+        """Return: the same on every rank, whole gradients."""
         needs, gives = [WHOLE] * len(self.op.inputs), [WHOLE] * len(self.op.outputs)
         return self._strategy(needs, gives)
 
     def replicated(self) -> OpLayout:
-        """The same on every rank, gradients partial sums."""
+        """Return: the same on every rank, gradients are partial sums."""
         return self._strategy(
             list(map(self._unsplit, self.op.inputs)), list(map(self._unsplit, self.op.outputs))
         )
 
     def partial(self) -> Iterator[OpLayout]:
-        """Partial sums that pass through."""
+        """Yield strategies in which partial sums pass through."""
         if not all(map(self._is_float, self.op.outputs)) or self.rule.kind.is_loss:
             return
         if self.rule.linear is Linear.FIRST:
@@ -263,14 +263,14 @@ class _Strategies:
             yield self._strategy(needs, [PARTIAL] * len(self.op.outputs))
 
     def _is_affine(self) -> bool:
-        """A sum with a plain number, or a padding with one, is not linear."""
+        """Whether the op adds a plain number, or pads with one, and so is not linear."""
         number = dict(self.op.arguments).get(self.rule.added)
         return bool(number) and not isinstance(number, Ref)
 
     # --- split
 
     def split(self) -> Iterator[OpLayout]:
-        """One strategy for each axis in each letter that may be split."""
+        """Yield a strategy for each axis in each letter that may be split."""
         for candidate in candidates(
             self.op, self.graph, self.axes, degree=self.degree, batch=self.batch
         ):
@@ -280,13 +280,13 @@ class _Strategies:
                 yield from self._split_along(candidate)
 
     def _is_refused(self, candidate: LetterSplit) -> bool:
-        """Letters that the rule leaves open, but this op's arguments do not."""
+        """Whether this op's arguments exclude a split that its rule allows."""
         given, named = dict(self.op.arguments), self.signature.letters
         if self.rule.kind is OpKind.BATCH_NORM:
-            # each rank would see the statistics of its own rows
+            # each rank would use the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
         if self.rule.kind is OpKind.ATTENTION:
-            # a causal mask would have to know which rows the rank has
+            # a causal mask depends on the positions of the rank's rows
             return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
         return False
 
@@ -316,17 +316,18 @@ class _Strategies:
         return self._unsplit(self.op.inputs[place])
 
     def _split_loss(self, candidate: LetterSplit) -> Iterator[OpLayout]:
-        """The vocabulary-parallel loss, or rows where the loss is a sum.
+        """Yield the vocabulary-parallel loss, or split rows if the loss is a sum.
 
-        A mean over rows is not split: its parts are means over unequal numbers of valid targets.
+        A mean over rows is not split: its parts would be means over unequal numbers of valid
+        targets.
         """
         given = dict(self.op.arguments)
         if self.rule.kind is not OpKind.CROSS_ENTROPY or given.get("weight") is not None:
             return
         logits = occurrences(self.op.inputs, self.signature.operands, candidate)
         if candidate.includes(self.signature.letters.get("v")):
-            # The runtime's loss sums over the ranks itself: the result is whole, and so is the
-            # gradient that it is given.
+            # The runtime's loss sums over ranks itself: its result and the incoming gradient are
+            # whole.
             yield self._strategy(
                 [_layout(candidate, dim, WHOLE) for dim in logits], [WHOLE], candidate
             )
@@ -336,12 +337,12 @@ class _Strategies:
     # --- what the op is
 
     def _sums(self) -> bool:
-        """Whether it sums over a letter that no result has. The parts of a mean would be means."""
+        """Whether it sums over a letter that no result has. Parts of a mean would be means."""
         kind = self.rule.kind
         return bool(self.rule.contracts) or kind.is_loss or kind is OpKind.SUM or kind.reads_table
 
     def _is_read(self, name: str) -> bool:
-        """Whether anything takes a result: ops of ATen give more than people ask for."""
+        """Whether a result is used; ops of ATen often have more results."""
         return name == self.op.outputs[0] or bool(self.graph.index.readers.get(name))
 
     def _is_added(self, place: int) -> bool:
@@ -354,7 +355,7 @@ class _Strategies:
         return not self.graph.tensors[name].is_whole_numbered
 
     def _unsplit(self, name: str) -> Layout:
-        """The same value on every rank, the gradient (if there is one) a partial sum."""
+        """Return: the same value on every rank, with its gradient (if any) a partial sum."""
         flows = any(self.graph.tensors[out].requires_grad for out in self.op.outputs)
         return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
 

@@ -1,1 +1,1 @@
-"""Stages: which consecutive layers go where, and how each is run."""
+"""Stages: which consecutive layers are on which rank, and their recompute modes."""

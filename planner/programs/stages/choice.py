@@ -1,19 +1,14 @@
-"""Chooses stages: which layers go where, in which modes, and how far from the best that can be.
+"""Chooses the stages of an arrangement: layers, recompute modes, and a bound of the gap.
 
-Prices cuts of one question, keeps the best, and lets the program choose others.
+    GPipe, 1F1B        shortest paths bound all cuts, and exclude most intervals (floors.py)
+    other schedules    a program with divisible layers bounds all cuts (divisible.py)
+    a cut              that of the bound, priced exactly; its borders are moved while that helps
+    program            repeatedly the unpriced cut of the least bound (chooser.py)
 
-The program's cut is the one of the least bound among those not priced yet. It is priced and left
-out, and what decides how long it takes becomes a row. So the program's bound rises until it reaches
-the best cut known: no better one exists.
-
-Chooses the stages of one arrangement: bounds, prices, improves, until bound and best meet.
-
-    GPipe, 1F1B        shortest paths bound all cuts, and close most intervals (floors.py)
-    other schedules    a program of divisible layers bounds all cuts (divisible.py)
-    a cut              the one of the bound, priced exactly, its borders moved while that helps
-    program            the cut of the least bound that is left, again and again (chooser.py)
-
-Where bound and best do not meet within the effort, the bound says how much better a cut might be.
+The program's cut has the least bound of the unpriced ones. It is priced and excluded, and its
+critical path becomes a row. So the program's bound rises until it reaches the best known cut, which
+is then optimal. If bound and best cut do not meet within the effort, the bound limits how much
+better a cut may be.
 """
 
 from __future__ import annotations
@@ -37,27 +32,27 @@ from autopar.planner.programs.stages.modes import CutAnswer, CutPricer, Floor, P
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
-_BETTER = 1.0 - 1e-9  # of the best cut: what is not below this is no better
+_BETTER = 1.0 - 1e-9  # of the best cut: only values below this are better
 _LEAST_SECONDS = 0.1  # for one program
-_NEAR = 1.1  # times the best: moves of one layer do not make a longer step the best one
+_NEAR = 1.1  # times the best: moving one layer does not make up for more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is done for one arrangement."""
+    """The effort for one arrangement."""
 
-    moves: int  # of borders, one layer each, while ranks have several stages
-    cuts: int  # priced after the program has chosen them
+    moves: int  # moves of borders by one layer, if ranks have several stages
+    cuts: int  # priced cuts of the program
     program_seconds: float  # for all programs of it
-    gap: float  # as a share: bound and best need not meet closer than that
-    most_columns: int  # of a program; a larger one is not asked
+    gap: float  # relative: bound and best need not be closer
+    most_columns: int  # of a program; a larger one is not solved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageAnswer:
-    """The best cut found below the cutoff, if any, and what no cut beats.
+    """The best cut below the cutoff, if any, and a lower bound of all cuts.
 
-    An infinite bound: nothing fits. `is_final`: more effort finds nothing else.
+    An infinite bound means that nothing fits. `is_final`: more effort finds nothing else.
     """
 
     best: PricedCut | None
@@ -67,7 +62,7 @@ class StageAnswer:
 
 
 class Chooser:
-    """One question on its way to an answer; asked again, it goes on from what it has found."""
+    """A question being answered; further calls continue from what it has found."""
 
     def __init__(self, question: StageQuestion, effort: Effort, chains: Chains) -> None:
         self.question, self.effort, self.cutoff = question, effort, math.inf
@@ -84,7 +79,7 @@ class Chooser:
         self._priced: dict[Cut, CutAnswer] = {}
 
     def ask(self, cutoff_seconds: float, effort: Effort) -> None:
-        """Look from here on for what is below a cutoff, with another effort."""
+        """Search from now on below a cutoff, with another effort."""
         self.cutoff, self.effort, self.report = cutoff_seconds, effort, NOTHING_SOLVED
 
     @cached_property
@@ -94,21 +89,21 @@ class Chooser:
 
     @property
     def top(self) -> float:
-        """What no cut beats, where all those below the aim are ruled out."""
+        """The lower bound of all cuts, if all below the aim are excluded."""
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
     @property
     def aim(self) -> float:
-        """What a cut has to be below."""
+        """The value that a cut must be below."""
         return self.top * _BETTER
 
     @property
     def enough(self) -> float:
-        """The bound that is close enough to what is known."""
+        """The bound that is close enough to the best known cut."""
         return self.aim - self.effort.gap * self.top if self.top < math.inf else math.inf
 
     def answer(self, bound_seconds: float, *, is_final: bool = False) -> StageAnswer:
-        """Return what came of the question."""
+        """Return the result so far."""
         return StageAnswer(
             best=self.best,
             bound_seconds=bound_seconds,
@@ -117,9 +112,9 @@ class Chooser:
         )
 
     def price(self, cut: Cut, *, below_seconds: float = math.inf) -> CutAnswer:
-        """Return what comes of a cut, and keep it if it is the best.
+        """Price a cut, and keep it if it is the best.
 
-        What a chain shows to take no less than some seconds may stay without a price.
+        A cut that a chain already proves to be too long may stay without a price.
         """
         if cut not in self._priced:
             floor = Floor(chains=self.chains, below_seconds=below_seconds, once_seconds=self.once)
@@ -133,10 +128,10 @@ class Chooser:
         return self._priced[cut]
 
     def improve(self, cut: Cut, *, most_moves: int) -> None:
-        """Price a cut, then move one border at a time while that makes the step shorter.
+        """Price a cut, then move one border at a time while the step becomes shorter.
 
-        It ends where the moves that are left, each worth as much as the last one, come to no better
-        cut than is known.
+        Stops when the remaining moves, each worth as much as the last, cannot reach the best known
+        cut.
         """
         here = self.price(cut, below_seconds=_NEAR * self.top).best if cut else None
         gain = math.inf
@@ -154,7 +149,7 @@ class Chooser:
                 return
 
     def by_program(self, columns: Sequence[Column]) -> float:
-        """Return the bound of all cuts that are made of some columns, zero if these are many."""
+        """Return a lower bound of all cuts made of these columns; zero if there are too many."""
         question = self.question
         if len(columns) > self.effort.most_columns:
             return 0.0
@@ -193,7 +188,7 @@ class Chooser:
         return min(doubtful, bound, self.top)
 
     def _deciding(self, priced: PricedCut) -> tuple[Chain, ...]:
-        """Return what decides how long a cut takes."""
+        """Return the critical path of a cut."""
         question = self.question
         number = question.bucket_bytes.index(priced.arrangement.bucket_bytes)
         prices = [offer.prices[number] for offer in priced.offers]
@@ -217,7 +212,7 @@ QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
 THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
 EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
 
-_MOST_INTERVALS = 100  # of parts: a program of more, with rows for memory, branches for long
+_MOST_INTERVALS = 100  # of parts: a larger program with memory rows branches for a long time
 
 
 def choose_stages(
@@ -231,7 +226,7 @@ def choose_stages(
 
 
 def answered(chooser: Chooser) -> StageAnswer:
-    """Return the answer to what a chooser is asked."""
+    """Return the answer of a chooser."""
     question = chooser.question
     if any(first > last for first, last in question.windows):
         return chooser.answer(math.inf)
@@ -260,7 +255,7 @@ def _whole(chooser: Chooser) -> StageAnswer:
 
 
 def _of_parts(chooser: Chooser) -> StageAnswer:
-    """Return the best cut where a rank may have several stages, which share its memory."""
+    """Return the best cut if a rank may have several stages, which share its memory."""
     question, effort = chooser.question, chooser.effort
     divided = _divided(chooser)
     bound = divided.bound_seconds + chooser.once
@@ -285,7 +280,7 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
 
 
 def _divided(chooser: Chooser) -> Divided:
-    """Return what no cut beats where layers are divisible."""
+    """Return the lower bound with divisible layers."""
     return chooser.divisible.solve(
         enough_seconds=chooser.aim - chooser.once,
         time_limit_seconds=chooser.effort.program_seconds,
@@ -294,7 +289,7 @@ def _divided(chooser: Chooser) -> Divided:
 
 
 def _along_paths(chooser: Chooser) -> StageAnswer:
-    """Return the best cut where each rank has one stage and its memory for itself."""
+    """Return the best cut if each rank has one stage."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
@@ -337,10 +332,10 @@ def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
 
 
 def _longest_that_matters(chooser: Chooser, longest: int) -> int:
-    """Return the most layers of a stage in a cut below the aim.
+    """Return the most layers of a stage in any cut below the aim.
 
-    A rank with a stage of more than that, and one layer or more on each of its others, is busy for
-    longer alone.
+    A rank with a larger stage, and at least one layer on each of its others, would be busy for too
+    long.
     """
     question = chooser.question
     most = len(question.classes) - question.shape.stages + 1

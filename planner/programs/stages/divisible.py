@@ -44,12 +44,12 @@ from autopar.planner.programs.solver import GrowingProgram, Term
 from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import StageQuestion
 
-_SLACK = 1e-6  # of a rank's memory: what is rounded up
+_SLACK = 1e-6  # of a rank's memory: allows for rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPiece:
-    """Layers of a class in one mode; `is_split`: with their backward in two halves."""
+    """Layers of a class in one mode; `is_split`: with a split backward."""
 
     number: int  # of the class
     cost: LayerCost
@@ -68,7 +68,7 @@ class PieceOnStage:
 
 
 def parts_of(question: StageQuestion, program: GrowingProgram) -> list[list[PieceOnStage]]:
-    """Return what each stage may have, each with a column; layer i is on stage i or before."""
+    """Return each stage's possible pieces, with columns; layer i is on stage i or before."""
     last, stages = len(question.classes) - 1, question.shape.stages
     pieces = cache(partial(_pieces, question))
     parts = []
@@ -82,7 +82,7 @@ def parts_of(question: StageQuestion, program: GrowingProgram) -> list[list[Piec
 
 
 def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -> list[LayerPiece]:
-    """Return how layers of a class may run on a kind of rank; the first stage splits nothing."""
+    """Return the pieces of a class on a kind of rank; the first stage splits no backward."""
     arrangement = question.arrangement
     splits = has_before and SCHEDULES[arrangement.schedule].splits_backward
     costs = [question.layer(kind, number)[mode] for mode in question.modes_of(kind, number)]
@@ -101,7 +101,7 @@ def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryRow:
-    """Σ bytes · x ≤ what is left, as shares of a rank's limit."""
+    """Σ bytes · x ≤ remaining memory, as fractions of a rank's limit."""
 
     columns: Numbers
     shares: Floats
@@ -109,7 +109,7 @@ class MemoryRow:
 
 
 class RankMoments:
-    """What one rank holds at each of its full moments, for a layer of each part of its stages."""
+    """A rank's memory at each of its peaks, per layer of each piece on its stages."""
 
     def __init__(
         self, question: StageQuestion, rank: int, parts: Sequence[Sequence[PieceOnStage]]
@@ -136,7 +136,7 @@ class RankMoments:
 
     @property
     def likely(self) -> int:
-        """The moment that is the fullest where all parts are equally many."""
+        """The peak that is largest if all pieces are equally many."""
         return int(np.argmax(self._held.sum(axis=1) - self._most))
 
     def row_at(self, moment: int) -> MemoryRow:
@@ -150,7 +150,7 @@ class RankMoments:
         )
 
     def exceeded(self, program: GrowingProgram) -> Iterator[MemoryRow]:
-        """Yield the row of the moment at which most is too much in the optimum, if any is."""
+        """Yield the row of the most exceeded moment in the optimum, if any."""
         over = self._held @ program.values(self._columns) - self._most
         worst = int(np.argmax(over))
         if over[worst] > _SLACK and worst not in self._added:
@@ -158,14 +158,17 @@ class RankMoments:
 
 
 _MOST_PROGRAMS = 40
-_MOST_SIMULATED = 12  # to find chains that no other question has found
-_CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is as good as there
+_MOST_SIMULATED = 12  # simulations to find new chains
+_CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is close enough
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """How many layers each stage has, in parts; what no cut beats. No lengths: nothing fits."""
+    """The number of layers of each stage, with fractions.
+
+    And a lower bound. Empty: nothing fits.
+    """
 
     lengths: tuple[float, ...]
     bound_seconds: float
@@ -195,9 +198,9 @@ class Divisible:
     def solve(
         self, *, enough_seconds: float, time_limit_seconds: float, hasty: bool = False
     ) -> Divided:
-        """Return the optimum, or a bound of it that is enough.
+        """Return the optimum, or a bound of it that suffices.
 
-        In haste, it ends where the bound rises too slowly to be enough in the end.
+        With `hasty`, it stops if the bound rises too slowly to suffice in the end.
         """
         for chain in first_chains(self.question.arrangement.schedule, self.question.shape):
             self._add_chain(chain)
@@ -222,7 +225,7 @@ class Divisible:
         return Divided(lengths=lengths, bound_seconds=bound)
 
     def _tighten(self) -> bool:
-        """Add what the optimum does not keep: memory, else a longer chain; whether there is any."""
+        """Add a violated memory row, else a longer chain; returns whether there was any."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)
@@ -234,14 +237,14 @@ class Divisible:
         return longest is not None and self._add_chain(longest)
 
     def _longest(self, times: Floats) -> Chain | None:
-        """Return the longest of the chains that are known, if it is longer than the optimum."""
+        """Return the longest known chain, if it is longer than the optimum."""
         lengths = self.chains.lengths(times)
         place = int(np.argmax(lengths))
         known = float(self.program.values([self.program.least])[0]) * (1 + _CLOSE)
         return list(self.chains)[place] if lengths[place] > known else None
 
     def _find_longest(self, times: Floats) -> None:
-        """Simulate the schedule with what stages take in the optimum."""
+        """Simulate the schedule with the optimum's times of stages."""
         question = self.question
         self._simulated += 1
         self.chains.add(
@@ -255,7 +258,7 @@ class Divisible:
         )
 
     def _unit(self) -> float:
-        """Return about what a step takes, so that the numbers of the program are near one."""
+        """Return a rough step time, so that the program's numbers are near one."""
         question = self.question
         count, share = len(question.classes), question.shape.microbatches / question.shape.ranks
         costs = {id(part.piece): part.piece.cost for own in self.parts for part in own}.values()
@@ -294,7 +297,7 @@ class Divisible:
         return table
 
     def _piece_seconds(self, piece: LayerPiece) -> tuple[float, float, float, float]:
-        """Return what a layer adds to its stage's passes, at least: as chains count them."""
+        """Return what a layer adds at least to its stage's passes, in a chain's order."""
         cost = piece.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)
         backward = cost.backward_seconds + self._data.each_backward_more(cost)
@@ -304,7 +307,7 @@ class Divisible:
         return forward, backward, backward - weights, weights
 
     def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:
-        """Add what ranks hold at some moments; whether there were any."""
+        """Add memory rows; returns whether there were any."""
         every = list(rows)
         for row in every:
             self.program.add_row(row.columns, row.shares, most=row.most)

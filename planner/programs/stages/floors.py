@@ -1,25 +1,23 @@
-"""Bounds of the stages without a program.
+"""Lower bounds of stages without a program.
 
-Makes the columns of the stage program: what each stage may be, and what that adds to a step.
+Makes the columns of the stage program: possible stages, and what each adds to a step.
 
-seconds   forward, backward, halves of a backward, transfer to the next stage: as chains count
-          them; where a rank waits for what it receives, that is in its forward and backward
+    seconds   forward, backward, halves of a backward, transfer to the next stage, in a chain's
+              order; if a rank waits to receive, this is included in forward and backward
 
-Bounds every cut of GPipe and 1F1B by shortest paths.
-
-A cut is a path: stage p goes from the place where it begins to the one where it ends. Whatever the
-others are, a stage s that is the slowest one takes part in a step of
+Bounds every cut of GPipe and 1F1B by shortest paths. A cut is a path: stage p goes from its first
+layer to its end. If s is the slowest stage, the step takes at least
 
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
 
-`passes` is what one microbatch needs there and back. With least sums of passes before a place and
-behind it, `own` is known for every interval, and the least maximum over all stages is a shortest
-path as well:
+`passes` is the time of one microbatch, forward and back. With the least sums of passes before and
+behind a place, `own` is known for every interval, and the least maximum over all stages is a
+shortest path, too:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
-H_0(0) is exact where sums do not depend on the cut: where nothing is computed again. An interval
-is closed if every cut with it takes no less than what is to be beaten.
+H_0(0) is exact if sums do not depend on the cut: without recomputation. An interval is excluded if
+every cut with it takes at least the value to beat.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Column:
-    """Layers `first` up to, not including, `stop` as a stage, run as an offer says."""
+    """Layers `first` to `stop` − 1 as a stage, run according to an offer."""
 
     stage: int
     first: int
     stop: int
     offer: Offer
-    times: Floats  # the least, with the transfer to the next stage
+    times: Floats  # the least, including the transfer to the next stage
 
 
 class Columns:
@@ -78,19 +76,19 @@ class Columns:
         )
 
     def of_all(self, intervals: Iterable[tuple[int, int, int]]) -> list[Column]:
-        """Return the columns of many intervals, each a stage and where it begins and ends."""
+        """Return the columns of intervals (stage, first, stop)."""
         return [one for stage, first, stop in intervals for one in self.of(stage, first, stop)]
 
 
 def with_transfer(times: Floats, transfer_seconds: float) -> Floats:
-    """Return the times of a stage with the transfer to the next one."""
+    """Return the times of a stage including the transfer to the next one."""
     found = times.copy()
     found[TRANSFER] = transfer_seconds
     return found
 
 
 def received(columns: Iterable[Column], transfers: tuple[float, ...]) -> tuple[Floats, Floats]:
-    """Return forward and backward of columns with what they wait to receive on demand."""
+    """Return forward and backward of columns, including waits for transfers on demand."""
     every = list(columns)
     forward = np.array(
         [one.times[0] + (transfers[one.first - 1] if one.first else 0.0) for one in every]
@@ -101,17 +99,17 @@ def received(columns: Iterable[Column], transfers: tuple[float, ...]) -> tuple[F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floors:
-    """The least that cuts take: of all, of those with each column; and a cut close to that."""
+    """Lower bounds: of all cuts, and of those with each column; and a cut close to that."""
 
     seconds: float
     of_columns: Floats
-    cut: Cut  # empty: no cut
+    cut: Cut  # empty: none
 
 
 def floors_of(
     question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]
 ) -> Floors:
-    """Return the floors of the pipeline alone; columns are grouped by stage."""
+    """Return the lower bounds of the pipeline alone; columns are grouped by stage."""
     count, stages = len(question.classes), question.shape.stages
     chain = _Chain.of(question, columns, transfers)
     stage = np.array([one.stage for one in columns])
@@ -170,7 +168,7 @@ class _Chain:
         )
 
     def own(self, behind: Floats, stage: Numbers) -> Floats:
-        """Return what a stage takes as the slowest one, with the least that is behind it."""
+        """Return a stage's time as the slowest one, with the least behind it."""
         shape, kind = self.question.shape, self.question.arrangement.schedule
         busy = shape.microbatches * (self.forward + self.backward)
         if kind is ScheduleKind.GPIPE:
@@ -188,7 +186,7 @@ def _walk(
     passes: Floats,
     later: Floats,
 ) -> Cut:
-    """Return the cut of the least maximum."""
+    """Return the cut with the least maximum."""
     if not np.isfinite(later[0, 0]):
         return ()
     place, cut = 0, [0]

@@ -1,10 +1,9 @@
-"""Lists how many layers of each class of a stage run in each mode, and moves borders.
+"""Lists mixes: how many layers of each class of a stage run in each mode; and moves borders.
 
-Lists how many layers of each class of a stage run in each mode, the fastest mixes first.
-
-Layers of one class are alike, so only numbers count; of equal layers, those that keep most come
-first. In the only backward of a step they come last, for it frees what they keep while gradients
-come. The sums here are close, not exact: what a stage really takes and holds is priced for few.
+The fastest mixes come first. Layers of one class are equal, so only counts matter. Of equal layers,
+those that save most come first; in the only backward of a step they come last, because it frees
+what they saved as gradients are made. The sums here are approximate: the exact time and memory are
+priced for few mixes.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
-_FEW = 64  # mixes: so many are all looked at
+_FEW = 64  # up to so many mixes are all examined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of one content: what the backward takes, what a microbatch keeps, what work needs."""
+    """Mixes of the same layers: backward seconds, saved bytes, and work bytes."""
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
     seconds: MixFloats
     saved: MixFloats
     work: MixFloats
-    again: npt.NDArray[np.bool_]  # whether it computes anything again
+    again: npt.NDArray[np.bool_]  # whether anything is recomputed
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -52,7 +51,7 @@ class Mixes:
         )
 
     def modes(self, place: int, content: Content) -> tuple[Recompute, ...]:
-        """Return the mode of each layer of the content; equal layers in the order of columns."""
+        """Return the mode of each layer; equal layers in the order of columns."""
         left: dict[int, list[Recompute]] = {}
         for (number, mode), count in zip(self.columns, self.numbers[place].tolist(), strict=True):
             left.setdefault(number, []).extend([mode] * count)
@@ -61,7 +60,7 @@ class Mixes:
 
 
 def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
-    """Return the mixes that no other betters in seconds, kept bytes and work, the fastest first."""
+    """Return the mixes that are not dominated in seconds, saved bytes and work, fastest first."""
     found: Mixes | None = None
     for number, count in Counter(content).items():
         own = _of_class(question, kind, number, count)
@@ -74,7 +73,7 @@ def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
 
 
 def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mixes:
-    """Return all ways to spread equal layers over modes."""
+    """Return all ways to distribute equal layers over modes."""
     costs, arrangement = question.layer(kind, number), question.arrangement
     modes = ordered_modes(question, kind, number)
     numbers = np.array(list(_spreads(count, len(modes))), dtype=np.int64)
@@ -93,7 +92,7 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
 
 
 def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recompute]:
-    """Return the modes of a class in the order in which equal layers have them."""
+    """Return the modes of a class in the order of equal layers."""
     costs, is_last = question.layer(kind, number), question.arrangement.is_one_pass
     return sorted(
         question.modes_of(kind, number),
@@ -103,7 +102,7 @@ def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recom
 
 
 def _spreads(count: int, modes: int) -> list[tuple[int, ...]]:
-    """Return the ways to write a number as a sum over some modes, the first as large as can be."""
+    """Return the ways to write a number as a sum over modes, the largest first terms first."""
     if modes == 1:
         return [(count,)]
     return [
@@ -125,9 +124,9 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 
 
 def _unbeaten(mixes: Mixes) -> Numbers:
-    """Return the mixes that no other betters in seconds, kept bytes and work at once.
+    """Return the mixes that are not dominated in seconds, saved bytes and work.
 
-    For each amount of work, the fastest first: each further one has to keep less than all before.
+    For each amount of work, in order of time: each one must save less than all before.
     """
     kept: list[Numbers] = []
     order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))
@@ -140,7 +139,7 @@ def _unbeaten(mixes: Mixes) -> Numbers:
 
 
 def hull(seconds: Sequence[float], saved: Sequence[float]) -> list[int]:
-    """Return the corners of the lower hull of time over kept bytes, the fastest first.
+    """Return the corners of the lower hull of time over saved bytes, the fastest first.
 
     Every mix lies above a line between two corners.
     """
@@ -157,13 +156,13 @@ def hull(seconds: Sequence[float], saved: Sequence[float]) -> list[int]:
 def _is_above(
     one: int, middle: int, other: int, seconds: Sequence[float], saved: Sequence[float]
 ) -> bool:
-    """Whether the middle corner lies on or above the line between its neighbours."""
+    """Whether the middle corner is on or above the line between its neighbours."""
     whole = (seconds[other] - seconds[one]) * (saved[one] - saved[middle])
     return (seconds[middle] - seconds[one]) * (saved[one] - saved[other]) >= whole
 
 
 def least_seconds(question: StageQuestion) -> Floats:
-    """Return what each layer takes at least, in any mode on any rank."""
+    """Return the least time of each layer, over modes and ranks."""
     kinds = dict.fromkeys(question.kinds)
     least = [
         min(
@@ -177,7 +176,7 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return a cut whose stages take about the same, where they may meet; or none."""
+    """Return a cut into stages of about equal time, at allowed borders; or none."""
     stages = question.shape.stages
     sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
     wanted = sums[-1] * np.arange(1, stages) / stages
@@ -185,7 +184,7 @@ def even_cut(question: StageQuestion) -> Cut:
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
-    """Return the cut whose borders lie nearest to some, where stages may meet; or none."""
+    """Return the cut nearest to some borders, at allowed borders; or none."""
     cut = [0]
     for stage, wanted in enumerate(borders, start=1):
         first, last = question.windows[stage]
@@ -199,7 +198,7 @@ def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
 
 
 def moved_cuts(question: StageQuestion, cut: Cut) -> Iterator[Cut]:
-    """Yield the cuts in which one border lies a layer off."""
+    """Yield the cuts with one border moved by one layer."""
     for border in range(1, len(cut) - 1):
         first, last = question.windows[border]
         for place in (cut[border] - 1, cut[border] + 1):

@@ -1,9 +1,9 @@
-"""Finds how the layers of a given cut run best: the modes of each stage, within each rank's memory.
+"""Finds the best recompute modes of a given cut, within each rank's memory.
 
-Ranks do not share memory, so each has its own ways to run its stages. What a rank's stages take is
-all that a step sees of them, so ways that are nowhere quicker are dropped. Of what is left, all
-ways together are priced if they are few; otherwise one rank at a time changes its way, as long as
-the step becomes shorter.
+Ranks do not share memory, so each has its own ways to run its stages. A step only depends on the
+times of a rank's stages, so ways that are nowhere faster are dropped. If the combinations of the
+remaining ways are few, all are priced. Otherwise one rank at a time changes its way, while the step
+becomes shorter.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from autopar.planner.programs.stages.offers import Offer, RankMemory
 from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
 _MOST_WAYS = 64  # of one rank
-_MOST_ACTIONS = 1 << 15  # simulated for one cut, forwards and backwards of all its ways
-_MOST_TRIES = 4  # to fill a rank's memory, which sums see a little smaller than prices
-_MOST_KEPT = 8  # ways of one rank, where it has many
+_MOST_ACTIONS = 1 << 15  # to simulate for one cut, over all combinations
+_MOST_TRIES = 4  # attempts to fill a rank's memory, because sums are slightly below exact prices
+_MOST_KEPT = 8  # ways of a rank that are kept, if there are many
 
-Way = tuple[Offer, ...]  # the offers of a rank's stages
+Way = tuple[Offer, ...]  # one offer for each stage of a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedCut:
-    """A cut with the best modes found for it, and the exact step."""
+    """A cut with the best modes found, and its exact step."""
 
     cut: Cut
-    arrangement: Arrangement  # with the size of buckets
+    arrangement: Arrangement  # including the bucket size
     offers: tuple[Offer, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutAnswer:
-    """What came of a cut: None where nothing fits; whether all its modes were compared."""
+    """The result for a cut: None if nothing fits; and whether all modes were compared."""
 
     best: PricedCut | None
     is_whole: bool
@@ -54,14 +54,14 @@ class CutAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floor:
-    """What a cut has to be below, and the chains that show at once if it is not."""
+    """The value that a cut must be below, and chains that exclude it quickly."""
 
     chains: Chains
-    below_seconds: float  # a whole step
-    once_seconds: float  # of it, beside the pipeline, at least
+    below_seconds: float  # of a whole step
+    once_seconds: float  # the least time of a step outside of the pipeline
 
     def least_seconds(self, columns: Columns, cut: Cut, offers: Sequence[Offer]) -> float:
-        """Return what a step takes at least."""
+        """Return a lower bound of the step."""
         times = [
             with_transfer(offer.least_times, columns.transfers[stop - 1])
             for offer, stop in zip(offers, cut[1:], strict=True)
@@ -70,14 +70,14 @@ class Floor:
 
 
 class CutPricer:
-    """Prices the cuts of one question; what ranks can do is remembered from cut to cut."""
+    """Prices the cuts of a question; ways of ranks are cached."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns, self.question = columns, columns.question
         self._known: dict[tuple[int, tuple[Content, ...]], tuple[list[Way], bool]] = {}
 
     def price(self, cut: Cut, floor: Floor) -> CutAnswer | None:
-        """Return the best way to run a cut, None where it is ruled out."""
+        """Return the best way to run a cut, or None if it is excluded."""
         is_whole = True
         ranks: list[list[Way]] = []
         for rank in range(self.question.shape.ranks):
@@ -90,7 +90,7 @@ class CutPricer:
         return CutAnswer(best=best, is_whole=is_whole and is_all) if best else None
 
     def _ways(self, rank: int, cut: Cut) -> tuple[list[Way], bool]:
-        """Return the ways of a rank, and whether these and worse ones are all."""
+        """Return the ways of a rank, and whether all other ways are worse."""
         question, stages = self.question, self.question.stages_of[rank]
         contents = tuple(question.classes[cut[stage] : cut[stage + 1]] for stage in stages)
         if (rank, contents) not in self._known:
@@ -110,7 +110,7 @@ def _ways(
     contents: Sequence[Content],
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[list[Way], bool]:
-    """Return the ways of a rank that fit and that no other betters, and whether these are all."""
+    """Return the ways of a rank that fit and are not dominated, and whether these are all."""
     question = columns.question
     if len(contents) == 1:
         return [(one,) for one in offers[0]], True
@@ -131,7 +131,7 @@ def _fits(question: StageQuestion, rank: int, way: Way) -> bool:
 
 
 def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
-    """Return by how much a way exceeds what its rank may use."""
+    """Return by how much a way exceeds its rank's memory."""
     memory = memory_of(
         [one.price.load for one in way],
         question.moments[rank],
@@ -142,7 +142,7 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
 
 
 def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that fit; none that another one betters or equals in each action."""
+    """Return the ways that fit and are not dominated in every action."""
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])
@@ -168,7 +168,7 @@ def _amounts(way: Way) -> list[float]:
 
 
 def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]) -> Way | None:
-    """Return one way that fits: the lightest, made faster where that takes least memory."""
+    """Return a way that fits: the lightest, then made faster where that costs least memory."""
     memory = RankMemory(question, rank, offers)
     limit = memory.limit_bytes
     for _ in range(_MOST_TRIES):
@@ -186,7 +186,7 @@ def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]
 def _filled_to(
     limit_bytes: float, memory: RankMemory, offers: Sequence[Sequence[Offer]]
 ) -> list[int]:
-    """Return the place of each stage's offer, none where not even the lightest fit."""
+    """Return the index of each stage's offer; empty if not even the lightest fit."""
     seconds = [np.array([one.seconds for one in own]) for own in offers]
     saved = [np.array([one.saved_bytes for one in own]) for own in offers]
     way = [int(np.lexsort((seconds[place], own))[0]) for place, own in enumerate(saved)]
@@ -214,7 +214,7 @@ def _steps(
     seconds: Sequence[Floats],
     now_bytes: float,
 ) -> Iterator[tuple[float, int, int, float]]:
-    """Yield what one stage may change to: seconds gained for a byte, stage, offer, bytes then."""
+    """Yield changes of one stage: seconds gained per byte, stage, offer, bytes afterwards."""
     own = seconds[place]
     gain = own[way[place]] - own
     needed = memory.needed_with(way, place)
@@ -226,7 +226,7 @@ def _steps(
 def _best_together(
     columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], floor: Floor
 ) -> tuple[PricedCut | None, bool]:
-    """Return the best of all ways together that is not ruled out, and whether all were compared."""
+    """Return the best combination of ways below the floor, and whether all were compared."""
     question = columns.question
     actions = question.shape.stages * question.shape.microbatches
     if prod(map(len, ranks)) <= max(1, _MOST_ACTIONS // actions):
@@ -250,7 +250,7 @@ def _best_together(
 def _better(
     columns: Columns, cut: Cut, ways: Sequence[Way], floor: Floor, best: PricedCut | None
 ) -> PricedCut | None:
-    """Return the step of a way of each rank, or the best one where that is no shorter."""
+    """Price one way per rank; keep it if the step is shorter."""
     question = columns.question
     by_stage = _by_stage(question, ways)
     below = min(floor.below_seconds, best.seconds if best else math.inf)
@@ -268,7 +268,7 @@ def _by_stage(question: StageQuestion, ways: Sequence[Way]) -> tuple[Offer, ...]
 
 
 def priced(question: StageQuestion, cut: Cut, offers: tuple[Offer, ...]) -> PricedCut:
-    """Return the step of a cut with given modes, with the buckets that make it shortest."""
+    """Return the step of a cut with given modes and its best bucket size."""
     tried: list[tuple[float, Arrangement]] = []
     for number, arrangement in enumerate(_arrangements(question)):
         prices = [offer.prices[number] for offer in offers]
@@ -281,7 +281,8 @@ def priced(question: StageQuestion, cut: Cut, offers: tuple[Offer, ...]) -> Pric
 def _fits_all(question: StageQuestion, arrangement: Arrangement, offers: Sequence[Offer]) -> bool:
     """Whether all ranks have room for larger buckets.
 
-    These take more where copies of them are sent, or where gradients come while activations go.
+    Larger ones need more memory if copies of them are sent, or if gradients are made while
+    activations are freed.
     """
     if not (arrangement.compressed_gradients or arrangement.is_one_pass):
         return True
@@ -305,7 +306,7 @@ def _arrangements(question: StageQuestion) -> Iterator[Arrangement]:
 def seconds_of(
     question: StageQuestion, arrangement: Arrangement, prices: Sequence[StagePrice]
 ) -> float:
-    """Return the step of priced stages: what is predicted of them."""
+    """Return the predicted step of priced stages."""
     return step_of(
         prices,
         arrangement,

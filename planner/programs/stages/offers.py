@@ -1,10 +1,9 @@
-"""Lists what stages may be: their mixes, priced, and what ranks can hold of them.
+"""Lists possible stages: their mixes, priced, and the memory of ranks.
 
-Prices what layers can be as a stage: offers, each with its seconds, its bytes and its modes.
-
-One stage per rank has all memory of its rank, so only what fits is offered. Several share it: then
-all mixes are offered that no other betters, and the rank's memory is a matter of the program.
-A stage whose layers fit as they are computes none of them again.
+An offer is a stage with its seconds, bytes and modes. A single stage of a rank has all of its
+memory, so only mixes that fit are offered. Several stages share it: then all mixes that are not
+dominated are offered, and the program decides on memory. A stage that fits without recomputation
+recomputes nothing.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
 from autopar.planner.programs.stages.one_pass import fitting_mixes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
-_MOST_PRICED = 12  # mixes of one content on one stage
-_MOST_PRICED_ALONE = 64  # where it is the only stage
-_MOST_BETWEEN = 48  # where a rank's memory is filled up
+_MOST_PRICED = 12  # mixes of the same layers on one stage
+_MOST_PRICED_ALONE = 64  # if it is the only stage
+_MOST_BETWEEN = 48  # to fill a rank's memory
 _ROUNDING = 1e-9
-_ENDLESS_SECONDS = 1e3  # a backward beside which every reduction but the last is hidden
+_ENDLESS_SECONDS = 1e3  # a backward long enough to hide every reduction but the last
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: a cached property needs a place
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots, because of a cached property
 class Offer:
-    """One way to run some layers as a stage: what the program has to know of it.
+    """A way to run some layers as a stage.
 
-    `times` are what a schedule counts, but for the transfer. `least_times` and
-    `least_reduction_seconds` are no more than those of any mix of these layers that takes as long
-    or longer and is not offered. The exact price is worked out when it is asked for.
+    `times` are a schedule's, without the transfer. `least_times` and `least_reduction_seconds` are
+    lower bounds of all mixes of these layers that take as long or longer and are not offered. The
+    exact price is computed on demand.
     """
 
     modes: tuple[Recompute, ...]
@@ -57,28 +56,28 @@ class Offer:
     state_bytes: float
     saved_bytes: float
     deferred_bytes: float
-    work_bytes: float  # of the layer that needs most while it runs
+    work_bytes: float  # the largest need of a layer while it runs
     splits_backward: bool
     worked_out: Callable[[], tuple[StagePrice, ...]]
-    is_whole: bool = True  # whether every mix of these layers that is not offered is worse
+    is_whole: bool = True  # whether every mix that is not offered is worse
 
     @cached_property
     def prices(self) -> tuple[StagePrice, ...]:
-        """The exact price by size of buckets."""
+        """The exact price by bucket size."""
         return self.worked_out()
 
     @property
     def price(self) -> StagePrice:
-        """The price with the first size of buckets: others differ in the reduction alone."""
+        """The price with the first bucket size; others differ only in the reduction."""
         return self.prices[0]
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch, both passes."""
+        """Of one microbatch, forward and backward."""
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
     def held_bytes(self, moments: Moments, place: int) -> Floats:
-        """Return the bytes of this stage at each moment of its rank, the running layer's aside."""
+        """Return this stage's bytes at each moment of its rank, without the running layer's."""
         if not self.splits_backward:
             return self.state_bytes + self.saved_bytes * moments.unanswered[:, place].astype(float)
         held = self.saved_bytes * moments.forwarded[:, place].astype(float)
@@ -87,14 +86,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hidden:
-    """What sharing data adds to a backward, and after it, if all that can be hidden is."""
+    """What sharing data adds to a backward and after it, with everything hidden that can be."""
 
     wait_seconds: float
     reduction_seconds: float
 
 
 class Offers:
-    """The offers of one question, priced when they are asked for."""
+    """The offers of a question, priced on demand."""
 
     def __init__(self, question: StageQuestion) -> None:
         self.question = question
@@ -105,7 +104,7 @@ class Offers:
         ]
 
     def of(self, stage: int, content: Content) -> tuple[Offer, ...]:
-        """Return the offers of some layers on a stage, the fastest first; none fits: none."""
+        """Return the offers of some layers on a stage, fastest first; empty if none fits."""
         question = self.question
         rank, kind = question.ranks[stage], question.kinds[stage]
         if question.shape.stages_per_rank > 1:
@@ -119,10 +118,10 @@ class Offers:
         return self._known[key]
 
     def _fitting(self, stage: int, content: Content) -> Iterator[Offer]:
-        """Yield what fits of a rank's only stage, until nothing that follows can be better.
+        """Yield fitting offers of a rank's only stage, until no later one can be better.
 
-        What follows takes longer. That hides more of the reductions, so it counts until one is
-        found whose reductions take no more than they have to.
+        Later offers take longer, which hides more of the reductions. So the search goes on until an
+        offer has the least possible reductions.
         """
         mixes = self._near(stage, content)
         if not len(mixes):
@@ -159,7 +158,10 @@ class Offers:
         yield from made
 
     def _near(self, stage: int, content: Content) -> Mixes:
-        """Return the mixes of a rank's only stage; of the only backward of a step, what fits."""
+        """Return the mixes of a rank's only stage.
+
+        In the only backward of a step, those that fit.
+        """
         question, rank = self.question, self.question.ranks[stage]
         if not question.arrangement.is_one_pass:
             return self.mixes(stage, content)
@@ -185,7 +187,7 @@ class Offers:
         return np.flatnonzero(needed <= self.question.limit_bytes[rank]).tolist()
 
     def _shared(self, stage: int, content: Content) -> Iterator[Offer]:
-        """Yield the mixes of one of several stages of a rank, thinned where there are many."""
+        """Yield the mixes of one of several stages of a rank, thinned out if there are many."""
         mixes = self.mixes(stage, content)
         is_whole = len(mixes) <= _MOST_PRICED
         if not is_whole:
@@ -193,7 +195,7 @@ class Offers:
         yield from self._summed(stage, content, mixes, is_whole=is_whole)
 
     def every(self, stage: int, content: Content) -> tuple[Offer, ...]:
-        """Return offers in between as well, as many as may be told apart."""
+        """Return intermediate offers as well, as many as are useful."""
         key = "every", self.question.kinds[stage], stage == 0, content
         if key not in self._known:
             mixes = self.mixes(stage, content)
@@ -207,7 +209,7 @@ class Offers:
     def _summed(
         self, stage: int, content: Content, mixes: Mixes, *, is_whole: bool
     ) -> Iterator[Offer]:
-        """Yield offers by the sums of their layers; their prices follow if they are chosen."""
+        """Yield offers by sums over layers; prices are computed if they are chosen."""
         plain = self._plain(stage, content)
         own = plain.price.load
         again = self.question.constants.action_seconds
@@ -232,11 +234,11 @@ class Offers:
             )
 
     def splits(self, stage: int) -> bool:
-        """Whether the schedule calls for both halves of a stage's backward."""
+        """Whether the schedule splits a stage's backward."""
         return stage > 0 and SCHEDULES[self.question.arrangement.schedule].splits_backward
 
     def _plain(self, stage: int, content: Content) -> Offer:
-        """Return the stage that computes nothing again, with the least reductions of any mix."""
+        """Return the stage without recomputation, with the least reductions of any mix."""
         key = "plain", self.question.kinds[stage], stage == 0, content
         if key not in self._known:
             plain = self.exact(stage, content, (Recompute.NONE,) * len(content))
@@ -252,7 +254,7 @@ class Offers:
         return self._mixes[key]
 
     def exact(self, stage: int, content: Content, modes: Sequence[Recompute]) -> Offer:
-        """Return an offer of given modes, whether or not it fits, with its price."""
+        """Return a priced offer with given modes, whether or not it fits."""
         prices = self._prices_of(stage, content, modes)
         return self._priced(tuple(modes), prices)
 
@@ -307,7 +309,7 @@ class Offers:
         return memory.device_bytes <= self.question.limit_bytes[rank]
 
     def _hidden(self, stage: int, content: Content) -> _Hidden:
-        """Return what sharing data takes at least, beside whatever backward."""
+        """Return the least that sharing data adds, beside any backward."""
         kind = self.question.kinds[stage]
         layers = [
             replace(
@@ -323,7 +325,7 @@ class Offers:
         )
 
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
-        """Return what a mix's backward takes at least: its layers' time, or the collectives'."""
+        """Return the least backward of a mix: its layers' time, or that of the collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
         if not self.question.arrangement.zero.divides_gradients:
             return float(plain.times[1]) + more
@@ -333,7 +335,7 @@ class Offers:
 
 @lru_cache(maxsize=4096)
 def fullest(moments: Moments) -> tuple[int, ...]:
-    """Return the moments at which no other one, of the same running stage, holds as much of all."""
+    """Return the moments that no other moment of the same running stage dominates."""
     held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
     kept: list[int] = []
     for running in np.unique(moments.running):
@@ -341,14 +343,14 @@ def fullest(moments: Moments) -> tuple[int, ...]:
         _, places = np.unique(held[rows], axis=0, return_index=True)
         own = held[rows[places]]
         is_below = np.ones((len(own), len(own)), dtype=np.bool_)
-        for amounts in own.T:  # a stage at a time: of all at once, numpy adds up few very often
+        for amounts in own.T:  # a stage at a time, because numpy is slow at summing many short rows
             is_below &= amounts[:, None] <= amounts
-        kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # but itself
+        kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # except itself
     return tuple(kept)
 
 
 class RankMemory:
-    """The bytes of one rank by the offers of its stages."""
+    """The bytes of a rank, by the offers of its stages."""
 
     def __init__(
         self, question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]
@@ -366,11 +368,11 @@ class RankMemory:
         self._work = [np.array([one.work_bytes for one in own]) for own in offers]
 
     def needed_bytes(self, way: Sequence[int]) -> float:
-        """Return the most that is held at once when each stage takes one of its offers."""
+        """Return the peak if each stage takes one of its offers."""
         return float(self.needed_with(way, 0)[way[0]])
 
     def needed_with(self, way: Sequence[int], changed: int) -> Floats:
-        """Return the same for every offer of one stage, the other stages as they are."""
+        """Return the peak for every offer of one stage, with the others unchanged."""
         others = [place for place in range(len(way)) if place != changed]
         held = self._held[changed] + sum(self._held[place][way[place]] for place in others)
         for place in others:

@@ -1,11 +1,11 @@
-"""Finds how layers run in the only backward of a step, which frees what they keep on its way.
+"""Finds recompute modes for the only backward of a step, which frees saved tensors on its way.
 
 The modes of the layers fit if, for each layer l,
 
-    Σ_{i ≤ l} saved_i  +  what lies beside that while l runs  ≤  what the rank has left
+    Σ_{i ≤ l} saved_i  +  other memory while l runs  ≤  the rank's remaining memory
 
-Layers are gone through from the first one on. Of all ways to run those before, the ones go on that
-no other betters both in what they take (seconds, or bytes at the peak) and in what they keep.
+Layers are added from the first one on. Of all combinations so far, those are kept that are not
+dominated in both cost (seconds, or peak bytes) and saved bytes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from autopar.planner.programs.stages.question import Content, StageQuestion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mode:
-    """One way to run one layer."""
+    """A recompute mode of a layer."""
 
     seconds: float  # of its backward
     saved_bytes: int
-    needed_bytes: int  # while it runs, beside what it and the layers before it saved
+    needed_bytes: int  # while it runs, beside what it and earlier layers saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ways:
-    """Ways to run the first layers: what each takes, what it keeps, the mode of each layer."""
+    """Combinations for the first layers: cost, saved bytes, and each layer's mode."""
 
     taken: MixFloats
     held: MixFloats
-    modes: Numbers  # [way, layer], places among the modes of the layer's class
+    modes: Numbers  # [combination, layer], indices of the class's modes
 
 
-_Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]  # taken before, held with it → taken
+# (cost before, bytes held with it) → cost
+_Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
 
 
 def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
-    """Return the mixes that fit beside the state, the fastest first; none that another betters."""
+    """Return the mixes that fit beside parameters and states, fastest first, undominated."""
 
     def seconds(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
         return np.where(held + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
@@ -54,7 +55,7 @@ def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_byt
 
 
 def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
-    """Return the one mix whose peak is the lowest."""
+    """Return the mix with the lowest peak."""
 
     def peak(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
         return np.maximum(taken, held + mode.needed_bytes)
@@ -79,7 +80,7 @@ def _unbeaten_ways(question: StageQuestion, kind: int, content: Content, taking:
 
 
 def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
-    """Return the ways with one more layer in one mode."""
+    """Return the combinations with one more layer in one mode."""
     held = ways.held + mode.saved_bytes
     column = np.full((len(held), 1), place, dtype=np.int64)
     return _Ways(
@@ -90,7 +91,7 @@ def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
 
 
 def _unbeaten(taken: MixFloats, held: MixFloats) -> Numbers:
-    """Return the places of what fits and is not bettered in both, by what it takes."""
+    """Return the indices of combinations that fit and are not dominated, by cost."""
     order = np.lexsort((held, taken))
     order = order[np.isfinite(taken[order])]
     least = np.minimum.accumulate(held[order])
@@ -120,7 +121,7 @@ def _layers(question: StageQuestion, kind: int, content: Content) -> Sequence[Se
 
 
 def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Ways) -> Mixes:
-    """Return the ways by how many layers of each class run in each mode."""
+    """Return the combinations as numbers of layers per class and mode."""
     classes, own = np.array(content), dict.fromkeys(content)
     columns, counts, again = [], [], []
     for number in own:

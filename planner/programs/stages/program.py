@@ -51,15 +51,15 @@ from autopar.planner.programs.stages.floors import Column
 from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
 
-_FEW_COLUMNS = 400  # a program with no more is solved at once
-_CLOSE = 1e-7  # of the objective: what is nearer to the optimum than that is as good
+_FEW_COLUMNS = 400  # a program with at most so many is solved at once
+_CLOSE = 1e-7  # of the objective: the tolerance of the optimum
 Term = tuple[pulp.LpVariable, float]
 _Key = tuple[int, Place, Place, Content]  # an interval on a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The columns that the program chose, none where there are none; what no cut can beat."""
+    """The columns that the program chose, if any, and a lower bound of all cuts."""
 
     columns: tuple[Column, ...]
     bound_seconds: float
@@ -68,7 +68,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Choice:
-    """A column that may be chosen."""
+    """A column that can be chosen."""
 
     column: Column
     variable: pulp.LpVariable
@@ -86,7 +86,7 @@ class _Choice:
 
 
 class _CutProgram:
-    """The ways to cut the layers into stages: what the programs of time and of memory share."""
+    """The possible cuts of layers into stages: common to the programs of time and of memory."""
 
     unit = 1.0  # of the objective
 
@@ -106,7 +106,7 @@ class _CutProgram:
         self._intervals_are_whole()
 
     def solve(self, *, time_limit_seconds: float, gap: float = _CLOSE) -> Decision:
-        """Solve the program as it stands, to a gap as a share of the objective."""
+        """Solve the current program, to a relative gap."""
         branches = self.question.shape.stages_per_rank > 1 and self.size > _FEW_COLUMNS
         solver = branching_solver() if branches else default_solver()
         outcome = solve(
@@ -175,7 +175,7 @@ class _CutProgram:
                 self._add(terms, "==", 0.0, f"whole_{number}")
 
     def _different(self, columns: Iterable[Column]) -> Iterable[Column]:
-        """Yield one column of those that are the same but for where in a run they lie."""
+        """Yield one of several columns that differ only by their position in a run."""
         seen = set()
         for one in columns:
             key = self._key(one.stage, one.first, one.stop), id(one.offer)
@@ -184,7 +184,7 @@ class _CutProgram:
                 yield one
 
     def _chosen(self) -> Iterable[Column]:
-        """Yield the columns of the solution from the first stage to the last, laid end to end."""
+        """Yield the columns of the solution from the first stage to the last, concatenated."""
         place = 0
         for own in self.stages:
             best = max(own, key=lambda one: float(one.variable.varValue or 0.0)).column
@@ -204,7 +204,7 @@ class _CutProgram:
         self.program += pulp.LpConstraint(expression, senses[sense], name, right)
 
     def _memory_rows(self) -> Iterator[tuple[int, int, list[Term]]]:
-        """Yield rank, moment and bytes as shares of the limit, but for what others make certain."""
+        """Yield rank, moment and bytes as fractions of the limit, without implied rows."""
         constants, arrangement = self.question.constants, self.question.arrangement
         for rank, stages in enumerate(self.question.stages_of):
             limit = most_tensor_bytes(self.question.limit_bytes[rank], arrangement, constants)
@@ -231,7 +231,7 @@ class _CutProgram:
 
 
 class StageProgram(_CutProgram):
-    """The program of the least step, which gains rows from cut to cut."""
+    """The program of the shortest step, which gains rows from cut to cut."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class StageProgram(_CutProgram):
             self._memory_is_kept()
 
     def add_chain(self, chain: Chain) -> None:
-        """chains_are_no_longer: L ≥ Σ count · t + Σ reductions of the rank that it ends on · z."""
+        """Add chains_are_no_longer: L ≥ Σ count · t + Σ reductions of its last rank · z."""
         if chain.key in self._chains:
             return
         self._chains.add(chain.key)
@@ -276,7 +276,7 @@ class StageProgram(_CutProgram):
         self._add(terms, "<=", 0.0, f"chain_{len(self._chains)}")
 
     def exclude(self, cut: Cut) -> None:
-        """cuts_are_excluded: Σ z of the cut's intervals ≤ stages − 1."""
+        """Add cuts_are_excluded: Σ z of the cut's intervals ≤ stages − 1."""
         terms: list[Term] = []
         for stage, own in enumerate(self.stages):
             key = self._key(stage, cut[stage], cut[stage + 1])
@@ -288,7 +288,7 @@ class StageProgram(_CutProgram):
         self._add(terms, "<=", len(self.stages) - 1.0, f"excluded_{self._excluded}")
 
     def below(self, seconds: float) -> None:
-        """Ask for what takes less than some seconds alone."""
+        """Restrict the program to steps below some seconds."""
         terms = [(self.longest, 1.0), (self.gathers, 1.0), (self.optimizers, 1.0)]
         self._asked += 1
         self._add(terms, "<=", seconds / self.unit, f"below_the_best_{self._asked}")
@@ -310,7 +310,7 @@ class StageProgram(_CutProgram):
             if any(seconds for _, seconds in gathers):
                 before = [(time, -weight) for time, weight in starts]
                 rank = self.question.ranks[stage]
-                if rank != stage:  # a later stage of a rank that began with another
+                if rank != stage:  # a later stage of a rank that began with another one
                     before = [(time, -1.0) for time, _ in self._started[rank]]
                 terms = [(self.gathers, -1.0), *self._seconds(gathers), *before]
                 self._add(terms, "<=", 0.0, f"gather_of_stage_{stage}")
@@ -330,8 +330,8 @@ class StageProgram(_CutProgram):
             self._add(terms, "<=", 0.0, f"optimizer_of_rank_{rank}")
 
     def _memory_is_kept(self) -> None:
-        """Rank by rank, at each moment that another one does not make certain."""
-        slack = 64.0 / min(self.question.limit_bytes)  # what is rounded up
+        """Add memory_is_kept, rank by rank, at each moment that another one does not imply."""
+        slack = 64.0 / min(self.question.limit_bytes)  # allows for rounding
         for rank, moment, terms in self._memory_rows():
             self._add(terms, "<=", 1.0 + slack, f"memory_of_{rank}_at_{moment}")
 
@@ -340,7 +340,7 @@ class StageProgram(_CutProgram):
 
 
 class MemoryProgram(_CutProgram):
-    """The program of the least memory: M ≥ bytes of each rank at each moment, as shares."""
+    """The program of the least memory: M ≥ bytes of each rank at each moment, as fractions."""
 
     def __init__(self, question: StageQuestion, columns: Sequence[Column]) -> None:
         super().__init__(question, columns)

@@ -1,8 +1,8 @@
-"""What the stage program is asked: layers, how each may run, and the pipeline they are laid on.
+"""The input of the stage program: layers, their modes, and the pipeline.
 
-A *cut* says where each stage begins; a *content* is what a stage holds: the classes of its layers,
-in order. Layers are of one class where they cost the same on every rank and may run in the same
-modes, so stages of one content on one kind of rank cost the same.
+A *cut* says where each stage begins. A *content* is the classes of a stage's layers, in order.
+Layers are of one class if they cost the same on every rank and may run in the same modes, so stages
+of one content on one kind of rank cost the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.step import pipeline_shape
 
-Cut = tuple[int, ...]  # the first layer of each stage, and the number of layers behind them
+Cut = tuple[int, ...]  # the first layer of each stage, and the number of all layers
 Content = tuple[int, ...]  # the classes of a stage's layers
-Place = tuple[bool, int]  # whether inside a run of equal layers, and which run, or which border
+# inside a run of equal layers: True and the run; else False and the border
+Place = tuple[bool, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +34,18 @@ class PinnedLayer:
     stage: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties need a place
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots, because of cached properties
 class StageQuestion:
-    """One arrangement of the layers of a model in given layouts."""
+    """An arrangement of a model's layers in given layouts."""
 
     arrangement: Arrangement
     groups: RankGroups
     constants: FrameworkConstants
-    rows: tuple[tuple[Modes, ...], ...]  # the layers on each rank of the pipeline
-    allowed: tuple[frozenset[Recompute], ...]  # the modes of each layer
+    rows: tuple[tuple[Modes, ...], ...]  # the layers on each pipeline rank
+    allowed: tuple[frozenset[Recompute], ...]  # allowed modes of each layer
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
     pins: tuple[PinnedLayer, ...]
-    limit_bytes: tuple[int, ...]  # of each rank of the pipeline
+    limit_bytes: tuple[int, ...]  # of each pipeline rank
     tied_gradient_bytes: int  # of weights that the first and the last layer share
     bucket_bytes: tuple[int, ...]  # sizes to choose from
 
@@ -69,12 +70,12 @@ class StageQuestion:
 
     @cached_property
     def moments(self) -> tuple[Moments, ...]:
-        """What each rank holds along the order of its actions."""
+        """What each rank holds at each moment of its order."""
         return rank_moments(self.arrangement.schedule, self.shape)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The number of each stage's kind of rank, the same where layers cost the same."""
+        """The index of each stage's kind of rank; equal if layers cost the same."""
         known: dict[int, int] = {}
         return tuple(known.setdefault(id(self.rows[rank]), rank) for rank in self.ranks)
 
@@ -98,7 +99,7 @@ class StageQuestion:
         return self.rows[kind][self.examples[number]]
 
     def modes_of(self, kind: int, number: int) -> tuple[Recompute, ...]:
-        """Return the modes of a class that differ in what they cost, the simplest first."""
+        """Return the modes of a class that differ in cost, the simplest first."""
         example = self.examples[number]
         row, seen, modes = self.rows[kind][example], set(), []
         for mode in Recompute:
@@ -110,10 +111,10 @@ class StageQuestion:
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """The first and the last place where each stage may begin, and the last one end.
+        """The first and the last place where each stage may begin, and the last end.
 
-        No stage is empty, and a pin l → s says that s starts at l or before, and s + 1 after l.
-        Empty windows: a contradiction.
+        No stage is empty, and a pin l → s means that s starts at l or before, and s + 1 after l.
+        Empty windows mean a contradiction.
         """
         count, stages = len(self.classes), self.shape.stages
         first, last = [0] * (stages + 1), [count] * (stages + 1)
@@ -134,15 +135,15 @@ class StageQuestion:
 
     @property
     def merges_runs(self) -> bool:
-        """Whether all places inside a run of equal layers are one; pins tell them apart.
+        """Whether all places inside a run of equal layers are one; pins distinguish them.
 
-        One stage per rank needs no such help: most intervals are closed before.
+        With one stage per rank this is not needed: most intervals are excluded before.
         """
         return self.shape.stages_per_rank > 1 and not self.pins
 
     @cached_property
     def run_numbers(self) -> tuple[int, ...]:
-        """Which run of equal layers each layer is in; stages may meet anywhere inside one."""
+        """The run of equal layers that each layer is in; stages may meet anywhere inside one."""
         numbers, run = [], -1
         for place, own in enumerate(self.classes):
             if place == 0 or own != self.classes[place - 1] or not self.is_border[place]:
@@ -160,7 +161,7 @@ class StageQuestion:
         )
 
     def different_intervals(self, longest: int) -> Iterator[tuple[int, int, int]]:
-        """Yield a stage and where it begins and ends, one interval of those that are the same."""
+        """Yield stage, first and stop, for one of each set of equal intervals."""
         alike: dict[object, list[tuple[int, int]]] = {}
         for first, stop in self._everywhere(longest):
             key = self.places[first], self.places[stop], self.classes[first:stop]
@@ -182,7 +183,7 @@ class StageQuestion:
                         yield first, stop
 
     def intervals(self, stage: int, longest: int) -> Iterator[tuple[int, int]]:
-        """Yield the layers that may be a stage, as where they begin and end."""
+        """Yield first and stop of possible stages."""
         (begin, until), (end, last) = self.windows[stage], self.windows[stage + 1]
         for first in range(begin, until + 1):
             if self.is_border[first]:

@@ -1,4 +1,4 @@
-"""Finds the cut and the modes whose fullest rank holds least, whatever that takes in time."""
+"""Finds the cut and the modes with the least memory on the fullest rank, regardless of time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRAM_SECONDS = 20.0
 
 
 def smallest_stages(question: StageQuestion) -> PricedCut | None:
-    """Return the cut of least memory, None where the layers cannot be cut like this."""
+    """Return the cut with the least memory, or None if the layers cannot be cut so."""
     if any(first > last for first, last in question.windows):
         return None
     columns = Columns(question)
@@ -42,14 +42,14 @@ def smallest_stages(question: StageQuestion) -> PricedCut | None:
 
 
 class _Lightest:
-    """What each interval holds at least, where a rank has one stage."""
+    """The least memory of each interval, if a rank has one stage."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns, self.question = columns, columns.question
         self._known: dict[object, tuple[int, Offer]] = {}
 
     def offer(self, stage: int, first: int, stop: int) -> tuple[int, Offer]:
-        """Return the lightest way to run layers as a stage, and the bytes that its rank needs."""
+        """Return the lightest way to run layers as a stage, and its rank's bytes."""
         question, content = self.question, self.question.classes[first:stop]
         rank = question.ranks[stage]
         moments = question.moments[rank]
@@ -69,7 +69,7 @@ class _Lightest:
         return self._known[key]
 
     def least_maximum(self, longest: int) -> tuple[float, Cut]:
-        """Return the least that the fullest stage holds, with intervals of up to some layers."""
+        """Return the least maximum over stages, for intervals up to a length."""
         count, stages = len(self.question.classes), self.question.shape.stages
         best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
         for stage in range(stages):
@@ -88,7 +88,7 @@ class _Lightest:
         return best[stages][count][0], tuple(reversed(cut))
 
     def least_of(self, length: int) -> float:
-        """Return what the lightest stage of so many layers needs."""
+        """Return the memory of the lightest stage with so many layers."""
         stages = range(self.question.shape.stages)
         return min(
             (
@@ -102,7 +102,7 @@ class _Lightest:
 
 
 def _by_program(columns: Columns) -> PricedCut | None:
-    """Return the cut that the program finds where ranks share their memory among stages."""
+    """Return the cut of the program, if several stages share a rank's memory."""
     question = columns.question
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 2 + -(-count // stages))

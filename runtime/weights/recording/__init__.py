@@ -1,1 +1,1 @@
-"""A constructor that runs on the meta device, and what its tensors hold, op by op."""
+"""Runs a constructor on the meta device, and records its ops."""

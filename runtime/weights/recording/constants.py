@@ -1,9 +1,8 @@
-"""Real tensors among recorded ones, and where they come from.
+"""Real tensors that a constructor reads, and where they come from.
 
-Keeps the numbers of real tensors that a constructor reads: as copies, or where a file has them.
-
-What a process maps from a file takes no memory of its own until it is written to, so it is not
-copied: a slice of it can be read later. What is written to is copied before.
+Keeps their values: as copies, or as a reference to a mapped file. Memory that is mapped from a file
+takes no room until it is written to, so it is not copied; a slice of it can be read later. It is
+copied before it is written to.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Span: TypeAlias = tuple[int, int]  # of addresses
 MAPS = Path("/proc/self/maps")
-LEAST_MAPPED_BYTES = 2**16  # less is copied at once, rather than looked up
+LEAST_MAPPED_BYTES = 2**16  # smaller tensors are copied at once
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadTensor:
-    """A real tensor as it was read."""
+    """A real tensor, as it was when it was read."""
 
     source: weakref.ref[Tensor]
     version: int
-    storage: int  # of what stands for it in the recording
+    storage: int  # the placeholder's, in the recording
 
 
 class Constants:
-    """The numbers of real tensors, by the storages that stand for them in a recording."""
+    """The values of real tensors, by the storages of their placeholders."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, Tensor] = {}
-        self._mapped: dict[int, Span] = {}  # where those lie that are not copied
-        self._files: dict[int, Span] = {}  # around them: they keep these in place
+        self._mapped: dict[int, Span] = {}  # addresses of tensors that are not copied
+        self._files: dict[int, Span] = {}  # the mapped files around them, kept open
         self._taken: dict[int, _ReadTensor] = {}
 
     def __contains__(self, storage: int) -> bool:
@@ -56,20 +55,20 @@ class Constants:
         return self._numbers[storage]
 
     def is_in_file(self, storage: int) -> bool:
-        """Whether numbers are read from a file when they are needed."""
+        """Whether values are read from a file when they are needed."""
         return storage in self._mapped
 
     def known(self, real: Tensor) -> int | None:
-        """Return what stands for a tensor that was read before and has not changed since."""
+        """Return the placeholder of a tensor that was read before and has not changed."""
         taken = self._taken.get(id(real))
         if taken is None or taken.source() is not real or taken.version != real._version:
             return None
         if taken.storage in self._mapped or _same_bytes(self._numbers[taken.storage], real):
             return taken.storage
-        return None  # changed through memory that it shares, as that of an array
+        return None  # changed through shared memory, such as an array
 
     def take(self, real: Tensor, storage: int, stand_in: Tensor) -> None:
-        """Keep a tensor's numbers, laid out as what stands for it."""
+        """Keep a tensor's values, in the memory layout of its placeholder."""
         self._taken[id(real)] = _ReadTensor(weakref.ref(real), real._version, storage)
         detached = real.detach()
         file = self._file(real) if real.stride() == stand_in.stride() else None
@@ -81,7 +80,7 @@ class Constants:
         self._numbers[storage] = copy.copy_(detached)
 
     def before_writing(self, written: Iterable[Tensor]) -> None:
-        """Copy what is not copied yet and is about to change."""
+        """Copy values that are not copied yet and are about to change."""
         spans = [_span(tensor) for tensor in written] if self._mapped else []
         for storage, (start, stop) in list(self._mapped.items()):
             if any(first < stop and start < end for first, end in spans):
@@ -89,7 +88,7 @@ class Constants:
                 del self._mapped[storage], self._files[storage]
 
     def is_mapped(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that is mapped from a file, and this process's own."""
+        """Whether a tensor is a private mapping of a file."""
         return self._file(tensor) is not None
 
     def _file(self, tensor: Tensor) -> Span | None:
@@ -103,9 +102,9 @@ class Constants:
 
 
 def stand_in_of(real: Tensor) -> Tensor:
-    """Return a tensor without memory that is laid out as a real one, if that has no gaps."""
+    """Return a meta tensor with the layout of a real one, if that has no gaps."""
     size = tuple(real.shape)
-    dense = torch.empty_like(real, device="meta")  # keeps strides that have no gaps
+    dense = torch.empty_like(real, device="meta")  # keeps dense strides
     strides = real.stride() if dense.stride() == real.stride() else None
     if strides is None:
         return torch.empty(size, dtype=real.dtype, device="meta")
@@ -113,21 +112,21 @@ def stand_in_of(real: Tensor) -> Tensor:
 
 
 def _file_around(start: int, stop: int) -> Span | None:
-    """Find the part of a file that is mapped around some addresses; see proc_pid_maps(5)."""
+    """Return the mapped part of a file around some addresses; see proc_pid_maps(5)."""
     if sys.platform != "linux":
         return None
     for line in MAPS.read_text().splitlines():
         span, access, _, _, inode, *path = line.split(maxsplit=5)
         first, end = (int(address, 16) for address in span.split("-"))
         if first <= start < end:
-            is_of_others = "w" in access and "s" in access  # who may write to it, too
+            is_of_others = "w" in access and "s" in access  # other processes may write to it, too
             is_file = inode != "0" and bool(path) and not is_of_others
             return (first, end) if is_file and stop <= end else None
     return None
 
 
 def _span(tensor: Tensor) -> Span:
-    """Return the addresses between which the elements of a tensor lie."""
+    """Return the range of addresses of a tensor's elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
     start = tensor.data_ptr()
@@ -135,7 +134,7 @@ def _span(tensor: Tensor) -> Span:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's numbers, in their order."""
+    """Return a tensor's bytes, in order."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
 
@@ -146,7 +145,7 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def loading_maps() -> Iterator[None]:
-    """Let torch.load in here map what it can, and make its tensors outside of any recording."""
+    """Let torch.load inside use mmap, and create its tensors outside of the recording."""
     original = torch.load
 
     @wraps(original)
@@ -163,9 +162,9 @@ def loading_maps() -> Iterator[None]:
 
 @contextmanager
 def in_all_threads(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter a region here, in threads that are started in the body, and in work handed to pools.
+    """Enter a context here, in threads started inside, and in pool workers.
 
-    torch's modes belong to one thread, so what another one computed would pass them by.
+    torch's modes belong to one thread; ops of other threads would not be recorded.
     """
     here = local()
     start, submit = Thread.start, ThreadPoolExecutor.submit

@@ -1,6 +1,6 @@
-"""Answers a constructor that asks recorded tensors for what their place or numbers tell.
+"""Answers a constructor's questions about devices and values of recorded tensors.
 
-Many initialisers skip tensors that are on meta, and constructors read small tables of numbers.
+Many initialisers skip tensors on meta, and constructors read small tables of numbers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Answer: TypeAlias = Callable[[ConstructorRecording, Any, Arguments, Keywords], A
 
 
 def _read(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Answer what depends on a tensor's numbers by what it holds."""
+    """Answer a read of a tensor's values by replaying it."""
     answer = func(*recording.real(args), **kwargs)
     if hasattr(answer, "flags"):
-        answer.flags.writeable = False  # what is written to an array there would be lost
+        answer.flags.writeable = False  # writing to this array would have no effect
         recording.lend(args[0], answer)
     return answer
 
 
 def _indexed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Have real indices and values recorded: torch would lay them on meta, unseen."""
+    """Convert real indices and values to recorded tensors, which torch would put on meta."""
     rest = [recording.on_meta(_as_tensor(value, args[0].dtype)) for value in args[2:]]
     index = args[1]
     if isinstance(index, list) and not _is_plain(index, is_flat=True):
@@ -51,7 +51,7 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _as_tensors(recording: ConstructorRecording, index: Any) -> Any:
-    """Return an index whose lists and arrays are tensors."""
+    """Return an index with tensors in place of lists and arrays."""
     if isinstance(index, tuple):
         return tuple(_as_tensors(recording, one) for one in index)
     if _is_tensor(index):
@@ -66,14 +66,14 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
 
 
 def _is_plain(item: Any, *, is_flat: bool = False) -> bool:
-    """Whether something is a number, or a list of such, or if that is flat, of numbers alone."""
+    """Whether something is a number, or a (flat or nested) list of numbers."""
     if isinstance(item, list):
         return all(not (is_flat and isinstance(one, list)) and _is_plain(one) for one in item)
     return isinstance(item, (int, bool))
 
 
 def _moved(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Do `tensor.to(…)`: a recorded tensor is on the CPU, so going there changes nothing."""
+    """Run `tensor.to(…)`: a recorded tensor counts as on the CPU, so moving there does nothing."""
     del func
     tensor, *given = args
     kwargs = dict(kwargs)
@@ -101,14 +101,14 @@ def _is_number(one: Any) -> bool:
 
 
 def _stayed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Do `tensor.cpu()`."""
+    """Run `tensor.cpu()`."""
     del recording, func
     layout = kwargs.get("memory_format", torch.preserve_format)
     return torch.Tensor.to(args[0], args[0].dtype, memory_format=layout)
 
 
 def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Do `tensor.type(…)`, whose legacy types have a device."""
+    """Run `tensor.type(…)`, whose legacy types include a device."""
     del recording, func
     with plainly():
         plain = torch.empty(0, dtype=args[0].dtype)
@@ -119,21 +119,21 @@ def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
 def _made_of_numbers(
     recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
 ) -> Any:
-    """Make a new tensor of plain numbers, of the type of another one."""
+    """Make a new tensor of plain numbers, with the dtype of another one."""
     del recording
     with plainly():
         return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
 
 
 def _is_alike(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Tell whether one tensor may take the place of another's data."""
+    """Whether a tensor may be assigned to another one's .data."""
     if any(map(recording.is_recorded, args)):
         return recording.is_bare(args[0]) is recording.is_bare(args[1])
     return func(*args, **kwargs)
 
 
 def _assigned(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Do `tensor.data = other`."""
+    """Run `tensor.data = other`."""
     tensor, other = args
     if recording.is_bare(tensor) is not recording.is_bare(other):
         raise RuntimeError(_UNLIKE)
@@ -143,10 +143,10 @@ def _assigned(recording: ConstructorRecording, func: Any, args: Arguments, kwarg
 
 
 def _set(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Do `tensor.set_(other or storage, …)`."""
+    """Run `tensor.set_(other or storage, …)`."""
     tensor, *rest = args
     source = rest[0] if rest else next(iter(kwargs.values()), tensor)
-    device = source.device  # answered truly: this mode is off in here
+    device = source.device  # the true device: this mode is off here
     if tensor.is_meta is (device.type == "meta"):
         return func(*args, **kwargs)
     if recording.is_bare(tensor):
@@ -158,7 +158,7 @@ def _set(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Ke
 
 
 def _become(recording: ConstructorRecording, tensor: Tensor, other: Tensor) -> None:
-    """Have a real tensor become a recorded one, or the other way round."""
+    """Turn a real tensor into a recorded one, or the reverse."""
     with plainly():
         put_into(tensor, other)
     recording.adopted.append(tensor)
@@ -167,13 +167,13 @@ def _become(recording: ConstructorRecording, tensor: Tensor, other: Tensor) -> N
 def _unchanged(
     recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
 ) -> Any:
-    """Do what moves a tensor to memory of another kind."""
+    """Return the tensor for calls that move it to another kind of memory."""
     del recording, func, kwargs
     return args[0]
 
 
 def _located(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Say where a tensor's numbers lie."""
+    """Return the address of a tensor."""
     del func, kwargs
     tensor = args[0]
     offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
@@ -184,7 +184,7 @@ def _said(answer: Any) -> Answer:
     return lambda *_: answer
 
 
-_UNLIKE = (  # as torch has it
+_UNLIKE = (  # torch's own text
     "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible "
     "tensor type."
 )
@@ -215,7 +215,7 @@ ABOUT_ANY: Mapping[Any, Answer] = {
 
 
 class _PretendedCpu(TorchFunctionMode):
-    """Answers questions about recorded tensors as real ones would."""
+    """A mode in which recorded tensors answer like tensors on the CPU."""
 
     def __init__(self, recording: ConstructorRecording) -> None:
         self._recording = recording
@@ -241,7 +241,7 @@ class _PretendedCpu(TorchFunctionMode):
             return func(*args, **keywords)
 
     def _is_on_meta(self, args: Arguments, kwargs: Keywords) -> bool:
-        """Whether a call is for tensors on the meta device: it says so, or is given such alone."""
+        """Whether a call is about meta tensors: it names the device, or has only such tensors."""
         device = kwargs.get("device")
         if device is not None:
             return torch.device(device).type == "meta"
@@ -250,7 +250,7 @@ class _PretendedCpu(TorchFunctionMode):
         return bare and not any(map(self._recording.is_recorded, given))
 
     def _made(self, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """Make a tensor of numbers, which are real wherever they come from."""
+        """Make a tensor of real numbers, wherever they come from."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if isinstance(data, Tensor) and func is not torch.tensor:
             return func(*args, **kwargs)
@@ -264,7 +264,7 @@ class _PretendedCpu(TorchFunctionMode):
 
 @contextmanager
 def recorded(recording: ConstructorRecording) -> Iterator[None]:
-    """Record what a constructor does in here."""
+    """Record the constructor that runs inside."""
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -293,7 +293,7 @@ def recorded(recording: ConstructorRecording) -> Iterator[None]:
 
 @contextmanager
 def _settled_states(recording: ConstructorRecording) -> Iterator[None]:
-    """Have the state of torch's generator be what it is in plain PyTorch where it is asked for."""
+    """Make the state of torch's generator correct where the constructor reads it."""
 
     def settled(original: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*args: Any, **kwargs: Any) -> Any:
@@ -312,7 +312,7 @@ def _settled_states(recording: ConstructorRecording) -> Iterator[None]:
 
 @contextmanager
 def _refused_storages(recording: ConstructorRecording) -> Iterator[None]:
-    """Refuse what goes to the memory of a recorded tensor itself, and answer where that is."""
+    """Refuse access to a recorded tensor's storage, but answer for its address."""
     kind: Any = torch.UntypedStorage
 
     def refused(name: str) -> Callable[..., Any]:
@@ -322,7 +322,7 @@ def _refused_storages(recording: ConstructorRecording) -> Iterator[None]:
             if any(isinstance(one, kind) and recording.holds(one) for one in args):
                 recording.failure = UnrecordableError(f"{name} of a tensor's storage")
                 raise recording.failure
-            with _disable_current_modes():  # it makes tensors for the while
+            with _disable_current_modes():  # it makes temporary tensors
                 return original(*args, **kwargs)
 
         return call

@@ -1,4 +1,4 @@
-"""Runs a constructor with a recording around it; a model without memory."""
+"""Runs a constructor in a recording, and builds models without memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from autopar.runtime.weights.recording.recording import META, ConstructorRecordi
 
 @contextmanager
 def new_objects_apart() -> Iterator[None]:
-    """Let the garbage collector tell objects that are made in the body from those before.
+    """Freeze existing objects, so that the garbage collector only lists new ones.
 
-    There are some hundred thousands of those, and to look at each takes half a second.
+    There are hundreds of thousands of them; looking at each takes half a second.
     """
     gc.freeze()
     try:
@@ -37,12 +37,12 @@ def new_objects_apart() -> Iterator[None]:
 
 
 def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> None:
-    """Give numbers to all recorded tensors but those of some ids.
+    """Give values to all recorded tensors, except those with these ids.
 
-    They are plain attributes, or lie in lists, closures, caches or other objects. Each object stays
-    what it is, and those that share memory share it again.
+    They may be plain attributes, or in lists, closures, caches or other objects. Each stays the
+    same object, and shared memory stays shared.
     """
-    gc.collect()  # what nobody holds is not to be made
+    gc.collect()  # unreachable tensors need no values
     found = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
     held = {id(one): one for one in (*found, *recording.adopted)}
     left = [
@@ -57,17 +57,17 @@ def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> N
 def recorded_model(
     factory: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, ConstructorRecording]:
-    """Build a model whose tensors have no memory, but for those that come from elsewhere."""
+    """Build a model whose tensors have no memory, except those that come from elsewhere."""
     recording = ConstructorRecording(seed)
     with seeded(seed), recorded(recording):
         model = factory()
-    if recording.failure is not None:  # a constructor that goes on has done something else
+    if recording.failure is not None:  # the constructor caught the error and took another path
         raise recording.failure
     return model, recording
 
 
 def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Tensor]) -> None:
-    """Let go of the numbers of real tensors."""
+    """Replace real tensors by meta tensors."""
     for group in group_aliases(found):
         if group[0].tensor.device != META:
             hang(group, on_meta(group[0].tensor.detach()))
@@ -76,11 +76,10 @@ def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Ten
 def meta_model(
     factory: Callable[[], nn.Module], check: Callable[[nn.Module], None], *, seed: int = 0
 ) -> nn.Module:
-    """Build a model that takes no memory, and is otherwise as plain PyTorch builds it.
+    """Build a model without memory, otherwise equal to that of plain PyTorch.
 
-    What the constructor reads is right: files, numbers of its tensors, the devices of these. What
-    it leaves elsewhere, as in caches, has its numbers. The model is checked while its tensors are
-    still those of the constructor.
+    The constructor reads correct files, values and devices. Tensors that it leaves elsewhere, as in
+    caches, get values. `check` is called before the tensors are replaced by meta tensors.
     """
     with new_objects_apart():
         model, recording = recorded_model(factory, seed)
@@ -93,7 +92,7 @@ def meta_model(
 
 
 def strip(model: nn.Module) -> None:
-    """Move all tensors of a model to the meta device: registered ones, and others that it holds."""
+    """Move all tensors of a model to the meta device, registered or not."""
     move_to_meta(list(places(model)), lambda tensor: torch.empty_like(tensor, device=META))
     replace_held(model, _without_memory)
 

@@ -1,9 +1,7 @@
-"""The ops of a constructor that were recorded, run again, and summed up.
+"""The recorded ops of a constructor: replayed, and summarised as digests.
 
-Turns the recorded ops of a constructor into what its tensors hold, for real.
-
-Tensors are known by their storage: an op is recorded when it makes a storage or writes to one;
-views need no record. What a storage needs is found by walking the ops backwards.
+Tensors are identified by their storage: an op is recorded if it makes a storage or writes to one;
+views need no record. The ops for a storage are found by walking backwards.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ COPIES = {"clone", "_to_copy"}
 
 
 class UnrecordableError(Exception):
-    """A constructor that does what cannot be replayed tensor by tensor."""
+    """The constructor does something that cannot be replayed tensor by tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the recording: a storage and how it is looked at."""
+    """A recorded tensor: a storage, and a view of it."""
 
     storage: int
     dtype: torch.dtype
@@ -45,28 +43,28 @@ class Value:
     offset: int
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """Look at a real storage in the same way."""
+        """Return the same view of a real storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
-    """One op of the constructor; if it is random, where its generator stood."""
+    """A recorded op; if it is random, with the state of its generator."""
 
     function: Callable[..., Any]
     draw: GeneratorState | None
-    arguments: tuple[Any, ...]  # Values stand for tensors
+    arguments: tuple[Any, ...]  # tensors are replaced by Values
     keywords: Mapping[str, Any]
-    makes: tuple[Value | None, ...]  # its outputs that are new storages
-    writes: frozenset[int]  # the storages that it changes or makes
-    reads: frozenset[int]  # the storages whose contents must be right before it
-    overwrites: frozenset[int]  # the storages that it changes without looking at them
+    makes: tuple[Value | None, ...]  # outputs with new storages
+    writes: frozenset[int]  # storages that it changes or makes
+    reads: frozenset[int]  # storages that it reads
+    overwrites: frozenset[int]  # storages that it overwrites without reading them
     default_dtype: torch.dtype
 
     @property
     def name(self) -> str:
-        """The name of its function, without that of an overload."""
+        """The name of its function, without the overload."""
         return self.function.__name__.split(".")[0]
 
     @property
@@ -77,7 +75,7 @@ class RecordedOp:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A tensor that is a constant, cast from type to type: a slice of it can be read alone."""
+    """A tensor that is a constant, only copied and cast: a slice of it can be read alone."""
 
     constant: Tensor
     dtypes: tuple[torch.dtype, ...]
@@ -90,22 +88,23 @@ class Copied:
 
 
 class History:
-    """The ops of a constructor in their order, and the constants that they read."""
+    """The ops of a constructor in order, and the constants that they read."""
 
     def __init__(self) -> None:
         self.ops: list[RecordedOp] = []
         self.constants = Constants()
-        self._touching: dict[int, list[int]] = defaultdict(list)  # ops, by the storages they write
-        self._states: dict[int, Tensor] = {}  # of the default generator, behind ops that drew
+        # op numbers, by the storages they write
+        self._touching: dict[int, list[int]] = defaultdict(list)
+        self._states: dict[int, Tensor] = {}  # states of the default generator, after ops that drew
 
     def add(self, op: RecordedOp) -> None:
-        """Write down one more op."""
+        """Append an op."""
         for storage in op.writes:
             self._touching[storage].append(len(self.ops))
         self.ops.append(op)
 
     def bare(self) -> frozenset[int]:
-        """Find the storages that are made without numbers and never get any, and copies of such."""
+        """Return the storages that never get values, and copies of them."""
         bare: frozenset[int] = frozenset()
         for op in self.ops:
             if "empty" in op.name or (op.name in COPIES and op.reads <= bare):
@@ -115,7 +114,7 @@ class History:
         return bare
 
     def replay(self, values: Iterable[Value], *, before: int | None = None) -> list[Tensor]:
-        """Compute what tensors hold, or held before an op, running only the ops that they need."""
+        """Compute the values of tensors, at the end or before an op, with only the ops needed."""
         values, storages = list(values), dict[int, torch.UntypedStorage]()
         wanted = {value.storage for value in values}
         selected = self._needed(wanted, len(self.ops) if before is None else before)
@@ -129,12 +128,12 @@ class History:
             return [value.of(storages[value.storage]) for value in values]
 
     def ops_for(self, values: Iterable[Value]) -> list[RecordedOp]:
-        """Return the ops that make tensors what they are, in their order."""
+        """Return the ops that determine tensors, in order."""
         needed = self._needed({value.storage for value in values}, len(self.ops))
         return [self.ops[number] for number in needed]
 
     def origin(self, draw: GeneratorState) -> tuple[GeneratorState, int]:
-        """Return the draw whose state is known, and how many later the given one is."""
+        """Return the last draw with a known state, and how many draws come after it."""
         steps = 0
         while draw.behind is not None:
             before = self.ops[draw.behind].draw
@@ -143,7 +142,7 @@ class History:
         return draw, steps
 
     def copied(self, value: Value) -> Copied | None:
-        """Return a tensor as a constant that was copied and cast, None where it is more."""
+        """Return a tensor as a copied and cast constant, or None if it is more than that."""
         dtypes: list[torch.dtype] = []
         before = len(self.ops)
         while True:
@@ -167,7 +166,7 @@ class History:
         return real.as_strided(value.size, value.stride, real.storage_offset() + value.offset)
 
     def _needed(self, storages: Iterable[int], before: int) -> list[int]:
-        """Find the ops that decide what storages hold, in their order."""
+        """Return the ops that determine storages, in order."""
         contents, existing = set(storages), set(storages)
         waiting, needed = set[int](), list[int]()
         for storage in contents:
@@ -198,7 +197,7 @@ class History:
                 storages[value.storage] = _laid_out_as(value, tensor).untyped_storage()
 
     def _set_generator(self, draw: GeneratorState) -> None:
-        """Have the default generator stand where it stood before a draw."""
+        """Set the default generator to its state before a draw."""
         generator = torch.default_generator
         if draw.seed is not None:
             generator.manual_seed(draw.seed)
@@ -208,7 +207,7 @@ class History:
             generator.set_state(self.state_behind(draw.behind))
 
     def state_behind(self, number: int) -> Tensor:
-        """Return the state of the default generator behind a random op, drawing all before it."""
+        """Return the default generator's state after a random op. Repeats all draws before it."""
         chain: list[int] = []
         last: int | None = number
         while last is not None and last not in self._states:
@@ -233,14 +232,14 @@ class History:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Have ops in here be seen by no mode, of the recording or of the user."""
+    """Run ops inside without any mode, of the recording or of the user."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 @contextmanager
 def generator_kept() -> Iterator[None]:
-    """Leave torch's default generator as it was."""
+    """Restore torch's default generator afterwards."""
     state = torch.default_generator.get_state()
     try:
         yield
@@ -249,7 +248,7 @@ def generator_kept() -> Iterator[None]:
 
 
 def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords of an op that runs for real."""
+    """Return the keywords of an op, with the device CPU."""
     return {**kwargs, "device": CPU} if "device" in kwargs else dict(kwargs)
 
 
@@ -268,7 +267,7 @@ def _called(op: RecordedOp, real: Callable[[Value], Tensor]) -> Any:
 
 
 def _source(op: RecordedOp, value: Value) -> Value | None:
-    """Return the tensor of which an op made, or wrote, a whole copy, None for other ops."""
+    """Return the tensor that an op copied as a whole, or None for other ops."""
     source: Any = None
     if op.name in COPIES and op.makes[0] == value:
         source = op.arguments[0]
@@ -288,7 +287,7 @@ def _copied(constant: Tensor) -> torch.UntypedStorage:
 
 
 def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
-    """Copy a tensor whose strides are not those of its recording."""
+    """Copy a tensor whose strides are not the recorded ones."""
     if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
         raise UnrecordableError("an op makes another tensor than the meta device says")
     if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:
@@ -297,12 +296,12 @@ def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
     return fresh.copy_(tensor)
 
 
-_SEEN = 1024  # numbers of a large tensor that are looked at
-_SEEN_IN_FILE = 8  # of one that lies in a file, of which little is to be read
+_SEEN = 1024  # elements of a large tensor that are hashed
+_SEEN_IN_FILE = 8  # the same for a tensor in a file, which is slow to read
 
 
 def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
-    """Return a number that tells a tensor from others, by all of its numbers or by many."""
+    """Return a digest of a tensor, from all of its elements or from a sample."""
     seen = tensor.detach()
     if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
         seen = seen.view(-1)[:: seen.numel() // seen_numbers]
@@ -310,7 +309,7 @@ def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
 
 
 def digest_of_value(history: History, value: Value) -> int:
-    """Return a number that tells how a tensor is made: by its ops, draws and constants."""
+    """Return a digest of how a tensor is computed: ops, draws and constants."""
     numbers = _Numbers()
     made = [_told(history, op, numbers) for op in history.ops_for([value])]
     used = sorted(numbers.items(), key=lambda item: item[1])
@@ -325,7 +324,7 @@ def _of_constant(history: History, storage: int) -> int:
 
 
 class _Numbers(dict[int, int]):
-    """Storages by the order in which they are met, which other ops before do not change."""
+    """Numbers storages by first occurrence, so that unrelated ops do not change a digest."""
 
     def named(self, leaf: Any) -> Any:
         if not isinstance(leaf, Value):
@@ -349,21 +348,21 @@ def _number(*parts: Any) -> int:
 
 
 def asks_for_values(func: Any) -> bool:
-    """Tell .item() and equal() from ops that make tensors."""
+    """Whether an op returns a value, such as .item() and equal(), not a tensor."""
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
 
 
 def takes(func: Any, name: str) -> bool:
-    """Whether an op has an argument of this name."""
+    """Whether an op has an argument with this name."""
     return any(argument.name == name for argument in func._schema.arguments)
 
 
 def is_written(argument: Any) -> bool:
-    """Whether an op changes what it is given for this argument of its schema."""
+    """Whether an op writes to this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def storages_of(arguments: Any) -> set[int]:
-    """Return the storages of all recorded tensors in some arguments."""
+    """Return the storages of all recorded tensors among arguments."""
     return {leaf.storage for leaf in tree_leaves(arguments) if isinstance(leaf, Value)}

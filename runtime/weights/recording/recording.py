@@ -1,8 +1,8 @@
 """Records the tensor ops of a model's constructor on the meta device.
 
-There are three kinds of tensors in a constructor. Recorded ones are made by its ops: they have no
-memory here, and would be on the CPU. Real ones come from elsewhere: from files, arrays, lists of
-numbers. Those that the constructor itself makes on the meta device hold nothing in plain PyTorch.
+There are three kinds of tensors. Recorded ones are made by the constructor's ops; they have no
+memory here, and would be on the CPU in plain PyTorch. Real ones come from elsewhere: files, arrays,
+lists of numbers. Those that the constructor itself puts on meta have no values in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -39,65 +39,68 @@ from autopar.runtime.weights.recording.recorded_ops import (
 )
 
 META = torch.device("meta")
-NO_DATA = "Cannot copy out of meta tensor; no data!"  # as torch has it
-MADE_LIKE = ("_like", "new_")  # parts of the names of ops that take no numbers of their tensor
+NO_DATA = "Cannot copy out of meta tensor; no data!"  # torch's own text
+MADE_LIKE = ("_like", "new_")  # parts of names of ops that do not read their tensor's values
 BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-UNMARKED = ("running_mean", "running_var")  # their schemas do not say that they write to these
+# ops write to these arguments, although their schemas do not say so
+UNMARKED = ("running_mean", "running_var")
 FILLS = {"normal_", "uniform_", "fill_", "zero_"}
-MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20  # ops, in all and for each that is recorded
+# limits of replayed ops: in all, and per recorded op
+MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20
 FROM_ELSEWHERE = {torch.ops.aten.from_file.default}
 
 
 class ConstructorRecording:
-    """What a constructor did, from op to op, and what its tensors hold."""
+    """The ops of a constructor, and the values of its tensors."""
 
     def __init__(self, seed: int) -> None:
         self.draws = Draws(seed)
         self.history = History()
-        self.failure: Exception | None = None  # which the constructor may have caught
+        self.failure: Exception | None = None  # the constructor may have caught it
         self.is_over = False
-        self.adopted: list[Tensor] = []  # older tensors that have become recorded ones
+        self.adopted: list[Tensor] = []  # older tensors that became recorded ones
         self._ops_replayed = 0
         self._lock = RLock()
         self._thread = get_ident()
         self._asked = local()
-        self._numbers: dict[int, int] = {}  # of storages, by their addresses
-        self._storages: list[torch.UntypedStorage] = []  # kept, lest an address is used again
-        self._lent: dict[int, weakref.ref[Any]] = {}  # arrays that show the numbers of a storage
+        self._numbers: dict[int, int] = {}  # storage numbers, by address
+        # keeps storages alive, so that no address is reused
+        self._storages: list[torch.UntypedStorage] = []
+        self._lent: dict[int, weakref.ref[Any]] = {}  # arrays that share the values of a storage
 
     def is_recorded(self, tensor: Tensor) -> bool:
-        """Tell the constructor's own tensors from real ones and from its own on the meta device."""
+        """Whether a tensor was made by the constructor and would have values in plain PyTorch."""
         storage = _storage(tensor)
         return storage is not None and self.holds(storage)
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is that of a recorded tensor."""
+        """Whether a storage belongs to a recorded tensor."""
         return storage._cdata in self._numbers
 
     def is_bare(self, tensor: Tensor) -> bool:
-        """Tell what the constructor itself made on the meta device."""
+        """Whether the constructor itself put a tensor on meta."""
         return tensor.is_meta and not self.is_recorded(tensor)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on the meta device and record it, or for real where it has real tensors."""
+        """Run an op on meta and record it; run it for real if its tensors are real."""
         if self.is_over:
             return func(*args, **kwargs)
         try:
             with self._lock:
                 return self._run(func, args, kwargs)
         except Exception as error:
-            if not str(error).startswith(NO_DATA):  # which plain PyTorch says as well
+            if not str(error).startswith(NO_DATA):  # plain PyTorch raises this as well
                 self.failure = error
             raise
 
     @property
     def asks_for_meta(self) -> bool:
-        """Whether the constructor itself asks this thread for tensors on the meta device."""
+        """Whether the constructor asks, in this thread, for tensors on the meta device."""
         return getattr(self._asked, "is_meta", False)
 
     @contextmanager
     def asked(self, is_meta: bool) -> Iterator[None]:
-        """Note what a call of the constructor asks for: ops in it do so for tensors of its own."""
+        """Record whether a call of the constructor asks for meta; its ops do the same."""
         before, self._asked.is_meta = self.asks_for_meta, is_meta
         try:
             yield
@@ -105,13 +108,13 @@ class ConstructorRecording:
             self._asked.is_meta = before
 
     def initialise(self, function: Any, tensor: Tensor, *args: Any, generator: Any) -> None:
-        """Record a function that fills a tensor at random, without running it."""
+        """Record a random initialiser without running it."""
         with self._lock:
             draw = self._drawn(function, (tensor, *args), {"generator": generator})
             self._write_down(function, (tensor, *args), {}, outputs=tensor, draw=draw)
 
     def value(self, tensor: Tensor) -> Value:
-        """Name a tensor of the constructor, a real one as a constant."""
+        """Return the Value of a tensor of the constructor; a real tensor becomes a constant."""
         if tensor.is_conj() or tensor.is_neg():
             raise UnrecordableError("a conjugated view of a tensor")
         tensor = self.on_meta(tensor)
@@ -120,7 +123,7 @@ class ConstructorRecording:
         return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def on_meta(self, leaf: Any) -> Any:
-        """Let a real tensor be represented by one without memory, and remember its numbers."""
+        """Replace a real tensor by a meta tensor, and keep its values."""
         if not isinstance(leaf, Tensor) or self.is_recorded(leaf) or leaf.is_meta:
             return leaf
         with plainly(), self._lock, torch.no_grad():
@@ -133,7 +136,7 @@ class ConstructorRecording:
             return stand_in.set_(self._storages[known], 0, stand_in.shape, stand_in.stride())
 
     def real(self, arguments: Any) -> Any:
-        """Replace the recorded tensors among arguments by what they hold."""
+        """Replace the recorded tensors among arguments by their values."""
         leaves = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
         recorded = {id(one): one for one in leaves if self.is_recorded(one)}
         if not recorded:
@@ -150,12 +153,12 @@ class ConstructorRecording:
         return self.history.replay(values)
 
     def lend(self, tensor: Tensor, shown: Any) -> Any:
-        """Note an array that shows a tensor's numbers: what is written later would be missing."""
+        """Remember an array that shares a tensor's values: later writes to it would be lost."""
         self._lent[self.value(tensor).storage] = weakref.ref(shown)
         return shown
 
     def address(self, storage: torch.UntypedStorage, offset_bytes: int = 0) -> Address:
-        """Return where numbers would lie."""
+        """Return the address at which values would be."""
         return Address(self._numbers[storage._cdata] + 1, offset_bytes, self)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +169,7 @@ class ConstructorRecording:
         bare = [tensor for tensor in given if self.is_bare(tensor)]
         if bare and recorded:
             if given[0] is bare[0] and func.__name__.startswith("copy_."):
-                return func(*args, **kwargs)  # takes no numbers
+                return func(*args, **kwargs)  # reads no values
             raise UnrecordableError(f"{func} of a tensor on meta and one that is not")
         device = torch.device(kwargs.get("device") or ("meta" if bare else "cpu"))
         if device.type == "meta" and (bare or self.asks_for_meta):
@@ -179,7 +182,7 @@ class ConstructorRecording:
         return self._record(func, args, kwargs, is_made=not given)
 
     def _is_lazy(self, func: Any, given: list[Tensor]) -> bool:
-        """Whether an op copies real numbers that lie in a file: it is recorded, not run."""
+        """Whether an op copies real values from a file: it is recorded, not run."""
         returns, arguments = func._schema.returns, func._schema.arguments
         makes = any("Tensor" in str(one.type) and one.alias_info is None for one in returns)
         if not makes or any(is_written(one) for one in arguments):
@@ -188,7 +191,7 @@ class ConstructorRecording:
             return any(map(self.history.constants.is_mapped, given))
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op that makes no recorded tensor, among real ones or into one."""
+        """Run an op on real tensors that makes no recorded tensor."""
         written = list(_written(func, args, kwargs))
         if any(map(self.is_recorded, written)):
             raise UnrecordableError(f"{func} writes to real tensors and to others")
@@ -217,17 +220,17 @@ class ConstructorRecording:
         if is_random(func):
             draw = self._drawn(func, args, kwargs)
             if "generator" in kwargs:
-                kwargs = {**kwargs, "generator": None}  # its state is in the draw
+                kwargs = {**kwargs, "generator": None}  # the draw contains its state
         outputs = self._outputs(func, args, kwargs, written=written)
         self._write_down(func, args, kwargs, outputs=outputs, draw=draw)
         return outputs
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, *, written: list[Tensor]) -> Any:
         if func.__name__.split(".")[0] in FILLS and args[0].is_floating_point():
-            return args[0]  # torch takes a millisecond in Python for some
+            return args[0]  # skipped, because torch's Python code for some takes a millisecond
         try:
             return func(*args, **kwargs)
-        except NotImplementedError:  # torch knows its results by computing them alone
+        except NotImplementedError:  # torch cannot infer the result without values
             if written:
                 raise
         real = self.real(args), on_cpu(self.real(kwargs))
@@ -235,7 +238,7 @@ class ConstructorRecording:
             return tree_map(_stand_in, func(*real[0], **real[1]))
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
-        """Note where the generator of an op stands, and let a given one go on as it would."""
+        """Record the generator state of an op, and advance a given generator."""
         self._check_thread()
         generator = kwargs.get("generator")
         if generator is None or is_default(generator):
@@ -247,7 +250,7 @@ class ConstructorRecording:
         return draw
 
     def settle(self) -> None:
-        """Have the default generator stand where the draws so far, which nobody made, leave it."""
+        """Set the default generator to its state after the recorded, unperformed draws."""
         behind = self.draws.behind()
         if behind is not None:
             torch.default_generator.set_state(self.history.state_behind(behind))
@@ -309,7 +312,7 @@ class ConstructorRecording:
 
 @total_ordering
 class Address:
-    """Where a recorded tensor would lie in memory: to be compared, for nothing lies there."""
+    """The address that a recorded tensor would have: only for comparisons."""
 
     def __init__(self, storage: int, offset_bytes: int, recording: ConstructorRecording) -> None:
         self._place = (storage << 48) + offset_bytes
@@ -336,7 +339,7 @@ class Address:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region in which ops run as a recording has them: one for each thread."""
+    """A mode in which ops run as a recording needs it: one for each thread."""
 
     def __init__(self, recording: ConstructorRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -366,18 +369,18 @@ def _check_memory(made: Tensor) -> None:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor that has one: sparse ones, and those of tensors, do not."""
-    with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules refuse the question
+    """Return a tensor's storage, or None for sparse tensors and wrappers."""
+    with torch._C.DisableTorchFunctionSubclass():  # lazy modules' parameters refuse this question
         return tensor.untyped_storage() if has_plain_memory(tensor) else None
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Find the arguments that the op's schema says it changes."""
+    """Yield the arguments that an op's schema marks as written."""
     if not isinstance(func, OpOverload):  # an initialiser
         yield args[0]
         return
     if func.__name__.startswith("set_."):
-        return  # it looks at other numbers, and leaves its own
+        return  # reads other values, and writes none
     unmarked = UNMARKED if func.__name__.split(".")[0] in BATCH_NORMS else ()
     for position, argument in enumerate(func._schema.arguments):
         if is_written(argument) or argument.name in unmarked:

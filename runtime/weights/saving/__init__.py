@@ -1,1 +1,1 @@
-"""What a model's `save_pretrained` writes: known before it writes, and read back."""
+"""What a model's `save_pretrained` writes: predicted without values, and read back."""

@@ -1,10 +1,8 @@
-"""What a model's `save_pretrained` would write, found on tensors without numbers.
+"""What a model's `save_pretrained` would write, found on meta tensors.
 
-Asks a model that has `save_pretrained` what that would write, without any numbers.
-
-The method runs on tensors of the meta device, and the ops that it applies to them are recorded.
-Each tensor that it hands to safetensors is then made from the parameters and buffers that it is
-computed from, and from no others. Other files (`config.json`) are taken as they are written.
+The method runs on the meta device, and its ops are recorded. Each tensor that it passes to
+safetensors can then be computed from the parameters and buffers that it depends on. Other files
+(`config.json`) are taken as they are written.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from autopar.runtime.tensor.shards import TensorPlace, group_aliases, places
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: which memory it looks at, and how."""
+    """A view of a tensor's memory."""
 
     memory: int
     dtype: torch.dtype
@@ -42,17 +40,17 @@ class View:
     offset: int
 
     def of(self, memory: torch.UntypedStorage) -> Tensor:
-        """Look at real memory in the same way."""
+        """Return the same view of real memory."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOp:
-    """An op that makes memory or writes to some; views need no record."""
+    """An op that makes memory or writes to it; views need no record."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # in which views stand for tensors
+    arguments: tuple[Any, ...]  # tensors are replaced by Views
     keywords: Mapping[str, Any]
     results: tuple[View, ...]
     reads: frozenset[int]
@@ -60,22 +58,24 @@ class SavingOp:
 
     @property
     def name(self) -> str:
-        """The name of its function, without that of an overload."""
+        """The name of its function, without the overload."""
         return str(self.function.__name__).partition(".")[0]
 
 
 class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region in which ops on tensors of the meta device are recorded."""
+    """A mode that records ops on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[SavingOp] = []
-        self._writing = defaultdict[int, list[int]](list)  # the places of ops, by memory
-        self._numbers: dict[int, int] = {}  # of memories, by their addresses
-        self._kept: list[torch.UntypedStorage] = []  # lest an address is used again
+        # indices of ops, by the memory they write
+        self._writing = defaultdict[int, list[int]](list)
+        self._numbers: dict[int, int] = {}  # numbers of memories, by address
+        # keeps memories alive, so that no address is reused
+        self._kept: list[torch.UntypedStorage] = []
 
     def view(self, tensor: Tensor) -> View:
-        """Describe a tensor of the meta device."""
+        """Describe a meta tensor."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = len(self._kept)
@@ -90,7 +90,7 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an op, and record it if it has to do with tensors of the meta device."""
+        """Run an op, and record it if it involves meta tensors."""
         keywords = kwargs or {}
         results = func(*args, **keywords)
         named = tree_map(self._named, (args, keywords))
@@ -114,7 +114,7 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def needed(self, memories: Iterable[int]) -> list[SavingOp]:
-        """Return the ops that decide what memories hold at the end, in their order."""
+        """Return the ops that determine the final contents of memories, in order."""
         found = set[int]()
         waiting = {place for memory in memories for place in self._writing[memory]}
         while waiting:
@@ -128,7 +128,7 @@ class SavingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run(op: SavingOp, memories: dict[int, torch.UntypedStorage]) -> None:
-    """Run a recorded op on real memories, and add those that it makes."""
+    """Run a recorded op on real memories, and add the memories that it makes."""
 
     def real(leaf: Any) -> Any:
         return leaf.of(memories[leaf.memory]) if isinstance(leaf, View) else leaf
@@ -144,7 +144,7 @@ def run(op: SavingOp, memories: dict[int, torch.UntypedStorage]) -> None:
 
 
 def laid_out_as(view: View, tensor: Tensor) -> Tensor:
-    """Return a tensor whose numbers lie in memory as a view has them."""
+    """Return a tensor with the strides of a view."""
     if tensor.stride() == view.stride and tensor.storage_offset() == view.offset == 0:
         return tensor
     fresh = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
@@ -160,7 +160,7 @@ def _views(named: Any) -> Iterator[View]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors of the meta device that an op's schema says it changes."""
+    """Yield the meta tensors that an op's schema marks as written."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -168,37 +168,37 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 
 class UnsavableError(Exception):
-    """A `save_pretrained` that cannot run on tensors without numbers; the text says why."""
+    """A `save_pretrained` cannot run on meta tensors; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A tensor of a file, and the parameters and buffers that it is made from."""
+    """A tensor of a file, and the parameters and buffers that it is computed from."""
 
-    file: str  # its name below the folder
+    file: str  # its path in the folder
     name: str
     view: View
-    sources: tuple[str, ...]  # by the first of their names in the whole model
+    sources: tuple[str, ...]  # their first names in the whole model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
     """A .safetensors file that would be written."""
 
-    name: str  # below the folder
+    name: str  # its path in the folder
     tensors: tuple[SavedTensor, ...]
     metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedForm:
-    """What `save_pretrained` of a model writes."""
+    """All files that a model's `save_pretrained` writes."""
 
     files: tuple[SavedFile, ...]
-    others: Mapping[str, bytes]  # other files, by their names below the folder
+    others: Mapping[str, bytes]  # contents of other files, by their paths in the folder
     ops: SavingOps
-    sources: Mapping[str, View]  # parameters and buffers, by the first of their names
-    prefix: str = ""  # `base_model_prefix`, which files may have or lack before a name
+    sources: Mapping[str, View]  # parameters and buffers, by their first names
+    prefix: str = ""  # `base_model_prefix`: files may have or lack it before a name
 
     @property
     def tensors(self) -> Iterator[SavedTensor]:
@@ -207,14 +207,14 @@ class SavedForm:
             yield from file.tensors
 
     def made(self, tensors: Sequence[SavedTensor], numbers: Mapping[str, Tensor]) -> list[Tensor]:
-        """Compute tensors of files from the parameters and buffers that they are made from."""
+        """Compute tensors of files from their parameters and buffers."""
         ops = self.ops.needed({one.view.memory for one in tensors})
         memories = {
             self.sources[name].memory: laid_out_as(self.sources[name], one).untyped_storage()
             for name, one in numbers.items()
         }
         for memory in frozenset[int]().union(*(op.writes for op in ops)) & memories.keys():
-            own = memories[memory]  # what belongs to others stays as it is
+            own = memories[memory]  # memory of the model must not change
             memories[memory] = own.clone()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for op in ops:
@@ -223,9 +223,9 @@ class SavedForm:
 
 
 def saved_form(model: nn.Module) -> SavedForm | None:
-    """Return what the model's `save_pretrained` would write, or None where it has none.
+    """Return what the model's `save_pretrained` would write, or None if it has none.
 
-    The model is whole, on the meta device, and may be changed by its method.
+    The model is whole, on the meta device, and its method may change it.
     """
     save: Callable[[Path], Any] | None = getattr(model, "save_pretrained", None)
     if save is None:
@@ -244,7 +244,7 @@ def saved_form(model: nn.Module) -> SavedForm | None:
             files = tuple(_file(one, folder, ops, sources) for one in caught)
             if not files:
                 raise ValueError("it hands no tensors to safetensors")
-        except Exception as error:  # whatever a method does that tensors without numbers cannot
+        except Exception as error:  # a method may raise anything on meta tensors
             raise UnsavableError(_told(model, f"{type(error).__name__}: {error}")) from error
         written = [one for one in sorted(folder.rglob("*")) if one.is_file()]
         others = {one.relative_to(folder).as_posix(): one.read_bytes() for one in written}
@@ -266,7 +266,7 @@ def _told(model: nn.Module, why: str) -> str:
 
 
 def _is_saved_whole(place: TensorPlace) -> bool:
-    """Whether a tensor belongs to a state dict, and has its memory to itself."""
+    """Whether a tensor belongs to a state dict, and shares no memory."""
     size_bytes = place.tensor.numel() * place.tensor.itemsize
     is_alone = size_bytes == place.tensor.untyped_storage().nbytes()
     return is_alone and place.attribute not in place.module._non_persistent_buffers_set
@@ -274,7 +274,7 @@ def _is_saved_whole(place: TensorPlace) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Caught:
-    """What was handed to safetensors for one file."""
+    """The arguments of one call of safetensors."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -312,7 +312,7 @@ def _sources_of(view: View, ops: SavingOps, names: Mapping[int, str]) -> tuple[s
 
 @contextmanager
 def _catching() -> Iterator[list[_Caught]]:
-    """Catch what is handed to safetensors, under whatever name a module has its function."""
+    """Intercept calls of safetensors' save function, under every name that modules import it as."""
     found: list[_Caught] = []
 
     def save_file(
@@ -333,7 +333,7 @@ def _catching() -> Iterator[list[_Caught]]:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Have every rank do what a lone process does: libraries write on the first rank alone."""
+    """Make libraries act as in a single process: they write on the first rank only."""
     answers: tuple[tuple[Callable[..., Any], int], ...] = (
         (dist.is_initialized, False),
         (dist.get_rank, 0),
@@ -351,7 +351,7 @@ def _answered(answer: int, *_: Any, **__: Any) -> int:
 
 @contextmanager
 def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in the place of another one in all modules, also those imported meanwhile."""
+    """Replace a function in all modules, also those imported inside."""
     _replace(old, new)
     try:
         yield
@@ -369,7 +369,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Keep what a library tells from the console: of files, say, that are not written yet."""
+    """Hide a library's console output, about files that are not written yet."""
     with (
         warnings.catch_warnings(action="ignore"),
         redirect_stdout(io.StringIO()),

@@ -1,9 +1,8 @@
 """Reads a model from files of `save_pretrained`, slice by slice.
 
-Turns what `save_pretrained` writes around: finds the tensors of a model in its files.
-
-A tensor of a file may be a box of one of the model (an expert of a stack, a part of a fused
-weight, under whatever name), or have its numbers in another order.
+Inverts `save_pretrained`: finds the model's tensors in its files. A tensor of a file may be a box
+of a model's tensor (an expert of a stack, a part of a fused weight, under any name), or may have
+its elements in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A view that is a box of a tensor: where it begins, and the tensor's dim for each of its own.
+    """A view that is a box of a tensor: its start, and the tensor's dim of each of its own dims.
 
     A dim of one element has none.
     """
@@ -35,7 +34,7 @@ class Box:
     dims: tuple[int | None, ...]
 
     def overlap(self, ranges: Sequence[Range], size: tuple[int, ...]) -> list[Range]:
-        """Return what ranges of the tensor's dims have in common with a box of that size."""
+        """Return the overlap of ranges of the tensor's dims with a box of that size."""
         sizes = dict(zip(self.dims, size, strict=True))
         return [
             (low := max(first, begin), max(low, min(last, begin + sizes.get(dim, 1))))
@@ -44,7 +43,7 @@ class Box:
 
 
 def box_of(view: View, tensor: View) -> Box | None:
-    """Return the box of a tensor that a view of its memory is, or None if it is none."""
+    """Return the box that a view of a tensor's memory is, or None if it is not a box."""
     start = [0] * len(tensor.size)
     offset = view.offset - tensor.offset
     for dim in sorted(range(len(start)), key=lambda one: -tensor.stride[one]):
@@ -70,7 +69,7 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return a view of another tensor of equal sizes that is what `view` is of a first one."""
+    """Return the view of `other` that corresponds to `view` of `of`, a tensor of equal size."""
     box = box_of(view, of)
     if box is None:
         return None
@@ -80,7 +79,7 @@ def same_view(view: View, of: View, other: View) -> View | None:
 
 
 def is_whole(view: View, tensor: View) -> bool:
-    """Whether a view has all of a tensor in its order, in whatever sizes."""
+    """Whether a view has all elements of a tensor in order, in any shape."""
     return (
         view.offset == tensor.offset
         and math.prod(view.size) == math.prod(tensor.size)
@@ -90,7 +89,7 @@ def is_whole(view: View, tensor: View) -> bool:
 
 
 def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor of that size whose numbers lie row by row."""
+    """Return the strides of a contiguous tensor of that size."""
     return tuple(max(math.prod(size[dim + 1 :]), 1) for dim in range(len(size)))
 
 
@@ -100,17 +99,17 @@ JOINS = {"cat", "stack"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPiece:
-    """A box of a tensor in a file, and where its numbers lie in a tensor of the model."""
+    """A box of a tensor in a file, and the matching elements of a model's tensor."""
 
     name: str  # in the file
     shape: tuple[int, ...]
-    viewed: tuple[int, ...]  # the sizes in which it is seen here
+    viewed: tuple[int, ...]  # the shape in which it is read
     start: tuple[int, ...]
-    view: View  # of the model's tensor; it has the sizes of the box
+    view: View  # of the model's tensor, in the shape of the box
 
 
 def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
-    """Return the pieces of each tensor of a model that files have in whole."""
+    """Return the pieces of each tensor that the files contain completely."""
     names = {view.memory: name for name, view in form.sources.items()}
     taking, found = _Taking(form), defaultdict[str, list[SavedPiece]](list)
     for tensor in form.tensors:
@@ -121,7 +120,7 @@ def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
 
 
 def _tiling(pieces: Sequence[SavedPiece], size: int) -> tuple[SavedPiece, ...]:
-    """Return pieces that are a tensor of so many elements together, one alone if that is whole."""
+    """Return pieces that together make up so many elements; a single one if that is whole."""
     whole = next((one for one in pieces if math.prod(one.view.size) == size), None)
     if whole is not None:
         return (whole,)
@@ -130,14 +129,14 @@ def _tiling(pieces: Sequence[SavedPiece], size: int) -> tuple[SavedPiece, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TakenBox:
-    """A box of a tensor, and the view of a tensor of the model that it was taken from."""
+    """A box of a tensor in a file, and the model's view that it was computed from."""
 
     start: tuple[int, ...]
     view: View
 
 
 class _Taking:
-    """Follows tensors of files back to the tensors of the model that they were taken from."""
+    """Traces tensors of files back to the tensors of the model."""
 
     def __init__(self, form: SavedForm) -> None:
         self._sources = {view.memory for view in form.sources.values()}
@@ -147,12 +146,12 @@ class _Taking:
                 self._ops[memory].append(op)
 
     def pieces(self, tensor: SavedTensor) -> Iterator[SavedPiece]:
-        """Yield the pieces of a tensor; of one that was computed in another way, none."""
+        """Yield the pieces of a tensor; none if it was not just copied and reshaped."""
         seen = tensor.view
         found = self._taken(seen)
         made = self._made(seen.memory)
         if not found and made is not None and is_whole(seen, made[1]):
-            seen = made[1]  # which has been viewed in other sizes since
+            seen = made[1]  # it was reshaped since
             found = self._taken(seen)
         for one in found:
             yield SavedPiece(
@@ -181,7 +180,7 @@ class _Taking:
         return []
 
     def _joined(self, parts: Sequence[View], dim: int) -> Iterator[_TakenBox]:
-        """Yield where views that are laid side by side along a dim come from."""
+        """Yield the origins of views that are concatenated along a dim."""
         begin = 0
         for part in parts:
             for one in self._taken(part):
@@ -198,7 +197,7 @@ class _Taking:
 
 
 def _unsqueezed(view: View, dim: int) -> View:
-    """Return a view with one more dim, of one element."""
+    """Return a view with an additional dim of one element."""
     dim %= len(view.size) + 1
     size = (*view.size[:dim], 1, *view.size[dim:])
     return replace(view, size=size, stride=(*view.stride[:dim], 0, *view.stride[dim:]))
@@ -206,13 +205,13 @@ def _unsqueezed(view: View, dim: int) -> View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A piece, and the tensor of a file that it is in, of which slices are read."""
+    """A piece, and the file's tensor from which slices are read."""
 
     piece: SavedPiece
     stored: Any
 
     def box(self, tensor: View) -> Box | None:
-        """Return where it lies in the model's tensor, or None if its numbers lie otherwise."""
+        """Return its box in the model's tensor, or None if its elements are in another order."""
         is_as_stored = self.piece.viewed == self.piece.shape
         return box_of(self.piece.view, tensor) if is_as_stored else None
 
@@ -224,7 +223,7 @@ class StoredPiece:
         return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
 
     def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
-        """Read what a box of the model's tensor has of it, with the dims of that."""
+        """Read the part of it that lies in a box of the model's tensor, with that tensor's dims."""
         slices, order = [], []
         for start, dim in zip(self.piece.start, box.dims, strict=True):
             low, high = (0, 1) if dim is None else common[dim]
@@ -242,15 +241,15 @@ class StoredPiece:
 class PiecedTensor:
     """A tensor of the model, read from its pieces.
 
-    Of each piece only that is read which a slice has of it. If the numbers of a piece lie in
-    another order, the whole tensor is put together first.
+    Only the requested slice of each piece is read. If a piece has its elements in another order,
+    the whole tensor is assembled first.
     """
 
     tensor: View
     pieces: tuple[StoredPiece, ...]
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the tensor; raise where a file's is none that belongs to it."""
+        """Return the tensor's shape; raise if a piece in a file has a wrong one."""
         for one in self.pieces:
             found, wanted = tuple(one.stored.get_shape()), one.piece.shape
             if found != wanted:
@@ -290,8 +289,8 @@ class PiecedTensor:
 class StoredModel:
     """The tensors of files, and what a model's `save_pretrained` would write.
 
-    In a folder a name means what it means there, for that is what libraries write: a weight may
-    be turned, and have the name that it has in the model. In a file it means the model's own.
+    In a folder, names are those of `save_pretrained`: a transposed weight may have the same name as
+    in the model. In a single file, names are the model's own.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor
@@ -299,7 +298,7 @@ class StoredModel:
     is_folder: bool
 
     def source(self, names: Sequence[str]) -> Any:
-        """Return a tensor of the model, of which slices are read, or None if it is not there."""
+        """Return a sliceable tensor of the model, or None if the files lack it."""
         own = next((name for name in names if name in self.stored), None)
         saved = next((name for name in names if name in self._pieces), None)
         if saved is not None and self._form is not None and (self.is_folder or own is None):
@@ -311,11 +310,11 @@ class StoredModel:
         return None if own is None else self._slice(own)
 
     def is_expected(self, names: Collection[str]) -> bool:
-        """Whether the files should have a tensor: adapters, say, are saved without their base."""
+        """Whether the files should have a tensor; adapters, say, are saved without their base."""
         return self._form is None or self._has_all or not self._saved.isdisjoint(names)
 
     def unused(self, names: Collection[str]) -> list[str]:
-        """Return which tensors of the files are none of a model that has these names."""
+        """Return the tensors of the files that a model with these names does not use."""
         left = sorted(name for name in self.stored if name not in names)
         used = set(self._places.values()) if left else set()
         return [name for name in left if name not in used]
@@ -341,20 +340,20 @@ class StoredModel:
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
-        """The names that `save_pretrained` gives, each with that in the files."""
+        """Maps names of `save_pretrained` to names in the files."""
         tensors = self._form.tensors if self._form is not None else ()
         found = ((one.name, self._place(one.name)) for one in tensors)
         return {name: place for name, place in found if place is not None}
 
     def _place(self, name: str) -> str | None:
-        """Return what a name is in the files, which may have a base model without its head."""
+        """Return a name's form in the files, which may be of a base model without its head."""
         prefix = f"{self._form.prefix}." if self._form is not None and self._form.prefix else ""
         names = (name, f"{prefix}{name}", name.removeprefix(prefix))
         return next((one for one in names if one in self.stored), None)
 
     @cached_property
     def _pieces(self) -> Mapping[str, tuple[SavedPiece, ...]]:
-        """The pieces of the model's tensors that are in the files as a whole."""
+        """The pieces of the model's tensors that the files contain completely."""
         every = pieces_by_name(self._form) if self._form is not None else {}
         return {
             name: pieces

@@ -41,7 +41,7 @@ MODEL_FILES = {
         _cases(
             2,
             _ROWS,
-            ("def length(): return -3", "the length of the dataset (Rows) is none: __len__()"),
+            ("def length(): return -3", "the length of the dataset (Rows) is invalid: __len__()"),
             ("def length(): return 6.5", "'float' object cannot be interpreted as an integer"),
             ("def length(): return 10**12", "has 1,000,000,000,000 rows, and 1,000,000,000 are"),
             ("def length(): return 0", "the dataset (Rows) is empty"),

@@ -54,7 +54,11 @@ def _of_files() -> dict[str, OnRanks]:
             ("build_model", "ValueError: no model", 7),
             ("build_dataset", "build_dataset() of the model file fails: OSError: no disk", 6),
             ("no dataset", "the dataset (NoneType) gives no row for a number", 6),
-            ("length -3", "the length of the dataset (Rows) is none: __len__() should return", 6),
+            (
+                "length -3",
+                "the length of the dataset (Rows) is invalid: __len__() should return",
+                6,
+            ),
             ("length 6.5", "'float' object cannot be interpreted as an integer", 6),
             ("length 0", "the dataset (Rows) is empty", 6),
             ("length 10^12", "has 1,000,000,000,000 rows, and 1,000,000,000 are the most", 6),

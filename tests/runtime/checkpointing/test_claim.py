@@ -84,7 +84,8 @@ def test_a_process_elsewhere_is_alive_while_its_heart_beats(
     claim(folder, note=notes.append).release()
     assert time.monotonic() - begun >= 4 * 0.1
     assert notes == [
-        f"process {os.getppid()} on elsewhere had {folder}; 0 s will show whether it still runs"
+        f"{folder} is claimed by process {os.getppid()} on elsewhere: waiting 0 s to see whether "
+        "it still runs"
     ]
     other = Claim(folder, leave(folder, host="elsewhere"))
     with pytest.raises(TakenError):

@@ -29,7 +29,7 @@ def test_a_folder_into_which_another_training_writes_is_refused(
     with pytest.raises(SystemExit) as left:
         opened(mesh, "--checkpoint", str(tmp_path))
     assert left.value.code == 6
-    assert f"{tmp_path} is in use: {holder} keeps its training there" in capsys.readouterr().err
+    assert f"{tmp_path} is in use: {holder} writes its checkpoints there" in capsys.readouterr().err
 
 
 def test_a_checkpoint_may_be_evaluated_while_its_training_goes_on(tmp_path: Path) -> None:

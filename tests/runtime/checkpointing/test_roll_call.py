@@ -58,7 +58,7 @@ def test_256_ranks_find_the_one_that_says_nothing() -> None:
     found, calls = ask_all([rank for rank in range(RANKS) if rank != STOPPED], nodes)
     assert {one.silent for one in found} == {(STOPPED,)}
     assert {one.teller for one in found} == {0}
-    assert found[0].told.startswith(f"rank {STOPPED} answers nothing, as one that is stopped; ")
+    assert found[0].told.startswith(f"rank {STOPPED} does not answer, and may be stopped; ")
     few = 4  # to tell, to ask who reads, to wait, and to read what was found
     assert sum(count <= few for count in calls) == RANKS - 1 - RANKS // PER_NODE
     assert sum(calls) < 10 * RANKS
@@ -85,7 +85,7 @@ def test_one_that_is_late_is_waited_for_once_more() -> None:
 
 def test_who_says_nothing_comes_first_and_then_the_few() -> None:
     places = [place(0), place(2), place(3, "reads")]
-    told = "rank 1 answers nothing, as one that is stopped; rank 3 reads; ranks 0, 2 waits"
+    told = "rank 1 does not answer, and may be stopped; rank 3 reads; ranks 0, 2 waits"
     assert told_places(places, [1]) == told
     assert told_places([place(0)]) == "rank 0 waits"
 

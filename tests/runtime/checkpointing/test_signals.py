@@ -85,4 +85,4 @@ def test_a_rank_that_waits_for_a_device_ends_before_torchrun_kills_it() -> None:
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == FAILED
-    assert "rank 0 was told to stop, and no step has ended for" in said
+    assert "rank 0 was asked to stop, and no step has ended for" in said
