@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "planning.ipynb"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SHOWN = re.compile(r"(<!-- show: (?P<commands>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+SESSION = re.compile(r"(<!-- session: (?P<notebook>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 KEYS = re.compile(r"(?<=```toml\n)global_batch = .*?(?=\n\n\[\[)", re.DOTALL)
 
 
@@ -35,7 +36,7 @@ def main() -> None:
         cell.update(execution_count=number, outputs=[stream] if text else [])
     NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
+        text = SESSION.sub(_session, page.read_text(encoding="utf-8"))
         page.write_text(SHOWN.sub(_shown, with_keys(text)), encoding="utf-8")
 
 
