@@ -96,3 +96,14 @@ def _garbage_is_collected() -> Iterator[None]:
     """Have Python collect garbage again where a test has begun a training and not ended it."""
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_a_file_leaves_is_not_looked_through() -> Iterator[None]:
+    """Freeze what the tests of a file have left, such as the graphs that they share.
+
+    Trainings in this process collect garbage several times, and would look through all of it.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
