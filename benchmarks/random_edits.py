@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("seconds", nargs="?", type=float, default=60.0)
     parser.add_argument("files", nargs="*", choices=[*KINDS, []], default=[])
     options = parser.parse_args(argv)
-    chosen = [kind for kind in kinds() if kind.name in (options.files or KINDS)]
+    chosen = [kinds()[name] for name in options.files or KINDS]
     sys.exit(int(sum(_tried(kind, options.seconds) for kind in chosen) > 0))
 
 

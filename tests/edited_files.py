@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -48,8 +48,13 @@ _WITHOUT_PLACE = {  # another program's file; a model file that is not found
 }
 
 
-def kinds() -> Iterator[Edited]:
-    """Yield each kind of file that people give."""
+@cache
+def kinds() -> Mapping[str, Edited]:
+    """Return each kind of file that people give by its name."""
+    return {one.name: one for one in _made()}
+
+
+def _made() -> Iterator[Edited]:
     plan = plan_text(pinned_plan("mnist.py", tensor=2)).encode()
     constraints = partial(gathered_constraints, (), {})
     table = ROOT / "tests/benchmarks/validation/measured_memory.csv"
