@@ -20,6 +20,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.clock import least_seconds
 from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.matrix import plan_of as matrix_plan
@@ -112,7 +113,7 @@ def test_data_parallelism_leaves_every_class_of_the_user_as_it_is(tmp_path: Path
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "tp", "pp"])
+@pytest.mark.parametrize("kind", cells(("ddp", "tp", "pp"), ("tp",)))
 def test_a_script_does_not_grow_with_depth(kind: str, tmp_path: Path) -> None:
     few, many = (
         len(lines_of(plan_of(kind, f"layers={layers}"), tmp_path / "train.py")) for layers in (4, 8)

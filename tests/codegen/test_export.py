@@ -41,14 +41,14 @@ from tests.runtime.processes import run_on_ranks
 
 EXACT = ("--dtype", "float64", "--data", "synthetic")
 STILL = ("--steps", "1", "--lr", "0")  # a step that changes nothing
-STAND = (("gpt2 uneven", "dp×tp 4"), ("llama", "zero-3 2"), ("t5", "pp 1f1b 2"))
+STAND = (("gpt2 uneven", "dp×tp 4"), ("mnist", "zero-3 2"))
 CELLS = list(product(SUBJECTS, ("ddp 2", "dp×tp 4", "pp 1f1b 2", "zero-3 2")))
 FAMILIES = (
     "GPT-2", "Llama", "Gemma2", "Falcon (multi-query)", "Mixtral", "Mamba", "BERT", "T5",
     "Whisper", "ViT", "ResNet",
 )  # fmt: skip
 LORA = PLAIN_KINDS["LoRA"]
-STAND_OF_FAMILIES = (("GPT-2", "tp 2"), ("Mixtral", "pp 2"), ("ViT", "zero-3 2"))
+STAND_OF_FAMILIES = (("GPT-2", "tp 2"), ("ViT", "zero-3 2"))
 OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
@@ -87,7 +87,9 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     ]
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero3", "tp_zero1", "interleaved"])
+@pytest.mark.parametrize(
+    "kind", cells(("zero1", "zero3", "tp_zero1", "interleaved"), ("zero3", "tp_zero1"))
+)
 def test_an_export_has_what_the_ranks_hold_to_the_bit(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     held = trained(plan_of(kind), tmp_path, "--steps", "2", "--export", str(file))
@@ -133,10 +135,14 @@ def test_of_a_training_in_16_bits_the_exact_weights_are_exported(tmp_path: Path)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
 
 
-@pytest.mark.parametrize("kind", cells(("dp 2", "tp 2", "pp 2", "zero-3 2"), ("tp 2", "pp 2")))
-@pytest.mark.parametrize("source", ["a file", "the constructor"])
+BEGUN = list(product(("a file", "the constructor"), ("dp 2", "tp 2", "pp 2", "zero-3 2")))
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"), cells(BEGUN, [("a file", "tp 2"), ("the constructor", "pp 2")])
+)
 def test_after_a_step_of_nothing_in_16_bits_the_export_is_what_it_began_with(
-    kind: str, source: str, tmp_path: Path
+    source: str, kind: str, tmp_path: Path
 ) -> None:
     """Weights that are frozen, of which the training has 16 bits, among them."""
     given, found = tmp_path / "given.safetensors", tmp_path / "found.safetensors"

@@ -40,15 +40,11 @@ def planned(kind: str, way: str) -> Plan:
     return search(graph, axes, layers, facts, cluster_of(demanded), constraints)
 
 
-STAND = {  # test_lengths.py trains the captioner
-    ("U-Net", "pp whole"),
+STAND = {
     ("LSTM", "tp"),
-    ("GAN", "dp tp"),
-    ("DLRM", "tp"),
     ("DiT", "pp"),
     ("two towers", "dp whole"),
     ("masked experts", "dp"),
-    ("Mixtral", "tp"),
     ("LoRA", "pp"),
     ("nanoGPT", "dp tp"),
 }

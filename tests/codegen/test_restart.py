@@ -13,6 +13,7 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.runtime.checkpointing.finding import checkpoints_in, verify_checkpoint
+from tests.cells import cells
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 
@@ -45,7 +46,7 @@ def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", cells((signal.SIGTERM, signal.SIGKILL), [signal.SIGTERM]))
 def test_a_signal_to_torchrun_leaves_a_whole_checkpoint(
     sent: signal.Signals, tmp_path: Path
 ) -> None:

@@ -131,8 +131,8 @@ KINDS: Mapping[str, Example] = {
 }
 CELLS = [(name, way) for name, one in KINDS.items() for way in one.ways]
 STAND = {
-    ("fine_tune", "tp"), ("lora", "pp"), ("dpo", "dp"), ("reward", "zero 3"),
-    ("classifier", "dp"), ("sentence_pairs", "tp"), ("vision", "pp"),
+    ("fine_tune", "tp"), ("lora", "pp"), ("reward", "zero 3"), ("classifier", "dp"),
+    ("vision", "pp"),
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ ONCE_WRONG = {
 }
 
 
-# The slowest: their faults are of a kind that a smaller cell, or a test of one file, has as well.
+# Their faults are of a kind that a smaller cell, an idiom, or a test of one file has as well.
 LARGE = {
     ("Llama", "tp 2"),
     ("Mixtral (grouped)", "dp 2"),
@@ -95,6 +95,21 @@ LARGE = {
     ("DeBERTa-v2", "rows over tp 2"),
     ("T5 (cached)", "full zero-3 2"),
     ("odd modules", "tp×pp 4"),
+    ("arguments", "tp 2"),
+    ("several losses", "dp 2"),
+    ("summed loss", "pp 2"),
+    ("masked loss", "dp 2"),
+    ("class weights", "dp 2"),
+    ("drawn noise", "dp 2"),
+    ("frozen teacher", "pp 2"),
+    ("drawn rows", "dp 2"),
+    ("drawn noise", "pp bf16 2"),
+    ("siamese", "dp 2"),
+    ("unread", "pp 2"),
+    ("odd modules", "tp 2"),
+    ("ResNet", "full dp 2"),
+    ("LiLT", "full dp 2"),
+    ("picked loss", "dp 2"),
 }
 MEETING = ("views",)  # whose rows stay together
 

@@ -30,9 +30,7 @@ FAMILIES = (
 WAYS = ("dp 2", "zero-3 2", "tp 2", "pp 2")
 CELLS = list(product(FAMILIES, WAYS, (Precision.FP32, Precision.BF16)))
 STAND = {
-    ("Qwen3", "tp 2", Precision.FP32),
     ("Mixtral", "zero-3 2", Precision.FP32),
-    ("Gemma2", "pp 2", Precision.BF16),
     ("GPT-2", "tp 2", Precision.BF16),
 }
 STEPS = 10

@@ -22,7 +22,8 @@ from tests.strict.replay import blocked_share, step_seconds
 TOLERANCE = 0.02
 TRANSFER_SECONDS = 0.05  # beside forwards of about 1 s
 SPREAD = 0.3
-CELLS = [(kind, ranks) for kind in ScheduleKind for ranks in (2, 4, 8)]
+EVERY = [(kind, ranks) for kind in ScheduleKind for ranks in (2, 4, 8)]
+CELLS = cells(EVERY, [cell for cell in EVERY if cell[1] < 8])
 
 
 def shape_of(kind: ScheduleKind, ranks: int) -> PipelineShape:
@@ -86,10 +87,7 @@ def test_an_evaluation_keeps_all_ranks_busy(kind: ScheduleKind, ranks: int) -> N
     assert blocked_share(logs, times) < TOLERANCE
 
 
-SCRIPTS = (ScheduleKind.INTERLEAVED_1F1B, ScheduleKind.ZERO_BUBBLE_V)
-
-
-@pytest.mark.parametrize("kind", cells(ScheduleKind, SCRIPTS))
+@pytest.mark.parametrize("kind", cells(ScheduleKind, [ScheduleKind.ZERO_BUBBLE_V]))
 def test_a_script_sends_what_its_plan_is_priced_by(kind: ScheduleKind, tmp_path: Path) -> None:
     per_rank = 1 if kind.has_closed_form else 2
     plan = pinned_plan(

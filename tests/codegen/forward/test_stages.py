@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.errors import InputError
 from autopar.planner.layers import residence
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.codegen.forward.running import (
     Result,
     assert_same,
@@ -69,8 +70,10 @@ def cuts(layers: int, stages: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("name", ZOO_MODELS)
+CUT = list(product(ZOO_MODELS, (2, 3)))
+
+
+@pytest.mark.parametrize(("name", "stages"), cells(CUT, CUT[1::2]))
 def test_stages_compute_what_the_model_does_wherever_they_are_cut(name: str, stages: int) -> None:
     split = split_graph(zoo_graph(name), zoo_modules(name))
     _, expected = original(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.split import split_graph
+from tests.cells import cells
 from tests.codegen.forward.running import zoo_modules
 from tests.codegen.forward.test_ranks import MODELS, random_split
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
@@ -60,8 +62,10 @@ def test_stages_are_printed_as_ruff_would_format_them(name: str) -> None:
     assert complaints(script(opened)) == ""
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(2))
+ODD = list(product(MODELS, range(2)))
+
+
+@pytest.mark.parametrize(("name", "seed"), cells(ODD, ODD[::3]))
 def test_odd_splits_are_printed_as_ruff_would_format_them(name: str, seed: int) -> None:
     split = random_split(name, seed=seed, ranks=2)
     opened = open_split(split, [len(split.layers.layers)])

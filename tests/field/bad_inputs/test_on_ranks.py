@@ -17,6 +17,7 @@ from autopar.codegen.subject import subject_of
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planning import make_plan
+from tests.cells import cells
 from tests.field.bad_inputs import faulty
 from tests.field.bad_inputs.cases_on_ranks import ON_RANKS, OnRanks
 from tests.runtime.script_ranks import Ended, run_script
@@ -45,7 +46,12 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("case", ON_RANKS.values(), ids=ON_RANKS)
+# All faults of one rank alone; of those that all ranks have, every third.
+SHARED = [case for case in ON_RANKS.values() if case.at_rank is None]
+STAND = [case for case in ON_RANKS.values() if case.at_rank is not None] + SHARED[::3]
+
+
+@pytest.mark.parametrize("case", cells(ON_RANKS.values(), STAND), ids=ON_RANKS)
 def test_a_mistake_is_told_once_and_ends_all_ranks(
     scripts: Mapping[str, Path], *, case: OnRanks
 ) -> None:

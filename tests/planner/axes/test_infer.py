@@ -9,10 +9,7 @@ from tests.planner.huggingface.expectations import EXPECTATIONS
 from tests.planner.huggingface.families import FAMILIES
 from tests.planner.subjects import ZOO_MODELS, family_graph, zoo_graph
 
-STAND = (
-    "GPT-2", "Llama", "Gemma2", "BLOOM", "Falcon (multi-query)", "GPT-NeoX", "Mamba", "BERT", "T5",
-    "Whisper", "ViT", "Swin", "ConvNeXt", "SegFormer",
-)  # fmt: skip
+STAND = ("GPT-2", "Llama", "Falcon (multi-query)", "Mamba", "T5", "ViT", "Swin")
 
 
 @pytest.mark.parametrize("family", cells([family.name for family in FAMILIES], STAND))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from autopar.planner.plan.search.simpler import (
 )
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import SearchSubject
+from tests.cells import cells
 from tests.planner.plan.plans import arrangement, parts_of
 from tests.planner.plan.searches import declared, planned
 
@@ -66,8 +68,10 @@ def seconds(candidate: Candidate) -> float:
     return candidate.prediction.step_seconds
 
 
-@pytest.mark.parametrize("tolerance", [0.005, 0.03, 0.3])
-@pytest.mark.parametrize("number", range(len(CASES)))
+EVERY = list(product(range(len(CASES)), (0.005, 0.03, 0.3)))
+
+
+@pytest.mark.parametrize(("number", "tolerance"), cells(EVERY, EVERY[1::2]))
 def test_the_chosen_plan_is_the_simplest_of_all_within_the_tolerance(
     number: int, tolerance: float
 ) -> None:
