@@ -1,4 +1,4 @@
-"""Marks which cells of a table stand for all of them."""
+"""Marks which cells of a table stand for all of them, and how many examples do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+ALL = "all cells"  # the profile of hypothesis under --all-cells
 
 
 def cells(every: Iterable[Any], stand: Container[Any]) -> list[Any]:
@@ -17,3 +20,8 @@ def cells(every: Iterable[Any], stand: Container[Any]) -> list[Any]:
         )
         for one in every
     ]
+
+
+def examples(every: int) -> int:
+    """Return how many examples a property is tried with: half, or with `--all-cells` every one."""
+    return every if settings.get_current_profile_name() == ALL else every // 2

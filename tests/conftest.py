@@ -13,9 +13,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from tests.cells import ALL
+
 # How long an example takes says how busy the machine is, nothing of what is tested.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+_BUSY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("half", max_examples=50, **_BUSY)
+settings.register_profile(ALL, max_examples=100, **_BUSY)
 
 # Tests that run on many processes at once. Two of them side by side get in each other's way on
 # few cores, so one worker gets them all; the others go by the file.
@@ -44,8 +47,9 @@ class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
         return nodeid.partition("::")[0]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Give each process one thread: several for so small tensors would wait for each other."""
+    settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     torch.set_num_threads(1)
 

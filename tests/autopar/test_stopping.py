@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import cells
+
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="/proc is of Linux")
 
 
@@ -20,7 +22,7 @@ def catches(process: int, number: int) -> bool:
     return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", cells((signal.SIGTERM, signal.SIGHUP), [signal.SIGTERM]))
 def test_a_signal_in_the_first_seconds_leaves_with_130(number: int, tmp_path: Path) -> None:
     command = subprocess.Popen(
         [sys.executable, "-m", "autopar", "run", str(tmp_path)],

@@ -46,11 +46,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 CELLS = [(loss, norm, way) for loss in LOSSES for norm in ("Layer", "Batch") for way in WAYS]
 STAND = {
     ("a mean", "Batch", "dp"),
-    ("several means", "Layer", "ZeRO-3"),
-    ("several means", "Layer", "tp"),
     ("its own division", "Layer", "rows over tp"),
     ("a sum", "Layer", "pp"),
-    ("several means", "Batch", "zero bubble v"),
     ("several means", "Layer", "tp pp"),
 }
 NORMS = {"Layer": "nn.LayerNorm(8)", "Batch": "nn.BatchNorm1d(8)"}
@@ -94,7 +91,7 @@ def test_the_first_loss_is_compared_and_the_training_does_not_notice(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", cells(WAYS, ("dp", "tp", "pp")))
+@pytest.mark.parametrize("way", cells(WAYS, ("tp",)))
 def test_narrow_types_are_compared_within_what_they_round(
     way: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -104,7 +101,7 @@ def test_narrow_types_are_compared_within_what_they_round(
     assert "checked: the first loss is" in found[0].said
 
 
-@pytest.mark.parametrize("way", cells(WAYS, ("ZeRO-3", "tp", "tp pp")))
+@pytest.mark.parametrize("way", cells(WAYS, ("tp pp",)))
 def test_all_ranks_leave_where_it_is_another(way: str, tmp_path: Path) -> None:
     path = evaluated_small(tmp_path, LOSSES["several means"], norm=NORMS["Layer"])
     plan = small_plan(path, **WAYS[way])

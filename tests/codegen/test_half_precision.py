@@ -44,7 +44,7 @@ def alone_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
     return trained
 
 
-@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero1", "zero3", "tp", "pp")))
+@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero3", "pp")))
 def test_scripts_in_bf16_begin_alike_and_stay_as_near_to_fp32_as_plain_pytorch(
     kind: str, tmp_path: Path
 ) -> None:
@@ -74,7 +74,7 @@ def ranks_of(plan: Plan, folder: Path, *, first_scale: float) -> list[RankTraine
     )
 
 
-@pytest.mark.parametrize("kind", cells((*FEW, *MORE), FEW))
+@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero1", "tp", "zero_bubble_v")))
 def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -> None:
     plan = half_plan(kind)
     found = ranks_of(plan, tmp_path, first_scale=2.0**12)[0].losses
@@ -84,9 +84,7 @@ def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -
     assert found == pytest.approx(expected, rel=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    "kind", cells(("zero1", "zero3", "tp", "pp", "all"), ("zero3", "tp", "pp"))
-)
+@pytest.mark.parametrize("kind", cells(("zero1", "zero3", "tp", "pp", "all"), ("zero3", "pp")))
 def test_a_step_that_overflows_is_taken_by_no_rank(kind: str, tmp_path: Path) -> None:
     plan = half_plan(kind)
     # Gradients of losses times 2^22 and 2^21 do not fit fp16.

@@ -48,10 +48,10 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-KINDS = ("zero1", "zero3", "tp", "vocab", "pp", "zero_bubble_v")
+KINDS = ("zero1", "zero3", "tp", "vocab", "pp", "zero_bubble_v", "ddp", "hsdp", "all")
 
 
-@pytest.mark.parametrize("kind", cells((*KINDS, "ddp", "hsdp", "all"), KINDS))
+@pytest.mark.parametrize("kind", cells(KINDS, ("zero3", "vocab", "zero_bubble_v")))
 def test_every_rank_starts_with_its_part_and_reads_no_more(kind: str, tmp_path: Path) -> None:
     weights = saved_weights(tmp_path)
     plan = plan_of(kind)
@@ -68,7 +68,7 @@ def test_every_rank_starts_with_its_part_and_reads_no_more(kind: str, tmp_path: 
         assert share_bytes <= read_bytes <= share_bytes + layer_bytes
 
 
-@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("zero3", "pp")))
+@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("zero3",)))
 def test_ranks_that_share_the_model_read_about_half_of_it(kind: str, tmp_path: Path) -> None:
     whole_bytes = sum(value.nbytes for value in saved_weights(tmp_path).values())
     script = write_script(plan_of(kind), tmp_path / "out")
@@ -76,7 +76,7 @@ def test_ranks_that_share_the_model_read_about_half_of_it(kind: str, tmp_path: P
         assert read_bytes < 0.7 * whole_bytes
 
 
-@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("tp", "pp")))
+@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("pp",)))
 def test_weights_that_may_be_missing_start_as_under_the_seed_in_every_plan(
     kind: str, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ CHOSEN = ("GPT-2", "Llama", "Mistral", "BERT", "T5", "ViT", "SegFormer")
 
 
 STAGES = [(name, count) for count in (2, 3) for name in CHOSEN]
-STAND = [*STAGES[: len(CHOSEN)], ("T5", 3), ("SegFormer", 3)]
+STAND = [("GPT-2", 2), ("BERT", 2), ("T5", 3), ("SegFormer", 2)]
 
 
 @pytest.mark.parametrize(("name", "stages"), cells(STAGES, STAND))
@@ -31,7 +31,7 @@ def test_stages_of_a_family_compute_its_loss(name: str, stages: int) -> None:
     check_loss(name, stages, opened=[])
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", cells(CHOSEN, ("Llama", "T5", "ViT")))
 def test_an_opened_root_and_its_layers_compute_the_loss_of_a_family(name: str) -> None:
     graph = family_graph(name)
     layers = {layer.call for layer in split_graph(graph, modules(name)).layers.layers}

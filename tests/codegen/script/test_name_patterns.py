@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.codegen.script.parameter_tables import numbered_tuple, outermost, patterns
 from autopar.runtime.model.parts import expand, is_listed, named, starred
+from tests.cells import examples
 
 PARTS = st.sampled_from(("0", "1", "2", "a", "b"))
 NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
@@ -97,6 +98,6 @@ def test_only_whole_numbers_between_dots_are_starred() -> None:
         min_size=4,
     )
 )
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 def test_no_name_falls_under_two_stars_of_different_values(table: dict[str, int]) -> None:
     assert named(patterns(table, table), table) == table

@@ -26,6 +26,7 @@ from autopar.planner.costs.schedules.simulation import (
     even_stages,
     simulate,
 )
+from tests.cells import examples
 from tests.planner.costs.schedules.equal_stages import (
     gpipe_step_seconds,
     interleaved_step_seconds,
@@ -88,7 +89,7 @@ def test_zero_bubble_by_hand() -> None:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 6), st.integers(1, 16), SECONDS, SECONDS)
 def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
     stages: int, microbatches: int, forward: float, backward: float
@@ -106,7 +107,7 @@ def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
         )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
 def test_interleaved_schedules_on_equal_stages_are_as_simulated(
     ranks: int, local: int, rounds: int, forward: float, gradient: float, weight: float
@@ -151,7 +152,7 @@ def test_interleaved_schedules_on_equal_stages_are_as_simulated(
 UNEVEN = st.lists(st.tuples(SECONDS, SECONDS, st.floats(0.0, 5.0)), min_size=1, max_size=7)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(UNEVEN, st.integers(1, 20))
 def test_uneven_gpipe_is_as_simulated(
     stages: list[tuple[float, float, float]], microbatches: int
@@ -164,7 +165,7 @@ def test_uneven_gpipe_is_as_simulated(
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(UNEVEN, st.integers(1, 20))
 def test_1f1b_never_beats_its_lower_bound(
     stages: list[tuple[float, float, float]], microbatches: int
@@ -177,7 +178,7 @@ def test_1f1b_never_beats_its_lower_bound(
     assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(UNEVEN, st.integers(1, 20))
 def test_transfers_on_demand_are_longer_actions(
     stages: list[tuple[float, float, float]], microbatches: int

@@ -26,6 +26,7 @@ from autopar.planner.costs.schedules.table import (
     schedule_of,
 )
 from autopar.planner.errors import InputError
+from tests.cells import examples
 from tests.clock import least_seconds
 from tests.planner.costs.schedules.orders_read import parse_schedule
 
@@ -110,7 +111,7 @@ def test_the_two_stages_at_the_turn_of_a_v_need_no_transfer() -> None:
         assert result.step_seconds == 6
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(pipelines(), TRANSFERS)
 def test_a_step_takes_at_least_the_work_of_any_rank(
     pipeline: tuple[ScheduleKind, PipelineShape, list[StageSeconds], list[float]],
@@ -125,7 +126,7 @@ def test_a_step_takes_at_least_the_work_of_any_rank(
         assert result.idle_seconds[rank] >= -1e-9
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(pipelines(), TRANSFERS)
 def test_a_step_takes_at_least_one_microbatch_through_all_stages_and_back(
     pipeline: tuple[ScheduleKind, PipelineShape, list[StageSeconds], list[float]],
@@ -146,7 +147,7 @@ def test_a_step_takes_at_least_one_microbatch_through_all_stages_and_back(
     assert result.step_seconds >= path - 1e-9
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(pipelines(), TRANSFERS)
 def test_every_action_follows_its_rank_and_its_inputs(
     pipeline: tuple[ScheduleKind, PipelineShape, list[StageSeconds], list[float]],
@@ -172,7 +173,7 @@ def test_every_action_follows_its_rank_and_its_inputs(
                 assert start >= end_of[f"{at + 1}{action.kind}{mb}"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(STAGE, min_size=1, max_size=6), st.integers(1, 12), TRANSFERS, st.floats(0.0, 2.0))
 def test_more_microbatches_never_take_less_time(
     stages: list[StageSeconds], microbatches: int, transfer: Transfer, seconds: float
@@ -190,7 +191,7 @@ def test_more_microbatches_never_take_less_time(
         assert fewer <= more + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(pipelines())
 def test_overlapping_transfers_never_costs_time(
     pipeline: tuple[ScheduleKind, PipelineShape, list[StageSeconds], list[float]],
@@ -203,7 +204,7 @@ def test_overlapping_transfers_never_costs_time(
     assert overlapped.step_seconds <= on_demand.step_seconds + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 6), st.integers(1, 4), SECONDS, SECONDS, SECONDS, st.floats(0.0, 2.0))
 def test_zero_bubble_is_never_slower_than_1f1b_on_equal_stages(
     ranks: int, rounds: int, forward: float, gradient: float, weight: float, transfer: float

@@ -17,6 +17,7 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction,
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds
 from autopar.planner.costs.steps.step import predict
+from tests.cells import examples
 from tests.clock import least_seconds
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
 
@@ -182,7 +183,7 @@ def test_terms_sum_to_the_step(kind: ScheduleKind, per_rank: int, zero: Zero) ->
 counts = st.integers(1, 16)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     pipeline=st.sampled_from((1, 2, 4, 8)),
     microbatches=counts,
@@ -206,7 +207,7 @@ def test_the_bound_of_two_stages_and_two_microbatches_is_four_thirds() -> None:
     assert least_step_seconds(1.0, arrangement) == pytest.approx(4 / 3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     few=counts, more=counts, kind=st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B))
 )

@@ -13,6 +13,7 @@ from autopar.planner.programs.layouts import program as layout_model
 from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
 from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.programs.solver import SolverName
+from tests.cells import examples
 from tests.planner.programs.brute_force import BruteForce
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.programs.layouts.small_graphs import SmallModel, Step, small_model
@@ -26,7 +27,7 @@ steps = st.builds(
 )
 models = st.builds(small_model, st.lists(steps, min_size=1, max_size=4), st.integers(1, 2))
 many = settings(
-    max_examples=200, derandomize=True,
+    max_examples=examples(200), derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_the_program_finds_what_brute_force_finds(model: SmallModel, batch: int,
         assert front[0].seconds == pytest.approx(within, rel=0.02)
 
 
-@settings(max_examples=15, derandomize=True)
+@settings(max_examples=examples(15), derandomize=True)
 @given(model=models, seed=st.integers(0, 10**6))
 def test_both_solvers_agree(model: SmallModel, seed: int) -> None:
     pricer = _pricer(model, batch=2, seed=seed)
@@ -77,7 +78,7 @@ def test_both_solvers_agree(model: SmallModel, seed: int) -> None:
     assert cbc.seconds == pytest.approx(highs.seconds, rel=1e-5)
 
 
-@settings(max_examples=20, derandomize=True)
+@settings(max_examples=examples(20), derandomize=True)
 @given(model=models, seed=st.integers(0, 10**6))
 def test_the_front_gets_smaller_and_slower(model: SmallModel, seed: int) -> None:
     front = _solved(model, _pricer(model, batch=2, seed=seed), Budget())
