@@ -41,7 +41,7 @@ def planned(kind: str, way: str) -> Plan:
 
 
 STAND = {
-    ("LSTM", "tp"),
+    ("DLRM", "tp"),
     ("DiT", "pp"),
     ("two towers", "dp whole"),
     ("masked experts", "dp"),

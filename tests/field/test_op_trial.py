@@ -32,7 +32,8 @@ def ops() -> dict[str, object]:
 # For these stand others that are printed, or split, like them.
 MORE = {
     "nn.functional.conv1d", "nn.functional.pad.reflect", "nn.functional.max_unpool2d",
-    "nn.functional.adaptive_max_pool2d", "squeeze",
+    "nn.functional.adaptive_max_pool2d", "nn.functional.embedding_bag", "squeeze", "amax", "diff",
+    "stft", "as_strided", "tensordot", "block_diag",
 }  # fmt: skip
 
 
