@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from tests.cells import ALL
+from tests.runtime.processes import freeze_for_good
 
 # How long an example takes says how busy the machine is, nothing of what is tested.
 _BUSY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep the collector of garbage from looking through torch and transformers at every turn."""
     gc.collect()
-    gc.freeze()
+    freeze_for_good()
     gc.set_threshold(20_000, 20, 20)
 
 

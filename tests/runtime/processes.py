@@ -50,6 +50,19 @@ PRELOADED = (
 )
 
 
+UNFREEZE, FREEZE_COUNT = gc.unfreeze, gc.get_freeze_count  # before freeze_for_good
+
+
+def freeze_for_good() -> None:
+    """Keep the collector of garbage from ever looking through the objects that exist now.
+
+    There are hundreds of thousands of them, of torch and transformers. The product freezes objects
+    for a while where it records a model or trains: here it neither counts nor unfreezes them.
+    """
+    gc.freeze()
+    vars(gc).update(unfreeze=lambda: None, get_freeze_count=lambda: 1)
+
+
 class RankError(AssertionError):
     """A function that failed or hung on a rank, told with the rank's own traceback."""
 
@@ -182,7 +195,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 def _serve(pipe: Connection, rank: int, size: int, folder: Path, joins: bool) -> None:
     """Answer calls until the parent goes away."""
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported is not looked through after every call
+    freeze_for_good()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     with _stack_file(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)

@@ -1,6 +1,5 @@
 """Models that are built without memory: nothing is filled, and what torch refuses is refused."""
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,15 +129,3 @@ def test_what_lies_in_the_memory_of_a_parameter_is_refused(file: Any, way: str) 
 @pytest.mark.parametrize("way", APART)
 def test_tensors_that_are_one_or_lie_apart_are_not_refused(file: Any, way: str) -> None:
     without_memory(file(_two_layers(APART[way])))
-
-
-def test_what_somebody_has_frozen_stays_out_of_sight_of_the_collector(
-    file: Callable[[str], ModelFile],
-) -> None:
-    made = file("return nn.Linear(4, 4)")
-    gc.unfreeze()
-    without_memory(made)
-    assert gc.get_freeze_count() == 0
-    gc.freeze()
-    without_memory(made)
-    assert gc.get_freeze_count() > 0

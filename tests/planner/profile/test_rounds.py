@@ -35,10 +35,8 @@ class Steady:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    gc.freeze()  # what other tests hold is not looked through before every group
     with threads_as_in_training(place_at_hand()):
         yield
-    gc.unfreeze()
 
 
 def probes(rows: int = 4) -> tuple[Probe, ...]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from autopar.runtime.checkpointing.signals import EVERY_STEPS, Garbage
+from tests.runtime.processes import FREEZE_COUNT, UNFREEZE
 
 
 @pytest.fixture
@@ -54,11 +55,17 @@ def test_it_is_collected_after_each_step_where_cycles_hold_tensors(garbage: Garb
     assert collections(garbage, 4, leaves_cycles=True) == [1, 2, 3, 4]
 
 
-def test_python_collects_by_itself_again() -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_python_collects_by_itself_again(is_frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
+    monkeypatch.setattr(gc, "get_freeze_count", FREEZE_COUNT)
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
     garbage = Garbage()
-    frozen = gc.get_freeze_count()
     garbage.begin(0)
     assert not gc.isenabled()
+    assert gc.get_freeze_count() > 0
     garbage.end()
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    assert bool(gc.get_freeze_count()) == is_frozen
