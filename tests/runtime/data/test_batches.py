@@ -404,7 +404,7 @@ def test_a_collate_that_makes_no_batches_is_refused(made: Any, telling: str) -> 
 
 def test_the_order_of_rows_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "model-file.md").read_text(encoding="utf-8")
-    code = re.search(r"#### The order of rows.*?```python\n(.*?)```", page, re.DOTALL)
+    code = re.search(r"### The order of rows.*?```python\n(.*?)```", page, re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {"hashlib": hashlib, "torch": torch, "seed": 0, "epochs": 4}
     names |= {"dataset": Numbers(), "global_batch": 4}
