@@ -28,7 +28,7 @@ from tests.planner.subjects import ZOO, zoo_file, zoo_graph
 from tests.runtime.processes import run_on_ranks
 from tests.strict.ranks import run_on_strict_ranks
 
-STEPS = 3
+STEPS = 5
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 DEVICE_BYTES = 16 * 2**30  # with room for the process groups of every kind
 

@@ -39,6 +39,7 @@ def chosen() -> list[tuple[str, str]]:
 # Others stand for these: with fewer ranks, with the same axes and another level of sharding, or
 # another schedule of the same stages.
 STAND = {
+    "ddp 4", "tp+sp 4",
     "zero-2 2", "zero-3 4", "hsdp zero-3 4", "chosen tp 2", "vocabulary 2", "pp gpipe 2",
     "pp 1f1b 4", "pp interleaved-1f1b 2", "pp zb 2", "zero-1×pp 4", "zero-3×tp+sp 4",
     "zero-1×tp×pp 8", "full zero-3 2", "selective pp 2", "full pp zero-bubble-v 2",

@@ -24,7 +24,7 @@ _BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per ker
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:
-    """Return matrix products; the kernel also adds the bias, whose gradient is a separate sum."""
+    """Price matrix products; the kernel also adds the bias, whose gradient is a separate sum."""
     products = tuple(products_of(case.op, case.shapes))
     if not products:
         return traffic_seconds(case)
@@ -32,7 +32,7 @@ def contraction_seconds(case: OpCase) -> OpSeconds:
 
 
 def computed_seconds(case: OpCase) -> OpSeconds:
-    """Return products in sequence, the computation beside them, and kernels between steps.
+    """Price products in sequence, the computation beside them, and kernels between steps.
 
     Leaves out that a library keeps the weights of a recurrent layer on chip from step to step.
     """
@@ -47,7 +47,7 @@ def computed_seconds(case: OpCase) -> OpSeconds:
 
 
 def bias_seconds(case: OpCase) -> OpSeconds:
-    """Return the sum of the result's gradient over all rows."""
+    """Price the sum of the result's gradient over all rows."""
     name = next(refs(case.argument(case.rule.added)), None)
     if name is None or not case.needs_gradient(name):
         return OpSeconds(forward=0.0)
@@ -56,7 +56,7 @@ def bias_seconds(case: OpCase) -> OpSeconds:
 
 
 def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
-    """Return a product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
+    """Price a product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
 
     A weight's gradient is added to an fp32 sum over microbatches: 8 bytes per element. If several
     steps multiply by a weight, its gradient is one product over all their rows.
@@ -83,7 +83,7 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
 
 
 def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:
-    """Return a product whose steps are separate ops; each adds to the weight's gradient."""
+    """Price a product whose steps are separate ops; each adds to the weight's gradient."""
     if product.times < 2:
         return _product(case, product)
     one = _product(case, replace(product, times=1))
@@ -98,7 +98,7 @@ def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:
 
 
 def _beside(case: OpCase, computation: Computation) -> OpSeconds:
-    """Return FLOPs outside of products, at the rate of products, and the steps' kernel launches."""
+    """Price FLOPs outside of products, at the rate of products, and the steps' kernel launches."""
     rates = case.rates.of(case.element_bytes(case.result))
     moved = computation.kept * case.element_bytes(case.op.inputs[0])
     each = computation.unfused if case.rates.is_cpu else 1
@@ -208,7 +208,7 @@ def op_seconds(case: OpCase) -> OpSeconds:
 
 
 def _attention(case: OpCase) -> OpSeconds:
-    """Return fused attention; with a mask the kernel reads it, and computes all scores.
+    """Price fused attention; with a mask the kernel reads it, and computes all scores.
 
     Leaves out that kernels with a mask are slower than flash, and dropout of scores.
     """
@@ -245,7 +245,7 @@ def _attention_shape(case: OpCase) -> attention.AttentionShape:
 
 
 def _convolution(case: OpCase) -> OpSeconds:
-    """Return an implicit GEMM; 16-bit GPU kernels need channels-last, PyTorch's default is not.
+    """Price an implicit GEMM; 16-bit GPU kernels need channels-last, PyTorch's default is not.
 
     A transposed convolution is the backward of the convolution from its results to its input.
     """
@@ -289,7 +289,7 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.Convoluti
 
 
 def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
-    """Return one kernel per pass, whose time depends on the result's number of elements."""
+    """Price one kernel per pass, whose time depends on the result's number of elements."""
 
     def formula(case: OpCase) -> OpSeconds:
         elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
@@ -307,7 +307,7 @@ _dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backwar
 
 
 def _batch_norm(case: OpCase) -> OpSeconds:
-    """Return a norm over rows whose statistics need a pass of their own."""
+    """Price a norm over rows whose statistics need a pass of their own."""
     norm, source = _norm(case), case.bytes(case.op.inputs[0])
     statistics = kernels.memory_seconds(source, rates=case.memory)
     return norm + OpSeconds(forward=statistics)
@@ -327,7 +327,7 @@ _PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count those of a ba
 
 
 def _embedding(case: OpCase) -> OpSeconds:
-    """Return a look-up of rows, or of sums of rows in bags.
+    """Price a look-up of rows, or of sums of rows in bags.
 
     If the table's rows are split, rows of other ranks are zeroed: after a look-up, or by a weight
     of 0 in a bag.
@@ -353,7 +353,7 @@ def _embedding(case: OpCase) -> OpSeconds:
 
 
 def _cross_entropy(case: OpCase) -> OpSeconds:
-    """Return log_softmax and its backward.
+    """Price log_softmax and its backward.
 
     The forward reads and writes the logits. The backward fills the loss's gradient, reads it and
     the probabilities, and writes the logits' gradient.

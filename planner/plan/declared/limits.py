@@ -265,11 +265,11 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
     if graph.fixed_batch is not None:
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     at_once = _least_data(constraints, cluster.size) * (constraints.microbatch or 1)
-    rows = usual_batch(cluster.size, graph.tokens_per_row)
+    rows = default_batch(cluster.size, graph.tokens_per_row)
     return replace(constraints, global_batch=ceil(rows / at_once) * at_once)
 
 
-def usual_batch(devices: int, tokens_per_row: int) -> int:
+def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the rows of a step that people train with on so many devices.
 
     They are a multiple of the number of devices, or of the largest divisor of it that is no more.

@@ -195,9 +195,9 @@ def _awaited(folder: Path) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", cells((1, 4), (1,)))
-def test_losses_go_on_on_another_number_of_devices_as_if_it_were_there(
-    devices: int, folder: Path
+@pytest.mark.parametrize("then", cells(("1", "4", "1 4"), ("1",)))
+def test_losses_go_on_with_other_numbers_of_devices_as_if_nothing_had_changed(
+    then: str, folder: Path
 ) -> None:
     exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps", "5")
 
@@ -215,9 +215,12 @@ def test_losses_go_on_on_another_number_of_devices_as_if_it_were_there(
         lines = lines_of(folder / "runs" / name / "metrics.jsonl")
         return [one["loss"] for one in lines if "event" not in one]
 
-    expected = trained("first")
+    expected = trained("planned")
     assert len(expected) == 5
-    kept = folder / "runs" / "first" / "checkpoints" / "step-2"
-    losses = trained("second", "--gpus", str(devices), "--resume", str(kept))
-    assert losses == pytest.approx(expected[2:], rel=0.0, abs=1e-9)
-    assert read_plan(folder / "runs" / "second").arrangement.ranks == devices
+    before = "planned"
+    for devices, step in zip(map(int, then.split()), (2, 4), strict=False):
+        kept = folder / "runs" / before / "checkpoints" / f"step-{step}"
+        before = f"on-{devices}"
+        losses = trained(before, "--gpus", str(devices), "--resume", str(kept))
+        assert losses == pytest.approx(expected[step:], rel=0.0, abs=1e-9)
+        assert read_plan(folder / "runs" / before).arrangement.ranks == devices

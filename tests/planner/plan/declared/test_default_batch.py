@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.planner.cluster.file import choose_cluster
-from autopar.planner.plan.declared.limits import usual_batch, with_batch
+from autopar.planner.plan.declared.limits import default_batch, with_batch
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
 
@@ -28,15 +28,15 @@ GRAPH = parts_of("gpt2.py", "size=124m")[0]  # 1,024 tokens a row
         (65536, 1, 32768),
     ],
 )
-def test_the_usual_batch_is_eight_rows_a_device_up_to_4_m_tokens_and_never_more_than_16_m(
+def test_the_default_batch_is_eight_rows_a_device_up_to_4_m_tokens_and_never_more_than_16_m(
     devices: int, tokens_per_row: int, rows: int
 ) -> None:
-    assert usual_batch(devices, tokens_per_row) == rows
+    assert default_batch(devices, tokens_per_row) == rows
 
 
 @pytest.mark.parametrize("devices", [3, 12, 100, 384, 6144, 8 * 1009, 8 * 4099])
-def test_the_usual_batch_shares_most_factors_with_the_devices(devices: int) -> None:
-    rows = usual_batch(devices, 8192)
+def test_the_default_batch_shares_most_factors_with_the_devices(devices: int) -> None:
+    rows = default_batch(devices, 8192)
     shared_by = max(one for one in range(1, rows + 1) if devices % one == 0)
     assert rows % shared_by == 0
     assert min(8 * devices, 512) / 2 < rows <= 2048
@@ -56,11 +56,11 @@ def rows_of(**pins: object) -> int | None:
         {"pins__pp": 2, "pins__tp": 2, "pins__microbatch": 8},
     ],
 )
-def test_pins_that_divide_the_usual_batch_do_not_change_it(pins: dict[str, object]) -> None:
+def test_pins_that_divide_the_default_batch_do_not_change_it(pins: dict[str, object]) -> None:
     assert rows_of(**pins) == 128
 
 
-def test_pins_that_do_not_divide_the_usual_batch_enlarge_it() -> None:
+def test_pins_that_do_not_divide_the_default_batch_enlarge_it() -> None:
     assert rows_of(pins__microbatch=3) == 129
     assert rows_of(pins__dp=16, pins__microbatch=16) == 256
     assert rows_of(pins__pp=1, limits__tp=1, pins__microbatch=16) == 256
