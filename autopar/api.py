@@ -9,15 +9,16 @@ plan.write("out")
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
-from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.emit import emit, refuse_overwriting
+from autopar.codegen.emit import emit
 from autopar.codegen.proof.comparison import TrainingComparison
 from autopar.codegen.proof.verification import read_script_of, verify
+from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.script.script_file import refuse_overwriting
 from autopar.codegen.subject import with_model
 from autopar.options import MachineOptions
 from autopar.planner.costs.prediction import Arrangement, Prediction
@@ -29,14 +30,13 @@ from autopar.planner.files import (
     write_whole,
 )
 from autopar.planner.model.model_file import model_path
-from autopar.planner.plan.again import parts_of
 from autopar.planner.plan.declared.settings import DemandOptions
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, refuse_foreign, write_plan
 from autopar.planner.plan.fleet import Curve
-from autopar.planner.plan.plan import Plan as Content
+from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.planning import make_plans, request_of
+from autopar.planning import make_plans, request_of, traced_plan
 
 __all__ = ["AutoparError", "Plan", "load", "plan"]
 
@@ -47,7 +47,7 @@ Value = str | int | float
 class Plan:
     """How to split a training; with methods to write, explain and verify it."""
 
-    content: Content  # the contents of plan.json
+    content: StoredPlan  # the contents of plan.json
     folder: Path  # relative paths of the model file start here
     curve: Curve | None = None  # one plan per number of devices, if several were compared
 
@@ -103,11 +103,11 @@ class Plan:
         refuse_replacing(place, model_path(self.content.model.spec))
         if not force:
             refuse_overwriting(place)
-        return emit(self.content, destination=place, folder=self.folder)
+        return emit(traced_plan(self.content, self.folder), destination=place, folder=self.folder)
 
     def explain(self) -> Explanation:
         """Return the reasons for the plan: time, stages, memory, communication, splits."""
-        return explain(self.content, *parts_of(self.content, where="the plan"))
+        return explain(self.content)
 
     def verify(
         self, script: str | Path | None = None, *, steps: int = 5, half_steps: int = 30
@@ -118,9 +118,11 @@ class Plan:
         alike: equal in float64, and in the plan's 16-bit dtype as close to fp32 as plain PyTorch.
         """
         with TemporaryDirectory(prefix="autopar-verified-") as name:
-            path = self.emit(Path(name) / SCRIPT_NAME) if script is None else _path(script)
-            given = read_script_of(self.content, path, self.folder)
-            return verify(self.content, self.folder, given, steps=steps, half_steps=half_steps)
+            content = traced_plan(self.content, self.folder)
+            traced = replace(self, content=content)
+            path = traced.emit(Path(name) / SCRIPT_NAME) if script is None else _path(script)
+            given = read_script_of(content, path, self.folder)
+            return verify(content, self.folder, given, steps=steps, half_steps=half_steps)
 
 
 def plan(
@@ -135,6 +137,7 @@ def plan(
     constraints: str | Path | None = None,
     profile: str | Path | None = None,
     time_limit_seconds: float | None = None,
+    cache: bool = True,
     **demands: Unpack[DemandOptions],
 ) -> Plan:
     """Plan how to split the training of a model, and prove the choice.
@@ -158,6 +161,7 @@ def plan(
         constraints=None if constraints is None else _path(constraints),
         time_limit_seconds=time_limit_seconds,
         profile=None if profile is None else _path(profile),
+        uses_cache=cache,
     )
     found = make_plans(request)
     is_compared = len(found.curve.trials) > 1

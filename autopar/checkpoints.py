@@ -44,7 +44,6 @@ from autopar.runtime.checkpointing.restoring import Reader
 from autopar.runtime.checkpointing.safetensors_file import Entry, in_file_order
 from autopar.runtime.checkpointing.states import STATE, WEIGHT
 from autopar.runtime.checkpointing.writing import export_dtype, tied_names
-from autopar.runtime.ranks.leaving import in_a_line
 from autopar.runtime.ranks.locations import (
     BROKEN,
     STEP,
@@ -55,6 +54,7 @@ from autopar.runtime.ranks.locations import (
     written_at,
 )
 from autopar.runtime.tensor.shards import whole
+from autopar.runtime.texts import in_a_line
 
 FOLDER = "checkpoints"  # in the folder of a run
 _UNFINISHED = "being written, or left by a training that was killed"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import gc
 import io
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import autopar
 from autopar.command_line import Command, CommandGroup
@@ -69,6 +73,38 @@ class LazyGroup(CommandGroup):
         """Return the names of the commands."""
         del ctx
         return list(self.commands)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without importing the commands."""
+        with self._help_alone():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the commands that complete a word, without importing them."""
+        with self._help_alone():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _help_alone(self) -> Iterator[None]:
+        """Replace the commands by stand-ins that have nothing but their help."""
+        whole = self.commands
+        self.commands = {name: TyperCommand(name, help=_help_of(name)) for name in FUNCTIONS}
+        try:
+            yield
+        finally:
+            self.commands = whole
+
+
+def _help_of(name: str) -> str:
+    """Return the docstring of a command, or of a group's callback, read from its file."""
+    module, _, function = FUNCTIONS[name].partition(".")
+    text = (Path(__file__).parent / "commands" / f"{module}.py").read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(one) for one in node.decorator_list]
+            if node.name == function or f"{function}.callback()" in decorators:
+                return ast.get_docstring(node) or ""
+    return ""
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)

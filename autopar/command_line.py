@@ -85,8 +85,10 @@ def _refusal(error: Any, context: Any) -> InputError:
 
 
 def _near(option: str, context: Any) -> str:
-    """Return an option with a similar name, or ""."""
+    """Return an option that has the word in its name, else one with a similar name, or ""."""
     known = (name for one in context.command.params for name in (*one.opts, *one.secondary_opts))
     bare = {name.lstrip("-"): name for name in known}
-    near = get_close_matches(option.lstrip("-"), bare, n=1, cutoff=0.5)
+    word = option.lstrip("-")
+    having = [name for name in bare if word in name.split("-")]
+    near = get_close_matches(word, having or bare, n=1, cutoff=0.0 if having else 0.5)
     return bare[near[0]] if near else ""

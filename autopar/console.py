@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from autopar.planner.errors import AutoparError
-from autopar.runtime.ranks.leaving import masked, plain
+from autopar.runtime.texts import masked, plain
 
 
 class PlainConsole(Console):

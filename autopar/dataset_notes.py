@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from autopar.console import tell_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.errors import AutoparError, InputError, text_of
 from autopar.planner.graph.graph import Graph, batch_key
@@ -39,24 +38,27 @@ _READING_SECONDS = 5.0  # limit for reading rows
 _ELSEWHERE = object()  # returned for code that may work on the training machine
 
 
-def check_dataset(file: ModelFile, graph: Graph, axes: GraphAxes) -> None:
+def check_dataset(
+    file: ModelFile, graph: Graph, axes: GraphAxes, tell: Callable[[str], None]
+) -> None:
     """Reject rows that no plan can train on: without a key, or of a size that weights do not fit.
 
     Lengths may vary. A dataset that cannot be read here may be readable on the training machine.
+    `tell` is called with each note for the user.
     """
     columns = columns_of(file.example_batch(1))
     for maker in ("build_dataset", "build_eval_dataset"):
         build = getattr(file, maker)
-        dataset, rows = (None, []) if build is None else _few_rows(maker, build, file)
+        dataset, rows = (None, []) if build is None else _few_rows(maker, build, file, tell)
         if rows and file.build_collate is not None:
-            _check_collated(file.build_collate, [row for _, row in rows], columns, file)
+            _check_collated(file, [row for _, row in rows], columns, tell)
             continue
         for number, row in rows:
             fault = fault_of_row(row, columns, dataset, name=f"row {number} of {maker}()")
             if fault is not None:
                 raise InputError(fault.found, where=str(file.path), fix=fault.fix)
             _check_sizes(f"row {number} of {maker}()", row, graph, axes, str(file.path))
-        _note_plain(maker, [row for _, row in rows], file)
+        _note_plain(maker, [row for _, row in rows], file, tell)
 
 
 def _check_sizes(
@@ -80,25 +82,33 @@ def _check_sizes(
 
 
 def _check_collated(
-    build: Callable[[], Any], rows: Sequence[Any], columns: Mapping[str, RowColumn], file: ModelFile
+    file: ModelFile,
+    rows: Sequence[Any],
+    columns: Mapping[str, RowColumn],
+    tell: Callable[[str], None],
 ) -> None:
     """Reject a collate function whose batches no plan can train on."""
-    batch = _tried("calling the function of build_collate()", lambda: build()(rows), file)
+    assert file.build_collate is not None
+    build = file.build_collate
+    doing = "calling the function of build_collate()"
+    batch = _tried(doing, lambda: build()(rows), file, tell)
     if batch is _ELSEWHERE:
         return
     fault = fault_of_batch(batch, columns, len(rows))
     if fault is not None:
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
-    _note_plain("build_collate", [batch], file)
+    _note_plain("build_collate", [batch], file, tell)
 
 
-def _note_plain(maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile) -> None:
-    """Print a note if rows have numbers for something that is constant in example_batch."""
+def _note_plain(
+    maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile, tell: Callable[[str], None]
+) -> None:
+    """Tell if rows have numbers for something that is constant in example_batch."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)
         if other is not None:
-            tell_note(
+            tell(
                 f"{key!r} is {other} in a row of {maker}(), and {plain} for every batch: "
                 "example_batch has a plain value there. To train on those of the rows, let it "
                 f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
@@ -113,23 +123,25 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _few_rows(
-    maker: str, build: Callable[[], Any], file: ModelFile
+    maker: str, build: Callable[[], Any], file: ModelFile, tell: Callable[[str], None]
 ) -> tuple[Any, list[tuple[int, Any]]]:
     """Return a dataset and a few of its rows with their indices, as far as they can be read here.
 
     A stream is not read, because its first row may take long.
     """
-    dataset = _tried(f"calling {maker}", build, file, mistakes=_MISTAKES)
+    dataset = _tried(f"calling {maker}", build, file, tell, mistakes=_MISTAKES)
     if dataset is _ELSEWHERE:
         return dataset, []
-    fault = _tried(f"the length of {maker}()", partial(fault_of_dataset, dataset, maker), file)
+    measured = partial(fault_of_dataset, dataset, maker)
+    fault = _tried(f"the length of {maker}()", measured, file, tell)
     if isinstance(fault, Fault):
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
     if is_stream(dataset) or fault is _ELSEWHERE:
         return dataset, []
     rows, until, length = list[tuple[int, Any]](), time.monotonic() + _READING_SECONDS, len(dataset)
     for number in sorted({*range(_FIRST_ROWS), length // 2, length - 1} & {*range(length)}):
-        row = _tried(f"reading row {number} of {maker}()", partial(getitem, dataset, number), file)
+        read = partial(getitem, dataset, number)
+        row = _tried(f"reading row {number} of {maker}()", read, file, tell)
         if row is _ELSEWHERE or time.monotonic() > until:
             break
         rows.append((number, row))
@@ -140,6 +152,7 @@ def _tried(
     doing: str,
     read: Callable[[], Any],
     file: ModelFile,
+    tell: Callable[[str], None],
     *,
     mistakes: tuple[type[BaseException], ...] = _MISTAKES_OF_ROWS,
 ) -> Any:
@@ -152,7 +165,7 @@ def _tried(
         if cause is None or isinstance(cause, mistakes):
             raise
         said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
-        tell_note(
+        tell(
             f"the dataset could not be read here ({said}), so its rows were not looked at. "
             "The script reads it where it runs."
         )

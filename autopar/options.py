@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -26,6 +26,12 @@ from autopar.planner.errors import InputError
 MOST = 2**31  # the largest value of any counter
 _MOST_SECONDS = 1e9
 Number = TypeVar("Number", int, float)
+
+
+CACHE = Annotated[
+    bool,
+    typer.Option("--cache/--no-cache", help="Reuse the traced model if it has not changed."),
+]
 
 
 def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:

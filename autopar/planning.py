@@ -6,14 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopar.codegen.emit import emit_with_notes
-from autopar.codegen.proof.comparison import TrainingComparison
-from autopar.codegen.proof.verification import check_fits, read_script_of, step_flops, verify
-from autopar.codegen.script.layer_lists import LostLayersError
-from autopar.codegen.subject import check_unchanged, model_spec
 from autopar.console import progress, reported, tell_note
-from autopar.dataset_notes import check_dataset, check_metrics
 from autopar.notes import (
     note_devices,
     note_objects_kept,
@@ -29,30 +24,57 @@ from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.errors import AutoparError, InfeasibleError, InputError
-from autopar.planner.findings.numbers import check_constants, check_means
-from autopar.planner.findings.optimizer import optimizer_traits
-from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
-from autopar.planner.model.model_file import load_model_file, model_path
-from autopar.planner.plan.again import arrangement_constraints, whole_constraints
-from autopar.planner.plan.declared.constraints import (
-    Constraints,
-    Objective,
-    check_names,
-    check_tokens,
-    check_work,
-    without_recompute,
-)
+from autopar.planner.model.model_file import model_path, split_spec
+from autopar.planner.plan.declared.constraints import Constraints, check_work, without_recompute
 from autopar.planner.plan.declared.file import gathered_constraints
-from autopar.planner.plan.declared.limits import rows_at_once, with_moments, with_optimizer
-from autopar.planner.plan.fleet import ChosenPoint, Curve, Fewer, Training, choose
-from autopar.planner.plan.plan import Plan, model_facts
-from autopar.planner.plan.search.demands import check_memory
-from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
-from autopar.planner.plan.telling.explanation import class_layouts
+from autopar.planner.plan.declared.limits import rows_at_once
+from autopar.planner.plan.files.cache import Question, forget, keep, recalled
+from autopar.planner.plan.fleet import Training
+from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
+from autopar.planner.plan.planned import (
+    PlanDemands,
+    Planned,
+    check_demands,
+    plan_training,
+    training_of,
+)
 from autopar.planner.plan.telling.words import arrangement_words, parts_apart, statistics_apart
+from autopar.planner.plan.traced import TracedModel, trace_model, with_spec
+from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, read_measurements
-from autopar.planner.trace import trace_for_rows
+
+# What needs torch is imported in functions: a plan of a model that is known needs none.
+if TYPE_CHECKING:
+    from autopar.codegen.proof.comparison import TrainingComparison
+
+
+def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:
+    """Return a plan with the graph of its model: from the cache, or traced again."""
+    from autopar.codegen.subject import check_unchanged, model_spec, trace_planned
+    from autopar.codegen.subject import with_planned_graph as joined
+
+    known = recalled_plan(plan, folder) if uses_cache else None
+    if known is not None:
+        return known
+    path = model_path(model_spec(plan, folder))
+    check_unchanged(plan, path)
+    with progress("tracing the model"):
+        return joined(plan, trace_planned(plan, folder), path)
+
+
+def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
+    """Return a plan with the graph of its model where the cache has that; no model file is run."""
+    from autopar.codegen.subject import check_unchanged, fits, model_spec
+
+    if isinstance(plan, Plan):
+        return plan
+    spec = model_spec(plan, folder)
+    check_unchanged(plan, model_path(spec))
+    arguments = [f"{key}={value}" for key, value in plan.model.arguments]
+    question = _question(spec, arguments, plan.arrangement.precision, plan.model.batch.fixed)
+    known = recalled(question)
+    return with_graph(plan, known.graph) if known is not None and fits(plan, known) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +90,9 @@ def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
 
     Modules are split and recomputed as in the given plan where sizes allow it.
     """
+    from autopar.codegen.subject import check_unchanged, model_spec
+    from autopar.planner.plan.again import arrangement_constraints, whole_constraints
+
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))
     given = (argument.partition("=") for argument in arguments)
@@ -104,26 +129,11 @@ def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> In
 
 def _splits(plan: Plan) -> set[str]:
     """Return what is split along which axis; equal layers are listed once."""
-    axes = infer_axes(plan.graph)
     return {
         f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
-        for line in class_layouts(plan, axes, find_layers(plan.graph, axes))
+        for line in plan.classes
         for one in line.splits
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The plans for all numbers of devices, the chosen one, and whether fewer suffice."""
-
-    curve: Curve
-    choice: ChosenPoint
-    fewer: Fewer | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the chosen number of devices."""
-        return self.choice.point.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +146,7 @@ class Request:
     constraints: Constraints
     time_limit_seconds: float | None = None
     measured: MeasuredFile | None = None
+    uses_cache: bool = True
 
 
 def request_of(
@@ -148,6 +159,7 @@ def request_of(
     constraints: Path | None,
     time_limit_seconds: float | None,
     profile: Path | None,
+    uses_cache: bool = True,
 ) -> Request:
     """Return what some options ask for, checked; `demands` are as in `DemandOptions`."""
     declared = gathered_constraints(pins, demands, constraints)
@@ -164,6 +176,7 @@ def request_of(
         constraints=declared,
         time_limit_seconds=time_limit_seconds,
         measured=measured,
+        uses_cache=uses_cache,
     )
 
 
@@ -193,35 +206,71 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
 
     Impossible requests are rejected as early as possible.
     """
-    # imported here, because other commands need no solver
-    from autopar.planner.plan.fleet import fewer_as_fast, planned_curve
-    from autopar.planner.plan.solving.costing import Prices
-
-    clusters, constraints = request.clusters, request.constraints
-    _check_degrees(clusters, constraints)
-    check_memory(clusters[-1], constraints)
-    prices = Prices()
+    demands = PlanDemands(
+        clusters=request.clusters,
+        constraints=request.constraints,
+        time_limit_seconds=request.time_limit_seconds,
+        measured=request.measured,
+        looks_at_fewer=looks_at_fewer,
+    )
+    check_demands(demands)
     with reported("tracing the model") as report:
-        training = read_training(request, report)
-        report("searching")
-        curve = planned_curve(
-            training,
-            clusters,
-            time_limit_seconds=request.time_limit_seconds,
-            report=report,
-            prices=prices,
-        )
-        choice = choose(curve, constraints)
-        found = choice.point.plan
-        fewer = None
-        if looks_at_fewer and len(clusters) == 1 and _is_rented(clusters[0], constraints):
-            report("looking at fewer devices")
-            fewer = fewer_as_fast(training, clusters[0], found, prices=prices)
-    if constraints.precision.scales_loss:
-        check_means(training.graph, microbatch=found.arrangement.microbatch)
-    note_objects_kept(found, training.layers)
-    note_plan(found)
-    return Planned(curve=curve, choice=choice, fewer=fewer)
+        traced = read_model(request)
+        report("finding its axes and layers")
+        training = training_of(traced, demands)
+        _tell_findings(traced, training, request)
+        found = plan_training(training, demands, report)
+    note_objects_kept(found.plan, training.layers)
+    note_plan(found.plan)
+    return found
+
+
+def _question(
+    spec: str, arguments: Sequence[str], precision: Precision, rows: int | None
+) -> Question:
+    path, factory = split_spec(spec)
+    return Question(
+        path=path, factory=factory, arguments=tuple(arguments), precision=precision, rows=rows
+    )
+
+
+def read_model(request: Request) -> TracedModel:
+    """Return the traced model of a request, from the cache where it has not changed since.
+
+    Rows of its dataset are tried once, and what is wrong with them is refused.
+    """
+    precision, rows = request.constraints.precision, rows_at_once(request.constraints)
+    question = _question(request.model, request.arguments, precision, rows)
+    known = recalled(question) if request.uses_cache else None
+    if known is not None and known.notes is not None:
+        return with_spec(known, request.model)
+    from autopar.dataset_notes import check_dataset, check_metrics
+    from autopar.planner.model.model_file import load_model_file
+
+    file = load_model_file(request.model, request.arguments)
+    traced = trace_model(
+        file, spec=request.model, arguments=request.arguments, precision=precision, rows=rows
+    )
+    notes = list[str]()
+    check_dataset(file, traced.graph, infer_axes(traced.graph), notes.append)
+    check_metrics(file, traced.graph, traced.model)
+    traced = replace(traced, notes=tuple(notes))
+    if request.uses_cache:
+        keep(question, traced)
+    return traced
+
+
+def _tell_findings(traced: TracedModel, training: Training, request: Request) -> None:
+    """Tell what a person should know of a model before its plan is searched."""
+    graph = traced.graph
+    for note in traced.notes or ():
+        tell_note(note)
+    note_own_choices(graph)
+    note_own_gradients(graph)
+    note_optimizer(traced.optimizer)
+    note_devices(graph, request.clusters[-1])
+    note_rows(graph, training.constraints)
+    note_unpriced(graph, training.axes)
 
 
 def scripted(
@@ -235,9 +284,20 @@ def scripted(
     A layer can only be recomputed if the script calls it as a module, which shows when the script
     is written. If it does not, the plan is made again without recomputing that layer.
     """
+    from autopar.codegen.emit import emit_with_notes
+    from autopar.codegen.script.layer_lists import LostLayersError
+    from autopar.codegen.subject import ChangedModelError
+
     found = plans(request)
     try:
         text, notes = emit_with_notes(found.plan, destination=destination)
+    except ChangedModelError as changed:
+        if not request.uses_cache:
+            raise
+        precision, rows = request.constraints.precision, rows_at_once(request.constraints)
+        forget(_question(request.model, request.arguments, precision, rows))
+        tell_note(f"planned again without the cache: {changed.found}")
+        return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
         why = "its code has to stand in its caller's"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
@@ -248,59 +308,6 @@ def scripted(
     for note in notes:
         tell_note(note)
     return found, text
-
-
-def _check_degrees(
-    clusters: Sequence[Cluster], constraints: Constraints, graph: Graph | None = None
-) -> None:
-    """Reject constraints that leave no possible degrees on any cluster."""
-    batch = BatchFacts.of(graph) if graph is not None else BatchFacts(may_be_uneven=True)
-    *fewer, last = (cluster.size for cluster in clusters)
-    if not any(leave_degrees(constraints.declared, size, batch) for size in fewer):
-        check_degrees(last, constraints, batch)
-
-
-def read_training(request: Request, report: Callable[[str], None]) -> Training:
-    """Trace the model and return what a search needs of it; print notes.
-
-    The last cluster is the largest one.
-    """
-    clusters, constraints = request.clusters, request.constraints
-    model_file = load_model_file(request.model, request.arguments)
-    graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
-    optimizer = optimizer_traits(model_file, graph)
-    graph, constraints = with_moments(graph, optimizer), with_optimizer(constraints, optimizer)
-    report("finding its axes and layers")
-    axes = infer_axes(graph)
-    layers = find_layers(graph, axes)
-    model = model_facts(model_file, graph, spec=request.model, arguments=request.arguments)
-    check_names(constraints, graph, axes, layers=len(layers.layers))
-    check_tokens(constraints, tokens_per_row=model.tokens_per_row)
-    _check_degrees(clusters, constraints, graph)
-    check_dataset(model_file, graph, axes)
-    check_metrics(model_file, graph, model)
-    note_own_choices(graph)
-    note_own_gradients(graph)
-    note_optimizer(optimizer)
-    note_devices(graph, clusters[-1])
-    note_rows(graph, constraints)
-    note_unpriced(graph, axes)
-    if constraints.precision.scales_loss:
-        check_constants(graph)
-    return Training(
-        graph=graph,
-        axes=axes,
-        layers=layers,
-        model=model,
-        constraints=constraints,
-        measured=request.measured,
-    )
-
-
-def _is_rented(cluster: Cluster, constraints: Constraints) -> bool:
-    """Whether it is worth planning for fewer devices: not on CPUs, which are for testing."""
-    is_cpu = any(node.device.is_cpu for node in cluster.nodes)
-    return not is_cpu and constraints.objective is not Objective.MEMORY
 
 
 TOLERANCE = 1e-9  # in float64, after several steps of AdamW
@@ -318,6 +325,8 @@ def is_quick(plan: Plan, cores: int) -> bool:
     """
     if parts_apart(plan) or statistics_apart(plan):
         return False
+    from autopar.codegen.proof.verification import step_flops
+
     processes = plan.arrangement.ranks + 1
     computed = 2 * (STEPS + 1) * step_flops(plan)  # by all ranks together, and again by one process
     seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
@@ -326,6 +335,8 @@ def is_quick(plan: Plan, cores: int) -> bool:
 
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
     """Return how a script compares with one process, or None with a note why that is unknown."""
+    from autopar.codegen.proof.verification import check_fits, read_script_of, verify
+
     try:
         check_fits(plan, memory_bytes())
         ranks = plan.arrangement.ranks
@@ -346,6 +357,8 @@ def memory_bytes() -> int:
 
 def verify_command(plan: Plan, folder: Path) -> str:
     """Return the command that verifies a plan; with a smaller model if this one is too large."""
+    from autopar.codegen.proof.verification import step_flops
+
     is_large = step_flops(plan) > MANY_FLOPS
     smaller = " --arg NAME=VALUE (a smaller model: see its build_model)" if is_large else ""
     return f"autopar verify {folder}{smaller}"

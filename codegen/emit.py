@@ -7,13 +7,13 @@ from pathlib import Path
 
 from autopar import runtime
 from autopar.codegen.script.model_calls import absent_notes
-from autopar.codegen.script.render import check_script, is_unchanged, render, with_checksum
+from autopar.codegen.script.render import check_script, render, with_checksum
+from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting, write_text
 from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import PlannedSubject, subject_of
 from autopar.planner.errors import InputError
 from autopar.planner.files import (
     check_writable,
-    read_given,
     refuse_named_as_file,
     refuse_others,
     refuse_replacing,
@@ -64,9 +64,6 @@ def _refuse_package_of_others(package: Path) -> None:
         )
 
 
-FILE_NAME = "train.py"
-
-
 def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
     """Return the script of a plan for the path `destination`.
 
@@ -93,37 +90,9 @@ def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
     return script
 
 
-def refuse_overwriting(
-    path: Path, *, fix: str = "choose another name with -o, or overwrite it with --force"
-) -> None:
-    """Raise if a file would be overwritten that is not an unchanged script of autopar."""
-    check_writable(path)
-    if not path.exists():
-        return
-    try:
-        is_ours = is_unchanged(read_given(path, what="the script"))
-    except InputError:
-        is_ours = False
-    if not is_ours:
-        raise InputError(
-            "a file that autopar did not write, or that was changed since, is in the way",
-            where=str(path),
-            fix=fix,
-        )
-
-
 def write_script(
     plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
 ) -> Path:
     """Write train.py of a plan into a folder, and return its path."""
     text = emit(plan, destination=folder / FILE_NAME, folder=model_folder or folder)
     return write_text(text, folder, force=force)
-
-
-def write_text(text: str, folder: Path, *, force: bool = False) -> Path:
-    """Write a script's text into a folder as train.py, and return its path."""
-    path = folder / FILE_NAME
-    if not force:
-        refuse_overwriting(path)
-    write_whole(path, text, what="the script")
-    return path

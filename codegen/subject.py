@@ -18,7 +18,8 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.model.without_memory import without_memory
-from autopar.planner.plan.plan import Model, Plan, source_hash
+from autopar.planner.plan.plan import Model, Plan, StoredPlan, source_hash, with_graph
+from autopar.planner.plan.traced import TracedModel, trace_model
 from autopar.planner.precision import Precision
 from autopar.planner.trace.lengths import with_other_lengths
 
@@ -127,13 +128,13 @@ def _check_same_modules(plan: Plan, model: nn.Module, path: Path) -> None:
     classes = {
         name: type(one).__name__ for name, one in model.named_modules(remove_duplicate=False)
     }
-    for number, call in enumerate(plan.graph.calls.values()):
+    for call in plan.graph.calls.values():
         found = classes.get(call.path)
         if not call.is_function and found != call.class_name:
             now = "is not there" if found is None else f"is a {found}"
             raise ChangedModelError(
-                f"graph.calls.{number} of the plan calls {call.path or 'the model'}, a "
-                f"{call.class_name}, which {now} in the model",
+                f"the plan calls {call.path or 'the model'}, a {call.class_name}, which {now} in "
+                "the model",
                 where=str(path),
                 fix="plan again with `autopar plan`",
             )
@@ -143,7 +144,7 @@ def _sized(shape: tuple[int, ...] | None) -> str:
     return "is not there" if shape is None else f"has the shape {list(shape)}"
 
 
-def model_spec(plan: Plan, folder: Path) -> str:
+def model_spec(plan: StoredPlan, folder: Path) -> str:
     """Return `path.py:factory` of a plan's model, relative to here, `folder` or a parent of it."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
@@ -160,7 +161,7 @@ def model_spec(plan: Plan, folder: Path) -> str:
     )
 
 
-def with_model(plan: Plan, folder: Path, given: str | None) -> Plan:
+def with_model(plan: StoredPlan, folder: Path, given: str | None) -> StoredPlan:
     """Return a plan with the model file given on the command line, if any.
 
     A plan.json may come from anybody. A path in it that leads outside of this folder and the plan's
@@ -180,7 +181,38 @@ def with_model(plan: Plan, folder: Path, given: str | None) -> Plan:
     return plan
 
 
-def _model_file(plan: Plan, folder: Path) -> ModelFile:
+def trace_planned(plan: StoredPlan, folder: Path) -> TracedModel:
+    """Trace the model of a stored plan again."""
+    arguments = [f"{key}={value}" for key, value in plan.model.arguments]
+    return trace_model(
+        _model_file(plan, folder),
+        spec=plan.model.spec,
+        arguments=arguments,
+        precision=plan.arrangement.precision,
+        rows=plan.model.batch.fixed,
+    )
+
+
+def fits(plan: StoredPlan, traced: TracedModel) -> bool:
+    """Whether a traced model computes what was planned."""
+    return traced.model.graph_hash == plan.model.graph_hash
+
+
+def with_planned_graph(plan: StoredPlan, traced: TracedModel, path: Path) -> Plan:
+    """Return a stored plan with the graph of its model; refuse another graph than was planned."""
+    if not fits(plan, traced):
+        raise ChangedModelError(
+            "the model computes something else than what was planned, though none of its own files "
+            "has changed",
+            where=str(path),
+            expected="what it reads (a library, a configuration, an environment variable) as it "
+            "was when it was planned",
+            fix="plan again with `autopar plan`, or bring that back",
+        )
+    return with_graph(plan, traced.graph)
+
+
+def _model_file(plan: StoredPlan, folder: Path) -> ModelFile:
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))  # before it is imported
     file = load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
@@ -199,7 +231,7 @@ def _model_file(plan: Plan, folder: Path) -> ModelFile:
     return file
 
 
-def check_unchanged(plan: Plan, path: Path) -> None:
+def check_unchanged(plan: StoredPlan, path: Path) -> None:
     """Raise if a model file has changed since the plan."""
     if source_hash(path) != plan.model.source_hash:
         raise ChangedModelError(

@@ -34,7 +34,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 FigureNumber = Annotated[float, Ge(0), Le(1e12)]  # money, or a ratio that may exceed 1
 
 
-MOST_BYTES = 2**27  # a plan of a thousand layers has 30 MB
+MOST_BYTES = 2**27
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),

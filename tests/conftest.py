@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give each process one thread: several for so small tensors would wait for each other."""
     settings.load_profile(ALL if config.getoption("--all-cells") else "half")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    os.environ["AUTOPAR_CACHE"] = ""  # each test traces its models itself
     torch.set_num_threads(1)
 
 

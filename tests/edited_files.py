@@ -18,8 +18,10 @@ from torch import nn
 from autopar.codegen.emit import emit
 from autopar.planner.cluster.file import read_cluster
 from autopar.planner.errors import AutoparError
+from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.files.document import plan_text, read_plan
+from autopar.planner.plan.plan import with_graph
 from autopar.planner.profile.measured import measurements_text, read_measurements
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.weights.safetensors_weights import load_safetensors
@@ -40,7 +42,6 @@ _FREE = (
     "prediction",
     "arrangement",
     "machines.limit_bytes",
-    "graph.fixed",
 )
 _WITHOUT_PLACE = {  # another program's file; a model file that is not found
     "format": ("",),
@@ -55,7 +56,8 @@ def kinds() -> Mapping[str, Edited]:
 
 
 def _made() -> Iterator[Edited]:
-    plan = plan_text(pinned_plan("mnist.py", tensor=2)).encode()
+    made = pinned_plan("mnist.py", tensor=2)
+    plan = plan_text(made).encode()
     constraints = partial(gathered_constraints, (), {})
     table = ROOT / "tests/benchmarks/validation/measured_memory.csv"
     measured = measurements_text(everything(), written="today").encode()
@@ -64,7 +66,7 @@ def _made() -> Iterator[Edited]:
         name="plan.json",
         source=plan,
         edit=edited_json,
-        read=_script,
+        read=partial(_script, made.graph),
         free=_FREE,
         words=_WITHOUT_PLACE,
     )
@@ -85,8 +87,8 @@ def _example(page: str) -> bytes:
     return found[1].encode()
 
 
-def _script(path: Path) -> str:
-    return emit(read_plan(path), destination=path.parent / "train.py")
+def _script(graph: Graph, path: Path) -> str:
+    return emit(with_graph(read_plan(path), graph), destination=path.parent / "train.py")
 
 
 def _loaded(path: Path) -> None:

@@ -18,6 +18,7 @@ from autopar.console import print_json, results
 from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.plan.files.cache import MOST_BYTES, PLACE, cache_folder, cached_sizes
 from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
 from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
 
@@ -39,7 +40,7 @@ class Finding:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Check Python, torch, devices, process groups and the solver; exit with 1 if one is missing.
+    """Check Python, torch, devices, process groups, solver and cache; exit with 1 if one fails.
 
     Example: autopar doctor
     """
@@ -73,6 +74,18 @@ def examine() -> Iterator[Finding]:
     yield _devices()
     yield _process_groups()
     yield _solver()
+    yield _cache()
+
+
+def _cache() -> Finding:
+    """Say where models that were traced lie, and how much room they take."""
+    folder = cache_folder()
+    if folder is None:
+        return Finding(name="cache", found=f"none, as {PLACE} is empty")
+    sizes = cached_sizes(folder)
+    models = "1 model" if len(sizes) == 1 else f"{len(sizes)} models"
+    found = f"{models}, {bytes_text(sum(sizes.values()))} of {bytes_text(MOST_BYTES)} in {folder}"
+    return Finding(name="cache", found=found)
 
 
 def _torch() -> Finding:

@@ -11,16 +11,18 @@ from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import print_json, progress, results
-from autopar.options import whole
+from autopar.options import CACHE, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.plan.files.document import read_plan
+from autopar.planning import traced_plan
 
 
 def dryrun(
     plan: PLAN,
     model: MODEL = None,
     rank: Annotated[int, whole("--rank", least=0, metavar="R", text="The rank, from 0.")] = 0,
+    cache: CACHE = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.
@@ -31,7 +33,7 @@ def dryrun(
     Example: autopar dryrun out/plan.json --rank 3
     """
     folder = plan if plan.is_dir() else plan.parent
-    found = with_model(read_plan(plan), folder, model)
+    found = traced_plan(with_model(read_plan(plan), folder, model), folder, uses_cache=cache)
     with progress(f"running rank {rank} of {found.arrangement.ranks} without computing"):
         report = dry_run(found, folder, rank=rank)
     if as_json:

@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import (
-    FILE_NAME,
-    emit,
-    emit_with_notes,
-    refuse_overwriting,
-    write_standalone,
-)
+from autopar.codegen.emit import emit, emit_with_notes, write_standalone
+from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import model_spec, with_model
 from autopar.console import results, tell_note
+from autopar.options import CACHE
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.files import refuse_replacing, write_whole
 from autopar.planner.model.functions import sources
@@ -23,6 +19,7 @@ from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
+from autopar.planning import traced_plan
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 MODEL = Annotated[
@@ -44,6 +41,7 @@ def emit_script(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite a script that was changed by hand.")
     ] = False,
+    cache: CACHE = True,
     standalone: Annotated[
         bool,
         typer.Option(
@@ -59,7 +57,7 @@ def emit_script(
     Example: autopar emit out/plan.json -o train.py
     """
     beside = plan if plan.is_dir() else plan.parent
-    found = with_model(read_plan(plan), beside, model)
+    found = traced_plan(with_model(read_plan(plan), beside, model), beside, uses_cache=cache)
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from autopar.console import print_json, reported, results
-from autopar.options import whole
+from autopar.options import CACHE, whole
 from autopar.pages.explanation_page import (
     analysis_page,
     communication_table,
@@ -25,12 +24,11 @@ from autopar.pages.explanation_page import (
 )
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
-from autopar.planner.plan.again import parts_of
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.why_not import WhyNot, why_not
@@ -49,10 +47,7 @@ def diff(
     Example: autopar diff before/plan.json after/plan.json
     """
     one, other = read_plan(before), read_plan(after)
-    parts = parts_of(one, where=str(before))
-    same = one.graph == other.graph and one.layouts == other.layouts and one.stages == other.stages
-    other_parts = parts if same else parts_of(other, where=str(after))
-    comparison = compare(one, other, parts=parts, other_parts=other_parts)
+    comparison = compare(one, other)
     if as_json:
         print_json(asdict(comparison))
         return
@@ -83,6 +78,13 @@ def explain_plan(
             help="For --why-not: the profile that the plan was made with.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="FILE", help="For --why-not: the model file, if it has moved."
+        ),
+    ] = None,
+    cache: CACHE = True,
     analyzed: Annotated[
         Path | None,
         typer.Option(
@@ -109,15 +111,24 @@ def explain_plan(
     if other is not None:
         pins = constraints_of(parse_pins([other], option="--why-not"))
         measured = read_measurements(profile) if profile else None
-        answer = _why_not(found, pins, measured)
+        folder = plan if plan.is_dir() else plan.parent
+
+        def traced() -> Plan:
+            from autopar.codegen.subject import with_model  # imported here: the rest needs no torch
+            from autopar.planning import recalled_plan, traced_plan
+
+            known = recalled_plan(found, folder) if cache and model is None else None
+            return known or traced_plan(with_model(found, folder, model), folder, uses_cache=cache)
+
+        answer = _why_not(found, traced, pins, measured)
         _print([why_not_page(answer)], answer if as_json else None)
         return
-    explanation = explain(found, *parts_of(found, where=str(plan)))
+    explanation = explain(found)
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
 
 
-def _analysis(plan: Plan, run: Path) -> Analysis:
+def _analysis(plan: StoredPlan, run: Path) -> Analysis:
     """Compare a plan with a run, given by its folder or its metrics file."""
     record = read_record(run)
     copy = run / PLAN_NAME
@@ -137,17 +148,26 @@ def _analysis(plan: Plan, run: Path) -> Analysis:
     return analysis
 
 
-def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> WhyNot:
+def _why_not(
+    plan: StoredPlan,
+    traced: Callable[[], Plan],
+    pins: Constraints,
+    measured: Measurements | None,
+) -> WhyNot:
     """Answer --why-not from the plan's own figures if possible; else solve the other plan."""
     # imported here, because the rest needs no solver
     from autopar.planner.plan.again import solve_point
 
-    with reported("solving the other plan"):
-        return why_not(plan, pins, partial(solve_point, measured=measured))
+    def solved(_: StoredPlan, constraints: Constraints) -> RunnerUp | str:
+        model = traced()
+        with reported("solving the other plan"):
+            return solve_point(model, constraints, measured=measured)
+
+    return why_not(plan, pins, solved)
 
 
 def _chosen(
-    plan: Plan, explanation: Explanation, *, stage: int | None, memory: bool, comm: bool
+    plan: StoredPlan, explanation: Explanation, *, stage: int | None, memory: bool, comm: bool
 ) -> Iterator[RenderableType]:
     """Yield the requested sections, or all of them."""
     if stage is None and not memory and not comm:

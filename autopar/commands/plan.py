@@ -5,31 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.emit import refuse_overwriting, write_text
-from autopar.codegen.proof.comparison import TrainingComparison
+from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.script.script_file import refuse_overwriting, write_text
 from autopar.commands import plan_options as options
-from autopar.commands.verify import tell_comparison
 from autopar.console import print_json, results
 from autopar.notes import note_fewer
-from autopar.options import MachineOptions
+from autopar.options import CACHE, MachineOptions
 from autopar.pages.plan_page import curve_json, curve_page, plan_page, work_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.planned import Planned
 from autopar.planning import (
     STEPS,
     TOLERANCE,
-    Planned,
     is_quick,
     request_of,
     scripted,
     verified,
     verify_command,
 )
+
+if TYPE_CHECKING:
+    from autopar.codegen.proof.comparison import TrainingComparison
 
 
 class NotVerifiedError(AutoparError):
@@ -54,6 +56,7 @@ def plan(
     force: options.FORCE = False,
     verify: options.VERIFY = None,
     as_json: options.AS_JSON = False,
+    cache: CACHE = True,
     *,
     demands: Mapping[str, str | None],
 ) -> None:
@@ -76,6 +79,7 @@ def plan(
         constraints=constraints,
         time_limit_seconds=time_limit,
         profile=profile,
+        uses_cache=cache,
     )
     refuse_named_as_file(output, expected=PLAN_FOLDER)
     refuse_foreign(output / FILE_NAME)
@@ -110,6 +114,8 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
         text = f"Verified: {ranks} CPU processes train {STEPS} steps as one does ({command})"
         results().print(text, soft_wrap=True)
     else:
+        from autopar.commands.verify import tell_comparison  # with torch
+
         tell_comparison(found, TOLERANCE)
 
 

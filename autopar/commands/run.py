@@ -18,7 +18,7 @@ from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import MOST_DEVICES, refuse_named_as_file
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.launching import (
     End,
@@ -61,7 +61,7 @@ from autopar.runs.run_record import (
     runs_in,
     told_from,
 )
-from autopar.runtime.ranks.leaving import masked
+from autopar.runtime.texts import masked
 
 
 def runs(
@@ -330,7 +330,7 @@ def _fill(folder: Path, chosen: PlanToTrain, start: Start, nodes: Nodes, command
 
 
 def _record(
-    plan: Plan, folder: Path, start: Start | None, metrics: Path, command: str
+    plan: StoredPlan, folder: Path, start: Start | None, metrics: Path, command: str
 ) -> RunRecord:
     host, process = own_process()
     goes_on = None if start is None else start.goes_on_from

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, refuse_overwriting, script_text
+from autopar.codegen.emit import script_text
 from autopar.codegen.proof.comparison import TIMES, Difference, InHalf, TrainingComparison
 from autopar.codegen.proof.plain_loop import FILE_NAME as PLAIN_NAME
 from autopar.codegen.proof.plain_loop import plain_loop
@@ -22,19 +22,20 @@ from autopar.codegen.proof.verification import (
     step_flops,
     verify,
 )
+from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import print_json, progress, results, tell_note
 from autopar.notes import note_parts_apart
-from autopar.options import difference, whole
+from autopar.options import CACHE, difference, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.files import refuse_replacing, write_whole
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan
+from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan, traced_plan
 
 _MOST_TOLD = 4
 
@@ -60,6 +61,7 @@ def verify_plan(
         bool,
         typer.Option("--plain", help=f"Train nothing; write {PLAIN_NAME}, a loop for one device."),
     ] = False,
+    cache: CACHE = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
@@ -79,7 +81,7 @@ def verify_plan(
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
     folder = plan if plan.is_dir() else plan.parent
-    found = with_model(read_plan(plan), folder, model)
+    found = traced_plan(with_model(read_plan(plan), folder, model), folder, uses_cache=cache)
     given = read_script_of(found, folder / FILE_NAME if script is None else script, folder)
     if plain:
         _write_plain(found, folder, given, is_smaller=bool(arg))

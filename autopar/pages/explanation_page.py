@@ -11,15 +11,15 @@ from rich.text import Text
 
 from autopar.pages.plan_page import bar, figure_text, plain_table
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import ClassLayouts, StoredPlan
 from autopar.planner.plan.telling.comparison import Change, ComparedFigure, PlanComparison
-from autopar.planner.plan.telling.explanation import ClassLayouts, Explanation, term_percents
+from autopar.planner.plan.telling.explanation import Explanation, term_percents
 from autopar.planner.plan.telling.words import added_up, arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
 from autopar.runs.run_metrics import Analysis, RunFigure
 
 
-def explanation_page(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:
+def explanation_page(plan: StoredPlan, explanation: Explanation) -> Iterator[RenderableType]:
     """Yield everything, from top to bottom."""
     yield _head(plan, explanation)
     yield _time(plan)
@@ -30,7 +30,7 @@ def explanation_page(plan: Plan, explanation: Explanation) -> Iterator[Renderabl
     yield Text(explanation.proof)
 
 
-def _head(plan: Plan, explanation: Explanation) -> Text:
+def _head(plan: StoredPlan, explanation: Explanation) -> Text:
     step = seconds_text(plan.prediction.step_seconds)
     lines = [
         f"{arrangement_words(plan.arrangement)}; recompute {recompute_words(plan.stages)}",
@@ -41,7 +41,7 @@ def _head(plan: Plan, explanation: Explanation) -> Text:
     return Text.assemble((title, "bold"), "\n", "\n".join(lines), "\n")
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: StoredPlan) -> Table:
     table = plain_table("Where the step goes", "term", "", "time", "share", "from", left=2)
     step = plan.prediction.step_seconds
     percents = term_percents(plan.prediction)
@@ -53,7 +53,7 @@ def _time(plan: Plan) -> Table:
     return table
 
 
-def stage_table(plan: Plan, explanation: Explanation, only: int | None = None) -> Table:
+def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = None) -> Table:
     """Return all stages or one: layers, seconds of a microbatch, idle time, memory."""
     table = plain_table(
         "Stages, seconds of one microbatch",
@@ -106,7 +106,7 @@ def memory_table(explanation: Explanation, only: int | None = None) -> Table:
     return table
 
 
-def communication_table(plan: Plan) -> RenderableType:
+def communication_table(plan: StoredPlan) -> RenderableType:
     """Return what the busiest rank sends in one step, and why."""
     if not plan.prediction.communication:
         return Text("No communication.\n")
@@ -206,7 +206,7 @@ def _change(one: ComparedFigure) -> str:
     return f"{one.after / one.before - 1:+.1%}"
 
 
-def analysis_page(plan: Plan, found: Analysis) -> Iterator[RenderableType]:
+def analysis_page(plan: StoredPlan, found: Analysis) -> Iterator[RenderableType]:
     """Yield predicted and measured figures, and advice about those that are far off."""
     yield _side_by_side("Predicted and measured", found.figures)
     if found.ranks:
@@ -236,7 +236,7 @@ def _side_by_side(title: str, figures: Sequence[RunFigure]) -> RenderableType:
     return table
 
 
-def _advice(step: RunFigure, plan: Plan, *, is_profiled: bool) -> str:
+def _advice(step: RunFigure, plan: StoredPlan, *, is_profiled: bool) -> str:
     terms = sorted(plan.prediction.terms, key=lambda term: -term.seconds)[:3]
     made = ", ".join(f"{one.name} {seconds_text(one.seconds)}" for one in terms if one.seconds)
     slower = "slower" if step.error > 0 else "faster"

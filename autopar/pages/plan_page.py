@@ -15,7 +15,7 @@ from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.declared.constraints import Objective, constraints_of
 from autopar.planner.plan.fleet import ChosenPoint, Curve, CurvePoint, time_text, usd_text
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds, proof_line
 from autopar.planner.plan.telling.words import (
     batch_words,
@@ -99,14 +99,14 @@ class _PlanRow:
     difference: str
 
 
-def plan_page(plan: Plan) -> Iterator[RenderableType]:
+def plan_page(plan: StoredPlan) -> Iterator[RenderableType]:
     """Yield the page from top to bottom."""
     yield _head(plan)
     yield _table(plan)
     yield Text(proof_line(plan))
 
 
-def _head(plan: Plan) -> Text:
+def _head(plan: StoredPlan) -> Text:
     machines = plan.machines
     arguments = ", ".join(f"{key}={value}" for key, value in plan.model.arguments)
     model = f"{plan.model.spec} ({arguments})" if arguments else plan.model.spec
@@ -131,7 +131,7 @@ _WANTED = {
 }
 
 
-def _wanted(plan: Plan) -> str:
+def _wanted(plan: StoredPlan) -> str:
     """Return by what the plan was chosen, and by which options."""
     objective = Objective(plan.objective)
     tolerance = constraints_of(plan.constraints).tolerance
@@ -141,7 +141,7 @@ def _wanted(plan: Plan) -> str:
     return f"{_WANTED[objective]}, {simpler} (--objective, --tolerance)"
 
 
-def _limits(plan: Plan) -> str:
+def _limits(plan: StoredPlan) -> str:
     """Return how much memory a rank may use, for each kind of device."""
     machines, devices = plan.machines, {one.name: one for one in plan.cluster.devices}
     if not machines.limits:
@@ -154,7 +154,7 @@ def _limits(plan: Plan) -> str:
     return f"{', '.join(each)} to use"
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: StoredPlan) -> Table:
     unit = unit_word(plan.model)
     table = plain_table(
         "The best plans" if plan.runners_up else "The plan",
@@ -176,7 +176,7 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _rows(plan: Plan) -> Iterator[_PlanRow]:
+def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
     """Yield the chosen plan, then the others; the fastest is marked where it is another one."""
     prediction = plan.prediction
     fastest = (plan.fastest,) if plan.fastest is not None else ()

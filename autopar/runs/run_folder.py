@@ -24,7 +24,7 @@ from autopar.console import tell_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import refuse_in_checkpoint, write_whole
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.runs.run_record import METRICS, PRIVATE, RECORD, RunState, read_record, runs_in
 from autopar.runtime.checkpointing.claim import NAME as IN_USE
 from autopar.runtime.checkpointing.claim import TakenError, claim
@@ -39,8 +39,8 @@ from autopar.runtime.checkpointing.finding import (
 )
 from autopar.runtime.checkpointing.manifest import NAME as MANIFEST
 from autopar.runtime.checkpointing.manifest import read_moment
-from autopar.runtime.ranks.leaving import masked, masked_variable
 from autopar.runtime.ranks.locations import Location, located, location, put, write
+from autopar.runtime.texts import masked, masked_variable
 
 RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
 _EXPORT = "model.safetensors"
@@ -76,7 +76,7 @@ class Start:
     copied: Location | None = None  # a checkpoint to copy into the run's own folder
 
 
-def run_name(plan: Plan, runs: Path, given: str | None) -> str:
+def run_name(plan: StoredPlan, runs: Path, given: str | None) -> str:
     """Return the name of a run's folder: the given one, or time and model."""
     if given is not None:
         if not re.fullmatch(r"[\w.-]+", given) or given in (".", ".."):
@@ -102,7 +102,7 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
+def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
     """Return where a run keeps its checkpoints, and what it resumes from."""
     own = folder / CHECKPOINTS
     is_taken = bool(checkpoints_in(own))
@@ -131,7 +131,7 @@ def _refuse_running(folder: Path) -> None:
         )
 
 
-def _newest(plan: Plan, runs: Path, own: Path) -> Start:
+def _newest(plan: StoredPlan, runs: Path, own: Path) -> Start:
     """Resume from the newest run of the same model that has checkpoints."""
     for path, record in reversed(runs_in(runs)):
         is_same = (record.model, record.arguments) == (plan.model.spec, plan.model.arguments)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.errors import InputError
 from autopar.planner.files import Bytes, FigureNumber, Seconds, SomeSeconds, damaged
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
@@ -228,7 +228,7 @@ class Analysis:
     keeping_seconds: float | None  # how long the training waits for a checkpoint
 
 
-def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
+def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
     """Compare a plan with the lines of a run, or return None if it has no step."""
     steps = _steady(lines)
     if not steps:
@@ -266,7 +266,7 @@ def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return steady or warming
 
 
-def _figures(plan: Plan, steps: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
+def _figures(plan: StoredPlan, steps: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
     predicted = plan.prediction
     seconds = median(float(one["seconds"]) for one in steps)
     yield RunFigure(name="step", unit="s", predicted=predicted.step_seconds, measured=seconds)
@@ -290,18 +290,18 @@ def _figures(plan: Plan, steps: Sequence[dict[str, Any]]) -> Iterator[RunFigure]
         )
 
 
-def _reserved_bytes(plan: Plan, rank: int) -> float:
+def _reserved_bytes(plan: StoredPlan, rank: int) -> float:
     """Return the predicted memory of a pipeline rank, as the allocator counts it."""
     return _stages(plan, rank)[0].memory.reserved_bytes
 
 
-def _stages(plan: Plan, rank: int) -> list[StagePrediction]:
+def _stages(plan: StoredPlan, rank: int) -> list[StagePrediction]:
     """Return the predictions for the stages of a pipeline rank."""
     stages = zip(plan.stages, plan.prediction.stages, strict=True)
     return [one for stage, one in stages if stage.rank == rank]
 
 
-def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
+def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
     """Yield what each pipeline rank did in the profiled step."""
     step = plan.prediction.step_seconds
     for rank in range(plan.arrangement.pipeline):
@@ -328,7 +328,7 @@ def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFi
             )
 
 
-def _computing_seconds(plan: Plan, rank: int) -> float:
+def _computing_seconds(plan: StoredPlan, rank: int) -> float:
     """Return the predicted compute time of a pipeline rank in a step."""
     of_layers = sum(
         one.forward_seconds + one.backward_seconds - one.tensor_seconds

@@ -16,8 +16,8 @@ from typing import Annotated
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
+from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.subject import check_unchanged, model_spec
 from autopar.console import tell_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
@@ -25,11 +25,11 @@ from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import machines_left, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.runtime.checkpointing.claim import is_held
-from autopar.runtime.ranks.leaving import masked
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import parsed
+from autopar.runtime.texts import masked
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
@@ -191,7 +191,7 @@ class OtherPlanError(AutoparError):
 class PlanToTrain:
     """A plan to train with, and the paths of it and its script."""
 
-    plan: Plan
+    plan: StoredPlan
     file: Path
     script: Path
     text: str | None = None  # of a script that is not written yet; then the plan is not either
@@ -276,7 +276,7 @@ def _ahead(trained: PlanToTrain, devices: int) -> Path:
     return folder.parent / f"{folder.name}-{devices}"
 
 
-def _facts(plan: Plan) -> dict[str, object]:
+def _facts(plan: StoredPlan) -> dict[str, object]:
     """Return facts that identify a training, by their names in messages."""
     return {
         "model": (plan.model.source_hash, plan.model.arguments),

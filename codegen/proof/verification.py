@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autopar.codegen.emit import FILE_NAME, script_text
+from autopar.codegen.emit import script_text
 from autopar.codegen.proof.comparison import TrainingComparison, compared, compared_in_half
 from autopar.codegen.proof.draws import AxisSizes
 from autopar.codegen.proof.exactness import failure_of
@@ -23,6 +23,7 @@ from autopar.codegen.proof.plain import Task, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.script_rank import Job
+from autopar.codegen.script.script_file import FILE_NAME
 from autopar.codegen.subject import model_spec, subject_of
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import InputError

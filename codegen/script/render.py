@@ -18,7 +18,7 @@ from autopar.codegen.forward.text.lines import from_line, imports_of
 from autopar.codegen.known_names import KNOWN, KNOWN_ALONE
 from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.codegen.script.script_view import ScriptView
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, StoredPlan
 
 
 def source(value: object) -> Source:
@@ -220,7 +220,7 @@ def is_unchanged(script: str) -> bool:
     return _digest(without) == found[2]
 
 
-def is_of_another_plan(script: str, plan: Plan) -> bool:
+def is_of_another_plan(script: str, plan: StoredPlan) -> bool:
     """Whether a script, changed or not, was written by another plan.
 
     Unknown (False) if another version of autopar wrote it.
@@ -231,7 +231,7 @@ def is_of_another_plan(script: str, plan: Plan) -> bool:
     return found[3] != plan_digest(plan)
 
 
-def plan_digest(plan: Plan) -> str:
+def plan_digest(plan: StoredPlan) -> str:
     """Return a digest of everything in a plan that determines the script's training."""
     decided = (
         plan.model.source_hash,

@@ -14,8 +14,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +31,8 @@ from autopar.planner.findings.optimizer_call import (
     make_on_stand_ins,
     own_tensors,
 )
-from autopar.planner.findings.schedule_probe import ScheduleEnd, schedule_end
+from autopar.planner.findings.schedule_probe import schedule_end
+from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.findings.writes import check_stepped_state
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.model_file import ModelFile
@@ -60,27 +59,6 @@ class StandIn(NamedTuple):
 class _Stepped(NamedTuple):
     optimizer: Any
     draws: bool  # whether its update draws random numbers
-
-
-class Reach(IntEnum):
-    """What the update of a number depends on, beside its own gradients."""
-
-    NUMBER = 0
-    PARAMETER = 1  # other numbers of its parameter
-    MODEL = 2  # other parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerTraits:
-    """Properties of an optimizer, found by trying it."""
-
-    name: str
-    reach: Reach
-    groups_by_place: bool  # groups depend on positions in the list of parameters
-    moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
-    draws: bool = False  # its step draws random numbers
-    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors outside of its state
-    ends: ScheduleEnd | None = None  # where its schedule fails
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.planner.errors import InputError, text_of
+from autopar.planner.findings.traits import ScheduleEnd
 from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.outside import outside_of
 
 TRIED_STEPS = 100  # a script's default
-
-
-class ScheduleEnd(NamedTuple):
-    """The step in which a schedule fails, and its message."""
-
-    step: int
-    said: str
-    where: str
 
 
 def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:

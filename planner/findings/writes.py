@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeAlias
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autopar.planner.costs.ops.kept import keeps_anything
 from autopar.planner.costs.prediction import Recompute
@@ -36,10 +34,12 @@ from autopar.planner.graph.ops import (
 )
 from autopar.planner.layers import Layer
 from autopar.planner.model.functions import nested_code
-from autopar.planner.model.outside import outside_of
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _OF_A_MATRIX = re.compile(r"aten\.(linear|matmul|einsum|tensordot)\.")
 
@@ -239,6 +239,8 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
     The optimizer may hold the model, or the latest optimizer may be a global of the file.
     """
+    from autopar.planner.model.outside import outside_of  # here alone: torch takes seconds
+
     outside = outside_of(path, model)
     before = outside.snapshot()
     try:
@@ -278,6 +280,8 @@ def _names_read(files: tuple[ModuleType, ...]) -> set[str]:
 
 
 def _run_in_a_step(file: ModuleType) -> Iterator[FunctionType]:
+    from torch import nn
+
     for name, value in vars(file).items():
         if name == "loss" and isinstance(value, FunctionType):
             yield value

@@ -7,6 +7,7 @@ that writes to one of them writes to the storage, and later reads of any of them
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -230,3 +231,17 @@ def input_name(key: str, taken: Container[str]) -> str:
 def batch_key(name: str) -> str:
     """Return the key of an input in the batch."""
     return name.removeprefix('batch["').removesuffix('"]')
+
+
+def graph_hash(graph: Graph) -> str:
+    """Return 64 hexadecimal digits for what a graph computes, wherever its code lies."""
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        computed = (op.name, op.target, op.arguments, op.outputs, op.call, op.grad_enabled)
+        digest.update(repr((computed, op.writes)).encode(errors="surrogatepass"))
+    named: tuple[Mapping[str, object], ...] = (graph.tensors, graph.constants, graph.calls)
+    rest = (graph.buffers, graph.inputs, graph.loss, graph.fixed_batch, graph.functions)
+    parameters = [(one.name, one.aliases, one.shape, one.trainable) for one in graph.parameters]
+    everything = (parameters, *(list(one.values()) for one in named), rest)
+    digest.update(repr(everything).encode(errors="surrogatepass"))
+    return digest.hexdigest()

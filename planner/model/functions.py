@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
-
-from torch import nn
-from torch.nn.modules import module as torch_module
+from typing import TYPE_CHECKING, Any
 
 from autopar.planner.model.guard import INIT, import_name, imported_names
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
 
@@ -105,5 +105,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def global_hooks() -> list[Callable[..., Any]]:
     """Return the hooks that torch runs for every module."""
+    from torch.nn.modules import module as torch_module  # imported here, because it takes seconds
+
     names = (f"_global{name}" for name in (*_FORWARD, *_BACKWARD))
     return [hook for name in names for hook in getattr(torch_module, name).values()]

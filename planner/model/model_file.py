@@ -15,8 +15,6 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from autopar.planner.errors import InputError
 from autopar.planner.files import check_given
 from autopar.planner.model.guard import (
@@ -173,13 +171,15 @@ class ModelFile:
 
     def plain_entries(self) -> dict[str, Any]:
         """Return the batch's entries that are no tensors; they are the same for every batch."""
+        from torch import Tensor  # imported here, because it takes seconds
+
         batch = self.example_batch(1)
         return {key: value for key, value in batch.items() if not isinstance(value, Tensor)}
 
 
 def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
     """Load MODEL as given on the command line, with its `key=value` arguments."""
-    path, factory = _split(spec)
+    path, factory = split_spec(spec)
     module = import_file(path)
     names = (factory, *REQUIRED, *OPTIONAL, *_of_evaluation(module))
     functions = {name: getattr(module, name, None) for name in names}
@@ -207,11 +207,11 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
 
 def model_path(spec: str) -> Path:
     """Return the file that MODEL names on the command line."""
-    return _split(spec)[0]
+    return split_spec(spec)[0]
 
 
-def _split(spec: str) -> tuple[Path, str]:
-    """Split `path.py:factory`; the factory is `build_model` unless named."""
+def split_spec(spec: str) -> tuple[Path, str]:
+    """Return file and factory of `path.py:factory`; the factory is `build_model` unless named."""
     name, _, factory = spec.rpartition(":")
     if not name or "/" in factory or factory.endswith(".py"):
         name, factory = spec, "build_model"

@@ -23,14 +23,9 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.consistency import layout_faults
-from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.plan import BatchFacts, Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.search.space import (
-    STAGES_PER_RANK,
-    BatchFacts,
-    leave_degrees,
-    legal_degrees,
-)
+from autopar.planner.plan.search.space import STAGES_PER_RANK, leave_degrees, legal_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 from autopar.planner.plan.telling.words import recompute_words
 
@@ -95,7 +90,7 @@ _ROWS = 2  # in a microbatch, or one per tensor rank if these share rows
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 
-def arrangement_constraints(plan: Plan) -> Constraints:
+def arrangement_constraints(plan: StoredPlan) -> Constraints:
     """Return constraints for a plan's degrees and settings, with the smallest useful batch.
 
     A step keeps the order of forwards and backwards, with fewer and smaller microbatches.
@@ -109,8 +104,8 @@ def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraint
     return constraints_of([*_arrangement(plan), *rules])
 
 
-def _arrangement(plan: Plan) -> Iterator[Declared]:
-    arranged, fixed = plan.arrangement, plan.graph.fixed_batch
+def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
+    arranged, fixed = plan.arrangement, plan.model.batch.fixed
     is_whole = arranged.data * arranged.microbatches == 1
     most = max(_ROWS, arranged.tensor) if is_whole else _ROWS
     rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, most)
@@ -207,13 +202,13 @@ class Resized:
     dropped: tuple[Declared, ...]
 
 
-def resized_constraints(plan: Plan, devices: int) -> Resized:
+def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
     """Return a plan's constraints with its global batch and precision, for other devices.
 
     Demands that leave no degrees for so many devices are dropped one by one. The search reports any
     other demand that cannot be met.
     """
-    arranged, batch = plan.arrangement, BatchFacts.of(plan.graph)
+    arranged, batch = plan.arrangement, plan.model.batch
     same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
     declared = (
         *plan.constraints,
@@ -251,7 +246,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
     )
 
 
-def machines_left(plan: Plan, devices: int, machines: int = 1) -> Cluster:
+def machines_left(plan: StoredPlan, devices: int, machines: int = 1) -> Cluster:
     """Return machines with so many devices of the plan's kind, joined as in the plan.
 
     Several machines for a plan of one are joined by the device's usual network.

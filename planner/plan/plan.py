@@ -1,10 +1,10 @@
-"""The types of a plan: everything that emission, comparison and explanation need."""
+"""The types of a plan: as it is stored, and with the graph that emission needs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autopar.planner.cluster.cluster import Cluster
@@ -22,30 +22,58 @@ from autopar.planner.files import (
     SomeBytes,
     SomeSeconds,
 )
-from autopar.planner.graph.graph import Graph
+from autopar.planner.findings.rows import may_be_uneven
+from autopar.planner.graph.graph import Graph, graph_hash
 from autopar.planner.graph.layouts import OpLayout, ParameterLayout
 from autopar.planner.model.functions import sources
 from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Declared
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """Properties of a model's batch.
+
+    `fixed` is the only number of rows that the model accepts, `fixed_at` the line that fixes it. If
+    `may_be_uneven`, data ranks may have unlike numbers of rows.
+    """
+
+    fixed: Rows | None = None
+    fixed_at: str = ""
+    may_be_uneven: bool = False
+
+    @classmethod
+    def of(cls, graph: Graph) -> BatchFacts:
+        """Return the properties of a traced model's batch."""
+        return cls(
+            fixed=graph.fixed_batch,
+            fixed_at=graph.fixed_at,
+            may_be_uneven=may_be_uneven(graph),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The planned model; `spec` is path.py or path.py:factory, as the user gave it."""
+    """The planned model; `spec` is path.py or path.py:factory, as the user gave it.
+
+    `graph_hash` is of the graph that it computes: a plan fits no other graph.
+    """
 
     name: str
     spec: str
     arguments: tuple[tuple[str, str], ...]
     source_hash: str
+    graph_hash: str
     parameters: Elements
     has_loss: bool  # the model file has a loss function; else the model returns its loss
     has_dataset: bool
     has_optimizer: bool
     has_scheduler: bool
     tokens_per_row: Rows  # 1 if rows are no sequences
+    batch: BatchFacts = BatchFacts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +132,47 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A way to train a model on a cluster.
+class SplitLine:
+    """An op that is split along an axis, and its result's layout."""
+
+    module: str  # within the layer, "" for the layer itself
+    op: str
+    axis: str
+    gives: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionLine:
+    """A tensor that is converted for an op of a module."""
+
+    module: str
+    tensor: str
+    produced: str
+    needed: str
+    forward: str
+    backward: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassLayouts:
+    """The layouts of all layers of one class, in words."""
+
+    name: str
+    first: str  # call of its first layer
+    layers: Elements
+    ops: Elements
+    splits: tuple[SplitLine, ...]
+    conversions: tuple[ConversionLine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPlan:
+    """A way to train a model on a cluster, as plan.json has it.
 
     `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers). It is the
-    same for every layer of the class, and uses the axes of the first one. `crossing` has the layout
-    of each tensor that passes between layers; the layer that makes it converts it.
+    same for every layer of the class, and uses the axes of the first one. `classes` says the same
+    in words. `crossing` has the layout of each tensor that passes between layers; the layer that
+    makes it converts it. Without tensor ranks, `parameters` and `crossing` are empty.
     """
 
     format: int
@@ -120,6 +183,7 @@ class Plan:
     constraints: tuple[Declared, ...]  # the user's; the last one for a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
+    classes: tuple[ClassLayouts, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
     parameters: tuple[ParameterLayout, ...]
     crossing: tuple[ParameterLayout, ...]
@@ -127,7 +191,6 @@ class Plan:
     proof: Proof
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
-    graph: Graph
     fastest: RunnerUp | None = None  # if the plan is a simpler one within the tolerance
 
     @property
@@ -166,6 +229,23 @@ class Plan:
         return tuple(mode for stage in stages for mode in stage.recompute)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(StoredPlan):
+    """A plan with the graph of its model, which emission needs."""
+
+    graph: Graph
+
+
+def without_graph(plan: StoredPlan) -> StoredPlan:
+    """Return a plan as plan.json has it."""
+    return StoredPlan(**{one.name: getattr(plan, one.name) for one in fields(StoredPlan)})
+
+
+def with_graph(plan: StoredPlan, graph: Graph) -> Plan:
+    """Return a plan with the graph of its model."""
+    return Plan(**{one.name: getattr(plan, one.name) for one in fields(StoredPlan)}, graph=graph)
+
+
 def model_facts(
     model_file: ModelFile, graph: Graph, *, spec: str, arguments: Sequence[str]
 ) -> Model:
@@ -176,12 +256,14 @@ def model_facts(
         spec=spec,
         arguments=tuple((key, value) for key, _, value in pairs),
         source_hash=source_hash(model_file.path),
+        graph_hash=graph_hash(graph),
         parameters=sum(graph.tensors[p.name].numel.at(1) for p in graph.parameters),
         has_loss=model_file.loss is not None,
         has_dataset=model_file.build_dataset is not None,
         has_optimizer=model_file.build_optimizer is not None,
         has_scheduler=model_file.build_scheduler is not None,
         tokens_per_row=graph.tokens_per_row,
+        batch=BatchFacts.of(graph),
     )
 
 

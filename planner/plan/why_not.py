@@ -18,14 +18,14 @@ from autopar.planner.plan.declared.constraints import (
     constraints_of,
     minimal_conflict,
 )
-from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.search.space import BatchFacts, check_degrees, leave_degrees
+from autopar.planner.plan.plan import RunnerUp, StoredPlan
+from autopar.planner.plan.search.space import check_degrees, leave_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # rounding of a step's sums
 
 # Solves for the best plan under constraints; a text says why there is none.
-SolvePoint = Callable[[Plan, Constraints], RunnerUp | str]
+SolvePoint = Callable[[StoredPlan, Constraints], RunnerUp | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class WhyNot:
     reasons: tuple[str, ...]
 
 
-def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
+def why_not(plan: StoredPlan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
     """Return why a plan does not have the pins; `solve_point` is called if unknown."""
     wanted = ", ".join(one.text for one in pins.declared)
 
@@ -48,7 +48,7 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
         return answer("the plan has it")
     fixed = (*pins.declared, _batch_of(plan))
     try:
-        check_degrees(plan.machines.devices, constraints_of(fixed), BatchFacts.of(plan.graph))
+        check_degrees(plan.machines.devices, constraints_of(fixed), plan.model.batch)
     except InfeasibleError as error:
         return answer(error.found, *filter(None, (error.expected, error.fix)))
     barring = barring_constraints(plan, fixed)
@@ -67,7 +67,7 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
     return answer(*barred, *_compared(plan, solved, barring), alternative=solved)
 
 
-def _batch_of(plan: Plan) -> Declared:
+def _batch_of(plan: StoredPlan) -> Declared:
     """Return a plan's global batch as a constraint, since another batch is another training."""
     batch = plan.arrangement.global_batch
     return Declared(
@@ -79,7 +79,7 @@ def _batch_of(plan: Plan) -> Declared:
     )
 
 
-def barring_constraints(plan: Plan, fixed: Sequence[Declared]) -> tuple[Declared, ...]:
+def barring_constraints(plan: StoredPlan, fixed: Sequence[Declared]) -> tuple[Declared, ...]:
     """Return the declared constraints that make `fixed` impossible."""
     others = {one.place: one for one in fixed}
     barring = [
@@ -88,7 +88,7 @@ def barring_constraints(plan: Plan, fixed: Sequence[Declared]) -> tuple[Declared
         if one.place in others and one.value != others[one.place].value
     ]
     rest = [one for one in plan.constraints if one.place not in others]
-    facts = BatchFacts.of(plan.graph)
+    facts = plan.model.batch
     feasible = partial(leave_degrees, devices=plan.machines.devices, batch=facts)
     while not feasible((*rest, *fixed)):
         conflict = [one for one in minimal_conflict((*rest, *fixed), feasible) if one in rest]
@@ -110,7 +110,9 @@ def _has(arrangement: Arrangement, pins: Constraints) -> bool:
     return allows(pinned, arrangement)
 
 
-def _compared(plan: Plan, other: RunnerUp, barring: Sequence[Declared] = ()) -> tuple[str, ...]:
+def _compared(
+    plan: StoredPlan, other: RunnerUp, barring: Sequence[Declared] = ()
+) -> tuple[str, ...]:
     """Return another plan's cost, the decisive term, and the memory."""
     ours, prediction = plan.prediction.step_seconds, plan.prediction
     change = other.step_seconds - ours
@@ -132,7 +134,7 @@ def _compared(plan: Plan, other: RunnerUp, barring: Sequence[Declared] = ()) -> 
 
 
 def _decision(
-    plan: Plan,
+    plan: StoredPlan,
     terms: Sequence[tuple[str, float]],
     *,
     memory_bytes: int,
@@ -157,7 +159,7 @@ def _decision(
     return "it is better: the search ended too early, so plan again with more time"
 
 
-def _unknown(plan: Plan) -> tuple[str, ...]:
+def _unknown(plan: StoredPlan) -> tuple[str, ...]:
     told = ", ".join(map(str, plan.constraints))
     declared = f"; declared were {told}" if told else ""
     return (

@@ -276,9 +276,25 @@ def is_random(op: Op) -> bool:
     return not is_off and all(arguments.get(name) != 0.0 for name in _CHANCES)
 
 
+# The public ops of aten that torch marks as random; a trailing _ writes in place.
+_DRAWING = (
+    "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
+    "feature_dropout geometric gru log_normal lstm miopen_rnn multinomial native_dropout normal "
+    "normal_functional poisson rand rand_like randint randint_like randn randn_like random "
+    "randperm rnn_relu rnn_tanh rrelu rrelu_with_noise rrelu_with_noise_functional "
+    "scaled_dot_product_attention uniform"
+)
+DRAWING = frozenset(_DRAWING.split())
+
+
 @lru_cache(maxsize=4096)
 def _draws(target: str) -> bool:
-    import torch  # takes seconds, and other commands do not need it
+    """Whether torch marks an op as random. Only private ops and those of libraries need torch."""
+    library, _, rest = target.partition(".")
+    name = rest.partition(".")[0]
+    if library == "aten" and not name.startswith("_"):
+        return name.removesuffix("_") in DRAWING
+    import torch  # imported here, because it takes seconds
 
     found: Any = torch.ops
     for part in target.split("."):

@@ -30,7 +30,7 @@ from autopar.runtime.checkpointing.manifest import (
 )
 from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.safetensors_file import Written
-from autopar.runtime.ranks.leaving import in_a_line, say
+from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import (
     BROKEN,
     STEP,
@@ -46,6 +46,7 @@ from autopar.runtime.ranks.locations import (
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.stored_tensors import KINDS, open_tensors
 
 _OF_A_RANK = re.compile(r"rank-\d{5,}\.safetensors")

@@ -16,11 +16,11 @@ import torch
 
 from autopar.runtime.checkpointing.safetensors_file import Written
 from autopar.runtime.checkpointing.states import STATE, WEIGHT, Scalar
-from autopar.runtime.ranks.leaving import in_a_line
 from autopar.runtime.ranks.locations import MANIFEST, MARK, Location, text_of
 from autopar.runtime.ranks.metrics import Check, Count, NotARecordError, parsed, record
 from autopar.runtime.tensor.shards import Chunks
 from autopar.runtime.tensor.slices import Ranges
+from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.stored_tensors import DTYPES, KINDS
 
 NAME = MANIFEST

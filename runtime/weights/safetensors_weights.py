@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.runtime.ranks.leaving import in_a_line, say
+from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location, check_regular, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Split, TensorPlace, group_aliases, places, tied_names
+from autopar.runtime.texts import in_a_line
 from autopar.runtime.weights.filling import ShapeError, fill
 from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.console import PlainConsole, reported
-from autopar.runtime.ranks.leaving import visible
+from autopar.runtime.texts import visible
 
 HOSTILE = "a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"
 SHOWN = r"a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"

@@ -24,7 +24,7 @@ def test_a_machine_that_runs_these_tests_is_fine(autopar: Autopar) -> None:
 
 def test_json_has_every_finding(autopar: Autopar) -> None:
     found = json.loads(autopar("doctor", "--json").out)
-    names = ["Python", "torch", "GPUs", "process groups", "solver"]
+    names = ["Python", "torch", "GPUs", "process groups", "solver", "cache"]
     assert [one["name"] for one in found] == names
 
 

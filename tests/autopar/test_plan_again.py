@@ -12,7 +12,8 @@ from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.declared.constraints import Declared, constraints_of
 from autopar.planner.plan.declared.file import parse_constraints
-from autopar.planning import Planned, Request, make_plans, scripted
+from autopar.planner.plan.planned import Planned
+from autopar.planning import Request, make_plans, scripted
 from tests.field.cells import KINDS, SUBJECTS
 from tests.field.trial import cluster_of
 from tests.field.trial import constraints_of as demanded

@@ -176,18 +176,21 @@ def test_rules_that_mean_one_of_several_equal_layers_are_refused(autopar: Autopa
     assert "'h.*'" in told(ran)
 
 
-def test_why_not_solves_what_a_constraint_forbade_from_the_plan_alone(autopar: Autopar) -> None:
+def test_why_not_solves_what_a_constraint_forbade(autopar: Autopar) -> None:
     demands = ("--gpus", "4", "--global-batch", "8", "--max-tp", "1", "--pin", "zero=0")
     ran = autopar("plan", MNIST, *demands, "--device", "h100", "-o", "out")
     assert ran.code == 0
-    why = autopar("explain", "out", "--why-not", "tp=4")
+    refused = autopar("explain", "out", "--why-not", "tp=4")
+    assert (refused.code, "give it on the command line" in refused.err) == (2, True)
+    asked = ("explain", "out", "--model", MNIST, "--why-not")
+    why = autopar(*asked, "tp=4")
     assert (why.code, why.err) == (0, "")
     assert "at most tp=1 (--max-tp) forbids it" in told(why)
     assert "its step takes" in told(why)
     assert "decide" in told(why)
-    of_batch = autopar("explain", "out", "--why-not", "microbatch=3")
+    of_batch = autopar(*asked, "microbatch=3")
     assert "a global batch of 8 (the plan)" in told(of_batch)
-    other_zero = autopar("explain", "out", "--why-not", "zero=3,dp=4")
+    other_zero = autopar(*asked, "zero=3,dp=4")
     assert "zero=0 (--pin) forbids it" in told(other_zero)
 
 

@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import AutoparError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.files.document import parse_plan, plan_text
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, with_graph
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for
 
@@ -134,7 +134,8 @@ def test_a_plan_whose_every_text_is_hostile_has_the_script_of_a_harmless_one(
 
     def emitted(names: dict[str, str]) -> str:
         changed = json.dumps(_renamed(table, names))
-        return emit(parse_plan(changed, where="plan.json"), destination=place)
+        read = parse_plan(changed, where="plan.json")
+        return emit(with_graph(read, plan.graph), destination=place)
 
     hostile: dict[str, str] = {}
     for text in dict.fromkeys(_texts(table)):

@@ -27,9 +27,9 @@ from autopar.planner.plan.declared.constraints import constraints_of as given_co
 from autopar.planner.plan.declared.file import gathered_constraints, parse_constraints
 from autopar.planner.plan.declared.limits import rows_at_once, with_optimizer
 from autopar.planner.plan.files.document import parse_plan, plan_text
-from autopar.planner.plan.plan import Plan, model_facts
+from autopar.planner.plan.plan import BatchFacts, Plan, model_facts, with_graph
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.search.space import BatchFacts, check_degrees
+from autopar.planner.plan.search.space import check_degrees
 from autopar.planner.plan.telling.words import statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
@@ -178,7 +178,7 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     constraints = with_optimizer(constraints_of(subject, kind), optimizer_traits(file, graph))
     check_degrees(kind.ranks, constraints, BatchFacts.of(graph))
     plan = search(graph, axes, layers, facts, cluster_of(kind), constraints)
-    return parse_plan(plan_text(plan), where="plan.json")
+    return with_graph(parse_plan(plan_text(plan), where="plan.json"), graph)
 
 
 def cluster_of(kind: Kind) -> Cluster:

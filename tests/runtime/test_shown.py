@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.runtime.ranks.leaving import in_a_line, masked, masked_variable, plain
+from autopar.runtime.texts import in_a_line, masked, masked_variable, plain
 
 
 @pytest.mark.parametrize(

@@ -5,171 +5,28 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from keyword import iskeyword
-from types import MappingProxyType
+from collections.abc import Container, Iterable, Iterator, Set
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.table import PipelineShape, refusal
 from autopar.planner.findings.writes import unable
-from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
-from autopar.planner.graph.ops import (
-    LOSS_CALL,
-    MODEL_DTYPE,
-    Buffer,
-    Op,
-    Parameter,
-    TensorOrigin,
-    refs,
-)
+from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Objective
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.search.space import shards_in_vain
-from autopar.planner.precision import ITEM_BYTES
+from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.rules.signature import Dim, leaves
-
-
-def graph_faults(graph: Graph) -> Iterator[str]:
-    """Yield each contradiction, with the place of its row."""
-    yield from _unknown(graph)
-    yield from _out_of_order(graph)
-    yield from _unlike_tensors(graph)
-    yield from _own_ancestors(graph)
-    yield from _unlike_schemas(graph)
-    yield from _unlike_names(graph)
-    for number, tensor in enumerate(graph.tensors.values()):
-        if tensor.dtype not in ITEM_BYTES and tensor.dtype != MODEL_DTYPE:
-            yield f"graph.tensors.{number}: {tensor.dtype!r} is no type of elements"
-        if any(size.at(1) < 0 for size in tensor.shape):
-            yield f"graph.tensors.{number}: a size of {tensor.name} is below 0"
-
-
-def _unlike_tensors(graph: Graph) -> Iterator[str]:
-    """Yield inputs, parameters and buffers that do not match their tensors."""
-    given = [one.name for one in graph.tensors.values() if one.origin is TensorOrigin.INPUT]
-    if sorted(given) != sorted(graph.inputs):
-        yield f"graph.inputs: the tensors from outside are {', '.join(map(repr, given))}"
-    fields: dict[str, tuple[Parameter | Buffer, ...]] = {
-        "parameters": graph.parameters,
-        "buffers": graph.buffers,
-    }
-    for field, held in fields.items():
-        for number, one in enumerate(held):
-            tensor = graph.tensors.get(one.name)
-            if tensor is not None and tensor.shape != one.shape:
-                yield f"graph.{field}.{number}: other sizes than those of its tensor"
-
-
-def _out_of_order(graph: Graph) -> Iterator[str]:
-    """Yield each tensor that an op reads before it is made, or that is made twice."""
-    made = {t.name for t in graph.tensors.values() if t.origin is not TensorOrigin.OP}
-    for number, op in enumerate(graph.ops):
-        if tuple(name for _, value in op.arguments for name in refs(value)) != op.inputs:
-            yield f"graph.ops.{number}: the inputs of {op.name} are not those in its arguments"
-        for name in op.inputs:
-            if name not in made:
-                yield f"graph.ops.{number}: {op.name} reads {name!r} before an op makes it"
-        for name in op.outputs:
-            if name in made:
-                yield f"graph.ops.{number}: {op.name} makes {name!r}, which is there before"
-        made |= set(op.outputs)
-    if graph.loss not in made:
-        yield f"graph.loss: no op makes {graph.loss!r}"
-
-
-def _unlike_schemas(graph: Graph) -> Iterator[str]:
-    """Yield unknown and missing arguments of torch's ops."""
-    for number, op in enumerate(graph.ops):
-        schema = _schema(op.target)
-        if schema is None:
-            continue
-        names = [name for name, _ in op.arguments]
-        for name in names:
-            if name not in schema:
-                yield f"graph.ops.{number}: {op.target} has no argument {name[:40]!r}"
-        for name, has_default in schema.items():
-            if name not in names and not has_default:
-                yield f"graph.ops.{number}: the argument {name!r} of {op.target} is missing"
-
-
-@cache
-def _schema(target: str) -> Mapping[str, bool] | None:
-    """Return an op's arguments, and whether each has a default; None for an unknown op."""
-    from torch._C import _get_schema  # imported here, because it takes seconds
-
-    name, _, overload = target.replace(".", "::", 1).rpartition(".")
-    try:
-        schema = _get_schema(name, "" if overload == "default" else overload)
-    except (RuntimeError, TypeError):
-        return None
-    return MappingProxyType({one.name: one.has_default_value() for one in schema.arguments})
-
-
-def _unlike_names(graph: Graph) -> Iterator[str]:
-    """Yield each argument of a call whose name is not valid in Python."""
-    calls = [(f"graph.calls.{n}", one.keywords) for n, one in enumerate(graph.calls.values())]
-    calls += [(f"graph.functions.{n}", one.keywords) for n, one in enumerate(graph.functions)]
-    for where, keywords in calls:
-        for name, _ in keywords:
-            if not name.isidentifier() or iskeyword(name):
-                yield f"{where}: {name[:40]!r} is no name of an argument"
-
-
-def _own_ancestors(graph: Graph) -> Iterator[str]:
-    """Yield a call that is inside itself."""
-    known: set[str] = set()
-    for start in graph.calls:
-        above: list[str] = []
-        key: str | None = start
-        while key is not None and key in graph.calls and key not in known:
-            if key in above:
-                yield f"graph.calls: {key!r} is called by itself"
-                return
-            above.append(key)
-            key = graph.calls[key].parent
-        known |= set(above)
-
-
-def _unknown(graph: Graph) -> Iterator[str]:
-    """Yield names that do not exist; the loss function's call has no row."""
-    for number, op in enumerate(graph.ops):
-        if op.target.count(".") != 2:
-            yield f"graph.ops.{number}: {op.target[:40]!r} is no op, such as aten.add.Tensor"
-        if op.call not in graph.calls and op.call != LOSS_CALL:
-            yield f"graph.ops.{number} names the call {op.call[:40]!r}, which is not there"
-    for number, call in enumerate(graph.calls.values()):
-        if call.parent is not None and call.parent not in graph.calls:
-            yield f"graph.calls.{number} names the call {call.parent[:40]!r}, which is not there"
-    ops = {op.name for op in graph.ops}
-    for number, function in enumerate(graph.functions):
-        if not function.ops:
-            yield f"graph.functions.{number}: {function.name[:40]!r} runs no op"
-        for name in function.ops:
-            if name not in ops:
-                yield f"graph.functions.{number} names the op {name[:40]!r}, which is not there"
-    parameters = tuple(parameter.name for parameter in graph.parameters)
-    named = [
-        ("", (graph.loss, *graph.inputs, *parameters)),
-        *((f".ops.{i}", (*op.inputs, *op.outputs, *op.writes)) for i, op in enumerate(graph.ops)),
-        *((f".tensors.{i}", (one.storage,)) for i, one in enumerate(graph.tensors.values())),
-    ]
-    for where, names in named:
-        for name in names:
-            if name not in graph.tensors:
-                yield f"graph{where} names the tensor {name!r}, which is not there"
-
 
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]{0,39}")
 _MOST_SHOWN = 40  # characters
 _ROUNDING = 1e-6  # by which sums of seconds differ
 
 
-def faults_of(plan: Plan) -> Iterator[str]:
+def faults_of(plan: StoredPlan) -> Iterator[str]:
     """Yield each contradiction that can be found without the graph's layers."""
     if not _VERSION.fullmatch(plan.autopar):
         yield f"autopar: {plan.autopar[:_MOST_SHOWN]!r} is no version"
@@ -177,11 +34,11 @@ def faults_of(plan: Plan) -> Iterator[str]:
     yield from _machines(plan)
     yield from _degrees(plan)
     yield from _stages(plan)
-    yield from _parameters(plan)
+    yield from _classes(plan)
     yield from _prediction(plan)
 
 
-def _words(plan: Plan) -> Iterator[str]:
+def _words(plan: StoredPlan) -> Iterator[str]:
     """Yield each word that is not one of the allowed ones."""
     known = (
         ("objective", plan.objective, Objective),
@@ -193,7 +50,7 @@ def _words(plan: Plan) -> Iterator[str]:
     yield from _doubled("model.arguments", (key for key, _ in plan.model.arguments))
 
 
-def _machines(plan: Plan) -> Iterator[str]:
+def _machines(plan: StoredPlan) -> Iterator[str]:
     nodes, limits = len(plan.cluster.nodes), [name for name, _ in plan.machines.limits]
     if plan.machines.nodes != nodes:
         yield f"machines.nodes is {plan.machines.nodes}, but the cluster has {nodes}"
@@ -206,7 +63,7 @@ def _machines(plan: Plan) -> Iterator[str]:
     yield from _doubled("machines.limits", limits)
 
 
-def _prediction(plan: Plan) -> Iterator[str]:
+def _prediction(plan: StoredPlan) -> Iterator[str]:
     prediction = plan.prediction
     together = math.fsum(term.seconds for term in prediction.terms)
     yield from _doubled("prediction.terms", (term.name for term in prediction.terms))
@@ -230,7 +87,7 @@ def _told(names: Iterable[str]) -> str:
     return ", ".join(repr(name[:_MOST_SHOWN]) for name in sorted(names))
 
 
-def _degrees(plan: Plan) -> Iterator[str]:
+def _degrees(plan: StoredPlan) -> Iterator[str]:
     arrangement = plan.arrangement
     shape = PipelineShape(
         ranks=arrangement.pipeline,
@@ -267,7 +124,7 @@ def _are_rows(arrangement: Arrangement) -> bool:
     return numbers and max(arrangement.rows) == arrangement.microbatch
 
 
-def _stages(plan: Plan) -> Iterator[str]:
+def _stages(plan: StoredPlan) -> Iterator[str]:
     arrangement = plan.arrangement
     needed = arrangement.pipeline * arrangement.stages_per_rank
     if len(plan.stages) != needed:
@@ -288,28 +145,26 @@ def _stages(plan: Plan) -> Iterator[str]:
         yield f"stages: not each rank has {arrangement.stages_per_rank} of them"
 
 
-def _parameters(plan: Plan) -> Iterator[str]:
-    graph = plan.graph
-    parameters = {one.name for one in graph.parameters}
-    known = parameters | {one.name for one in graph.buffers}
-    made = graph.index.made_by.keys()
-    places = (("parameters", plan.parameters, known), ("crossing", plan.crossing, made))
-    for where, own, names in places:
-        yield from _doubled(where, (one.name for one in own))
-        for number, one in enumerate(own):
-            if one.name not in names:
-                kind = "parameter" if own is plan.parameters else "result of an op"
-                yield f"{where}.{number}: the graph has no {kind} {one.name[:_MOST_SHOWN]!r}"
-    used = graph.index.readers.keys()  # a tensor that no op reads has no layout
-    missing = parameters & used - {one.name for one in plan.parameters}
-    for name in sorted(missing):
-        yield f"parameters: the layout of {name!r} is missing"
+def _classes(plan: StoredPlan) -> Iterator[str]:
+    if len(plan.classes) != len(plan.layouts):
+        yield f"layouts: {len(plan.layouts)} for {len(plan.classes)} classes of layers"
+    for number, (one, layouts) in enumerate(zip(plan.classes, plan.layouts, strict=False)):
+        if one.ops != len(layouts):
+            yield f"layouts.{number}: {len(layouts)} for {one.ops} ops of {one.name[:_MOST_SHOWN]}"
 
 
 def layout_faults(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[str]:
     """Yield contradictions between a plan and the layers of its graph."""
+    graph = plan.graph
+    held = [one.name for one in graph.parameters] + [one.name for one in graph.buffers]
+    yield from _unknown("parameters", plan.parameters, held, "parameter")
+    yield from _unknown("crossing", plan.crossing, graph.index.made_by.keys(), "result of an op")
     yield from _outside_faults("parameters", plan.parameters, axes)
     yield from _outside_faults("crossing", plan.crossing, axes)
+    if plan.arrangement.tensor > 1:
+        read = {one.name for one in graph.parameters} & graph.index.readers.keys()
+        yield from _missing("parameters", plan.parameters, read)
+        yield from _missing("crossing", plan.crossing, crossing_tensors(layers))
     planned = sum(stage.count for stage in plan.stages)
     if planned != len(layers.layers):
         yield f"stages: they hold {planned} layers, but the graph has {len(layers.layers)}"
@@ -334,9 +189,23 @@ def layout_faults(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[str]:
             yield from _op_faults(where, layout, axes, op)
 
 
+def _unknown(
+    where: str, own: tuple[ParameterLayout, ...], names: Container[str], kind: str
+) -> Iterator[str]:
+    for number, one in enumerate(own):
+        if one.name not in names:
+            yield f"{where}.{number}: the graph has no {kind} {one.name[:_MOST_SHOWN]!r}"
+
+
+def _missing(where: str, own: tuple[ParameterLayout, ...], names: Set[str]) -> Iterator[str]:
+    for name in sorted(names - {one.name for one in own}):
+        yield f"{where}: the layout of {name!r} is missing"
+
+
 def _outside_faults(where: str, own: tuple[ParameterLayout, ...], axes: GraphAxes) -> Iterator[str]:
     for number, one in enumerate(own):
-        yield from _tensor_faults(f"{where}.{number}.layout", one.layout, axes, one.name)
+        if one.name in axes.dims:
+            yield from _tensor_faults(f"{where}.{number}.layout", one.layout, axes, one.name)
 
 
 def _op_faults(where: str, layout: OpLayout, axes: GraphAxes, op: Op) -> Iterator[str]:

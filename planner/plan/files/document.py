@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from autopar.planner.cluster.cluster import Cluster, ClusterOrigin, LinkLevel, Machine, Unit
 from autopar.planner.costs.prediction import Arrangement, Prediction
@@ -17,6 +17,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.files import (
     MOST_DEVICES,
     Degree,
+    Elements,
     check_format,
     check_writable,
     damaged,
@@ -25,18 +26,20 @@ from autopar.planner.files import (
     told,
     write_whole,
 )
-from autopar.planner.graph.layouts import OpLayout, ParameterLayout
+from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.plan.declared.file import DeclaredDocument, declared_document, declared_of
 from autopar.planner.plan.files.consistency import faults_of
-from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import (
     FORMAT,
+    ClassLayouts,
+    ConversionLine,
     Model,
-    Plan,
     PlannedMachines,
     PlannedStage,
     Proof,
     RunnerUp,
+    SplitLine,
+    StoredPlan,
 )
 
 
@@ -115,6 +118,64 @@ def cluster_of(document: ClusterDocument) -> Cluster:
     )
 
 
+# A layout as people write it: I, R, P, or S(axis@dim) where a tensor is split.
+LayoutText = Annotated[str, StringConstraints(pattern=r"^([IRP]|S\([\w.]+@\d{1,4}\))$")]
+
+
+class LayoutRow(NamedTuple):
+    """How one op is split, as a list."""
+
+    letter: str
+    axis: str
+    needs: tuple[LayoutText, ...]
+    gives: tuple[LayoutText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassDocument:
+    """The layouts of all layers of a class: in words, and op by op."""
+
+    name: str
+    first: str
+    layers: Elements
+    ops: Elements
+    splits: tuple[SplitLine, ...]
+    conversions: tuple[ConversionLine, ...]
+    rows: tuple[LayoutRow, ...]
+
+
+def _class_document(one: ClassLayouts, layouts: Iterable[OpLayout]) -> ClassDocument:
+    rows = (
+        LayoutRow(own.letter, own.axis, tuple(map(str, own.needs)), tuple(map(str, own.gives)))
+        for own in layouts
+    )
+    return ClassDocument(**_values(one, ClassLayouts), rows=tuple(rows))
+
+
+def _op_layout(row: LayoutRow) -> OpLayout:
+    needs, gives = (tuple(map(_layout, texts)) for texts in (row.needs, row.gives))
+    return OpLayout(letter=row.letter, axis=row.axis, needs=needs, gives=gives)
+
+
+def _layout(text: str) -> Layout:
+    if len(text) == 1:
+        return Layout(LayoutKind(text))
+    axis, _, dim = text[2:-1].partition("@")
+    return Layout(LayoutKind.SPLIT, axis, int(dim))
+
+
+def _texts(own: Iterable[ParameterLayout]) -> dict[str, str]:
+    return {one.name: str(one.layout) for one in own}
+
+
+def _held(texts: Mapping[str, str]) -> tuple[ParameterLayout, ...]:
+    return tuple(ParameterLayout(name=name, layout=_layout(text)) for name, text in texts.items())
+
+
+def _values(one: object, kind: type[Any]) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in fields(kind)}
+
+
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 MOST_CHARACTERS = 100_000  # of one string
@@ -127,7 +188,7 @@ _OF_THE_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDocument:
-    """A plan in a file: its fields in this order; cluster and graph as rows."""
+    """A plan in a file, its fields in this order."""
 
     format: int
     autopar: str
@@ -137,15 +198,14 @@ class PlanDocument:
     constraints: tuple[DeclaredDocument, ...]
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
-    layouts: tuple[tuple[OpLayout, ...], ...]
-    parameters: tuple[ParameterLayout, ...]
-    crossing: tuple[ParameterLayout, ...]
+    layouts: tuple[ClassDocument, ...]
+    parameters: dict[str, LayoutText]
+    crossing: dict[str, LayoutText]
     prediction: Prediction
     proof: Proof
     fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
     cluster: ClusterDocument
-    graph: GraphDocument
 
 
 class _PlanFile(BaseModel):
@@ -158,7 +218,7 @@ class _PlanFile(BaseModel):
     plan: PlanDocument
 
 
-def write_plan(plan: Plan, path: Path) -> None:
+def write_plan(plan: StoredPlan, path: Path) -> None:
     """Write a plan into a file, whole or not at all."""
     write_whole(path, plan_text(plan), what="the plan")
 
@@ -178,7 +238,7 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> StoredPlan:
     """Return the plan in a file, or in plan.json of a folder."""
     path = path / FILE_NAME if path.is_dir() else path
     if path.suffix == ".py":
@@ -200,28 +260,25 @@ def _near(path: Path) -> str:
 _EXPECTED = f"{FILE_NAME} as `autopar plan` writes it"
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the text of plan.json: one line for each field, op, tensor and call."""
-    values = {field.name: getattr(plan, field.name) for field in fields(PlanDocument)}
-    values |= {
+def plan_text(plan: StoredPlan) -> str:
+    """Return the text of plan.json: one line for each field, stage and layout in words."""
+    written = {
         "constraints": tuple(map(declared_document, plan.constraints)),
+        "layouts": tuple(map(_class_document, plan.classes, plan.layouts)),
+        "parameters": _texts(plan.parameters),
+        "crossing": _texts(plan.crossing),
         "cluster": cluster_document(plan.cluster),
-        "graph": graph_document(plan.graph),
     }
-    document = PlanDocument(**values)
-    dumped = _ADAPTER.dump_python(
-        document,
-        mode="json",
-        exclude=_OF_THE_SEARCH,
-        warnings=False,  # about lists in the graph's rows, which are JSON already
-    )
+    values: dict[str, Any] = _values(plan, PlanDocument)
+    document = PlanDocument(**values | written)
+    dumped = _ADAPTER.dump_python(document, mode="json", exclude=_OF_THE_SEARCH)
     return "".join(_lines(dumped, depth=0)) + "\n"
 
 
-def summary(plan: Plan) -> Mapping[str, object]:
-    """Return plan.json's data without graph and layouts, for programs."""
+def summary(plan: StoredPlan) -> Mapping[str, object]:
+    """Return plan.json's data without layouts, for programs."""
     document: dict[str, object] = json.loads(plan_text(plan))
-    return {key: value for key, value in document.items() if key not in ("graph", "layouts")}
+    return {key: value for key, value in document.items() if key != "layouts"}
 
 
 def _lines(value: Any, *, depth: int) -> Iterator[str]:
@@ -245,21 +302,26 @@ def _lines(value: Any, *, depth: int) -> Iterator[str]:
 _DEPTH = 3
 
 
-def parse_plan(source: str, *, where: str) -> Plan:
+def parse_plan(source: str, *, where: str) -> StoredPlan:
     """Return the plan in a text; `where` names it in messages."""
     _check_envelope(source, where=where)
     try:
         document = _PlanFile.model_validate_json(f'{{"plan":{source}}}').plan
     except ValidationError as error:
         raise _damaged(told(error), where) from None
-    values = {field.name: getattr(document, field.name) for field in fields(Plan)}
+    values = _values(document, PlanDocument)
     try:
         values |= {
             "constraints": tuple(map(declared_of, document.constraints)),
+            "classes": tuple(
+                ClassLayouts(**_values(one, ClassLayouts)) for one in document.layouts
+            ),
+            "layouts": tuple(tuple(map(_op_layout, one.rows)) for one in document.layouts),
+            "parameters": _held(document.parameters),
+            "crossing": _held(document.crossing),
             "cluster": cluster_of(document.cluster),
-            "graph": graph_of(document.graph),
         }
-        plan = Plan(**values)
+        plan = StoredPlan(**values)
     except ValueError as error:
         raise _damaged([str(error)], where) from None
     faults = list(faults_of(plan))

@@ -10,8 +10,7 @@ the batch.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -42,7 +41,6 @@ from autopar.planner.graph.ops import (
     TensorOrigin,
     Value,
 )
-from autopar.planner.plan.files.consistency import graph_faults
 
 Coefficient = Annotated[int, Ge(-(2**60)), Le(2**60)]
 SizeRow = Coefficient | tuple[Coefficient, ...]
@@ -269,15 +267,10 @@ def _row(kind: type[Any], thing: object) -> Any:
 def graph_of(document: GraphDocument) -> Graph:
     """Return the graph that rows represent; raises ValueError if they do not."""
     values = {field.name: getattr(document, field.name) for field in fields(GraphDocument)}
-    for fault in _doubled(values):
-        raise ValueError(fault)
     for name, (_, kind, key) in _ROWS.items():
         made = _each(name, kind, values[name])
         values[name] = MappingProxyType({getattr(one, key): one for one in made}) if key else made
-    graph = Graph(**values)
-    for fault in graph_faults(graph):
-        raise ValueError(fault)
-    return graph
+    return Graph(**values)
 
 
 def _each(field: str, kind: type[Any], rows: Iterable[Any]) -> tuple[Any, ...]:
@@ -298,16 +291,3 @@ def _thing(kind: type[Any], row: Any) -> Any:
         rows = values["shape"]
         read["shape"] = tuple(Extent((own,) if isinstance(own, int) else own) for own in rows)
     return kind(**{**values, **read})
-
-
-def _doubled(values: Mapping[str, Any]) -> Iterator[str]:
-    names: dict[str, list[str]] = {
-        name: [getattr(row, key or "name") for row in values[name]]
-        for name, (_, _, key) in _ROWS.items()
-        if name not in ("functions", "own_gradients")  # one call may have several
-    }
-    names["inputs"] = list(values["inputs"])
-    for field, own in names.items():
-        for one, times in Counter(own).items():
-            if times > 1:
-                yield f"graph.{field}: {one!r} is there {times} times"

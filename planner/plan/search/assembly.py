@@ -14,7 +14,7 @@ from autopar.planner.plan.plan import FORMAT, Model, Plan, PlannedMachines, Proo
 from autopar.planner.plan.search.best_first import Outcome
 from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import PriceBook
-from autopar.planner.plan.telling.explanation import StepPart, part_seconds
+from autopar.planner.plan.telling.explanation import StepPart, class_layouts, part_seconds
 from autopar.planner.plan.telling.words import recompute_words
 from autopar.planner.programs.solver import default_solver
 from autopar.version import __version__
@@ -50,6 +50,9 @@ def assemble(
     solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
         best.solution
     ]
+    is_split = best.arrangement.tensor > 1
+    parameters = solution.parameters if is_split else ()
+    subject = costing.subject
     return Plan(
         format=FORMAT,
         autopar=__version__,
@@ -59,15 +62,16 @@ def assemble(
         constraints=constraints.declared,
         arrangement=replace(best.arrangement, order=0),
         stages=best.stages,
+        classes=class_layouts(solution.layouts, parameters, subject.axes, subject.layers),
         layouts=solution.layouts,
-        parameters=solution.parameters,
-        crossing=solution.crossing,
+        parameters=parameters,
+        crossing=solution.crossing if is_split else (),
         prediction=best.prediction,
         proof=_proof(outcome, counts),
         fastest=None if best is fastest else runner_up(fastest, best),
         runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
         cluster=cluster,
-        graph=costing.subject.graph,
+        graph=subject.graph,
     )
 
 

@@ -26,9 +26,9 @@ from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bounding import Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.limits import least_rows
+from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.plan.search.simpler import complexity
 from autopar.planner.plan.search.space import (
-    BatchFacts,
     Choices,
     check_degrees,
     divisors,

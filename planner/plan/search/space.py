@@ -13,8 +13,6 @@ from math import lcm, log
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.findings.rows import may_be_uneven
-from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.declared.constraints import (
     CHOICES,
     Constraints,
@@ -23,33 +21,12 @@ from autopar.planner.plan.declared.constraints import (
     constraints_of,
     minimal_conflict,
 )
+from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.precision import Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_TOLD = 6
 ROWS = "batch"  # the name of the rows' axis
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFacts:
-    """Properties of a model's batch.
-
-    `fixed` is the only number of rows that the model accepts, `fixed_at` the line that fixes it. If
-    `may_be_uneven`, data ranks may have unlike numbers of rows.
-    """
-
-    fixed: int | None = None
-    fixed_at: str = ""
-    may_be_uneven: bool = False
-
-    @classmethod
-    def of(cls, graph: Graph) -> BatchFacts:
-        """Return the properties of a traced model's batch."""
-        return cls(
-            fixed=graph.fixed_batch,
-            fixed_at=graph.fixed_at,
-            may_be_uneven=may_be_uneven(graph),
-        )
 
 
 NOTHING_SAID = BatchFacts()

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.layers import Layers
-from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.plan.plan import ClassLayouts, PlannedStage, StoredPlan
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
-    ClassLayouts,
     StepPart,
-    class_layouts,
     part_seconds,
 )
 from autopar.planner.plan.telling.words import (
@@ -53,26 +49,18 @@ class PlanComparison:
     figures: tuple[ComparedFigure, ...]
 
 
-def compare(
-    before: Plan,
-    after: Plan,
-    *,
-    parts: tuple[GraphAxes, Layers],
-    other_parts: tuple[GraphAxes, Layers],
-) -> PlanComparison:
-    """Return the differences between two plans; `parts` are axes and layers of their graphs."""
+def compare(before: StoredPlan, after: StoredPlan) -> PlanComparison:
+    """Return the differences between two plans."""
     return PlanComparison(
         warnings=tuple(_warnings(before, after)),
         changes=tuple(_changes(before, after)),
-        layouts=tuple(
-            _layout_changes(class_layouts(before, *parts), class_layouts(after, *other_parts))
-        ),
+        layouts=tuple(_layout_changes(before.classes, after.classes)),
         figures=tuple(_figures(before, after)),
     )
 
 
-def _warnings(before: Plan, after: Plan) -> Iterator[str]:
-    if before.graph != after.graph:
+def _warnings(before: StoredPlan, after: StoredPlan) -> Iterator[str]:
+    if before.model.graph_hash != after.model.graph_hash:
         yield f"the models differ: {before.model.name} and {after.model.name}"
     elif before.model.source_hash != after.model.source_hash:
         yield "the model file changed between the plans, though not what it computes"
@@ -87,11 +75,11 @@ def _warnings(before: Plan, after: Plan) -> Iterator[str]:
         yield f"autopar {before.autopar} and {after.autopar} may predict differently"
 
 
-def _machines(plan: Plan) -> str:
+def _machines(plan: StoredPlan) -> str:
     return f"{plan.machines.devices} × {plan.machines.device}"
 
 
-def _changes(before: Plan, after: Plan) -> Iterator[Change]:
+def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
     one, other = before.arrangement, after.arrangement
     rows = (
         ("pipeline (pp)", one.pipeline, other.pipeline),
@@ -146,7 +134,7 @@ def _modules(one: ClassLayouts | None) -> dict[str, str]:
     return {m: f"split along {', '.join(dict.fromkeys(a))}" for m, a in axes.items()}
 
 
-def _figures(before: Plan, after: Plan) -> Iterator[ComparedFigure]:
+def _figures(before: StoredPlan, after: StoredPlan) -> Iterator[ComparedFigure]:
     plans = (before, after)
     predictions = [plan.prediction for plan in plans]
 

@@ -10,53 +10,37 @@ from types import MappingProxyType
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import MemoryPrediction, Prediction
-from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, conversion
+from autopar.planner.graph.layouts import (
+    WHOLE,
+    Layout,
+    LayoutKind,
+    OpLayout,
+    ParameterLayout,
+    conversion,
+)
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers
-from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.plan import (
+    ClassLayouts,
+    ConversionLine,
+    RunnerUp,
+    SplitLine,
+    StoredPlan,
+)
 from autopar.planner.plan.telling.words import added_up, layout_words, other_words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitLine:
-    """An op that is split along an axis, and its result's layout."""
-
-    module: str  # within the layer, "" for the layer itself
-    op: str
-    axis: str
-    gives: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionLine:
-    """A tensor that is converted for an op of a module."""
-
-    module: str
-    tensor: str
-    produced: str
-    needed: str
-    forward: str
-    backward: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassLayouts:
-    """The layouts of all layers of one class."""
-
-    name: str
-    first: str  # call of its first layer
-    layers: int
-    ops: int
-    splits: tuple[SplitLine, ...]
-    conversions: tuple[ConversionLine, ...]
-
-
-def class_layouts(plan: Plan, axes: GraphAxes, layers: Layers) -> tuple[ClassLayouts, ...]:
+def class_layouts(
+    layouts: Sequence[Sequence[OpLayout]],
+    parameters: Sequence[ParameterLayout],
+    axes: GraphAxes,
+    layers: Layers,
+) -> tuple[ClassLayouts, ...]:
     """Return a plan's splits in each class of layers, from its first layer."""
-    produced = _produced(plan, axes, layers)
+    produced = _produced(layouts, parameters, axes, layers)
     return tuple(
-        _class(one.name, len(one.layers), layers.layers[one.layers[0]], layouts, produced, axes)
-        for one, layouts in zip(layers.classes, plan.layouts, strict=True)
+        _class(one.name, len(one.layers), layers.layers[one.layers[0]], own, produced, axes)
+        for one, own in zip(layers.classes, layouts, strict=True)
     )
 
 
@@ -114,14 +98,19 @@ def _conversions(
             )
 
 
-def _produced(plan: Plan, axes: GraphAxes, layers: Layers) -> Mapping[str, Layout]:
+def _produced(
+    layouts: Sequence[Sequence[OpLayout]],
+    parameters: Sequence[ParameterLayout],
+    axes: GraphAxes,
+    layers: Layers,
+) -> Mapping[str, Layout]:
     """Return the layout of every tensor before conversions, with names of axes.
 
     The axes of equal layers are different leaves with the same names, so names can be compared.
     """
-    produced = {one.name: _named(one.layout, axes) for one in plan.parameters}
+    produced = {one.name: _named(one.layout, axes) for one in parameters}
     for layer in layers.layers:
-        for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
+        for op, layout in zip(layer.ops, layouts[layer.layer_class], strict=True):
             given = (_named(one, axes) for one in layout.gives)
             produced.update(zip(op.outputs, given, strict=True))
     return produced
@@ -220,7 +209,7 @@ class Explanation:
     proof: str
 
 
-def explain(plan: Plan, axes: GraphAxes, layers: Layers) -> Explanation:
+def explain(plan: StoredPlan) -> Explanation:
     """Return why a plan is what it is."""
     shares = shares_of(plan.prediction)
     memory = tuple(
@@ -233,7 +222,7 @@ def explain(plan: Plan, axes: GraphAxes, layers: Layers) -> Explanation:
         reasons=_reasons(plan, shares),
         critical_stage=critical_stage(plan.prediction),
         memory=memory,
-        layouts=class_layouts(plan, axes, layers),
+        layouts=plan.classes,
         proof=proof_line(plan),
     )
 
@@ -282,7 +271,7 @@ def _stage_memory(number: int, memory: MemoryPrediction, limit_bytes: int) -> St
     )
 
 
-def _reasons(plan: Plan, shares: tuple[StepShare, ...]) -> tuple[str, ...]:
+def _reasons(plan: StoredPlan, shares: tuple[StepShare, ...]) -> tuple[str, ...]:
     most = max(shares, key=lambda share: share.seconds)
     rank, memory = plan.fullest
     used, limit = memory.device_bytes, plan.limit_bytes(rank)
@@ -314,7 +303,7 @@ def _help(prediction: Prediction, part: StepPart) -> str:
     return _HELP_RECOMPUTING if part is StepPart.COMPUTE and recomputes else _HELP[part]
 
 
-def _against(plan: Plan, other: RunnerUp) -> str:
+def _against(plan: StoredPlan, other: RunnerUp) -> str:
     slower = other.step_seconds - plan.prediction.step_seconds
     share = slower / plan.prediction.step_seconds
     how = f"{abs(share):.1%} {'slower' if slower >= 0 else 'faster'}"
@@ -324,7 +313,7 @@ def _against(plan: Plan, other: RunnerUp) -> str:
     )
 
 
-def proof_line(plan: Plan) -> str:
+def proof_line(plan: StoredPlan) -> str:
     """Return what the search examined, and how far the plan may be from the best."""
     proof = plan.proof
     counts = (
@@ -336,7 +325,7 @@ def proof_line(plan: Plan) -> str:
     return f"{counts}. {_certainty(plan)}{late}. {proof.search_seconds:.1f} s"
 
 
-def _certainty(plan: Plan) -> str:
+def _certainty(plan: StoredPlan) -> str:
     """Return what is proved about the fastest plan, and the chosen plan's distance from it."""
     gap = plan.proof.gap
     if plan.fastest is None:
@@ -348,7 +337,7 @@ def _certainty(plan: Plan) -> str:
     return f"{than}{by}. {simpler_words(plan)}"
 
 
-def simpler_words(plan: Plan) -> str:
+def simpler_words(plan: StoredPlan) -> str:
     """Return how a plan compares with the fastest one, which is less simple."""
     assert plan.fastest is not None
     other = other_words(plan.fastest.arrangement, plan.arrangement)

@@ -15,7 +15,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
-from autopar.planner.plan.plan import Model, Plan, PlannedStage
+from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -33,7 +33,7 @@ def added_up(shares: Sequence[float], *, units: int = 100) -> tuple[int, ...]:
     return tuple(one + (i in more) for i, one in enumerate(whole))
 
 
-def nodes_words(plan: Plan) -> str:
+def nodes_words(plan: StoredPlan) -> str:
     """Return which node rank of torchrun is which machine: "0 is 4 × a, 1 to 2 are …"."""
     told, first = [], 0
     for node, run in groupby(plan.cluster.nodes):
@@ -243,7 +243,7 @@ def evaluates_parts(plan: Plan) -> str:
     )
 
 
-def shares_nothing(plan: Plan) -> str:
+def shares_nothing(plan: StoredPlan) -> str:
     """Return a note if all tensor ranks compute the same, or ""."""
     splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
     if plan.arrangement.tensor == 1 or splits:
@@ -305,15 +305,15 @@ class AdamWDefaults:
 ADAMW = AdamWDefaults()
 
 
-def is_scheduled_here(plan: Plan) -> bool:
+def is_scheduled_here(plan: StoredPlan) -> bool:
     """Whether the script has a schedule of its own; with the model file's optimizer it has none."""
     return not plan.model.has_optimizer and not plan.model.has_scheduler
 
 
-def chosen(plan: Plan) -> Iterator[str]:
+def chosen(plan: StoredPlan) -> Iterator[str]:
     """Yield each choice, and how to make another."""
     is_declared = any(one.field == "global_batch" for one in plan.constraints)
-    if not is_declared and plan.graph.fixed_batch is None:
+    if not is_declared and plan.model.batch.fixed is None:
         rows, of_each = plan.arrangement.global_batch, plan.model.tokens_per_row
         tokens = f", {rows * of_each:,} tokens" if of_each > 1 else ""
         yield f"{rows:,} rows a step{tokens} (--global-batch)"

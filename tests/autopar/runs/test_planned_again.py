@@ -15,7 +15,7 @@ import torch
 from autopar.codegen.emit import write_script
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.document import read_plan, write_plan
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.runs.launching import Ended
 from autopar.runs.run_metrics import lines_of
 from autopar.runs.run_record import PlanToTrain, awaited
@@ -190,7 +190,7 @@ def test_the_first_of_several_machines_plans_for_all(
     assert autopar("run", str(folder), "--gpus", "4", *place, "0").code == 0
 
 
-def _awaited(folder: Path) -> Plan:
+def _awaited(folder: Path) -> StoredPlan:
     return awaited(PlanToTrain.read(folder), 4, folder / "runs" / "mine", 2).plan
 
 

@@ -138,8 +138,6 @@ def _edit(path: str, value: object, told: str) -> tuple[str, Case]:
     return f"{path} = {shown[:30]}", Case(command="emit plan.json", told=told, plan={path: value})
 
 
-_FUNCTION = ("model", "rotate", "", (), (), None, ("nowhere",))  # a row of graph.functions
-
 PLANS = dict(
     (
         _edit("machines.nodes", 0, "machines.nodes: Input should be greater than or equal to 1"),
@@ -153,19 +151,17 @@ PLANS = dict(
         _edit("prediction.model_flops", -1, "prediction.model_flops: Input should be greater"),
         _edit("prediction.terms", [], "prediction.terms: together 0 seconds"),
         _edit("prediction.terms.1.name", "compute", "prediction.terms: 'compute' more than once"),
-        _edit("layouts.0.0.letter", "?", "layouts.0.0.letter: aten.linear.default has no letter"),
-        _edit("layouts.0.0.gives.0.dim", 7, "layouts.0.0.gives.0: "),
-        _edit("parameters.0.layout.axis", "nowhere", "parameters.0.layout: the axis 'nowhere'"),
+        _edit("layouts.0.rows.0.0", "?", "layouts.0.0.letter: aten.linear.default has no letter"),
+        _edit("layouts.0.rows.0.3.0", "S(d0@7)", "layouts.0.0.gives.0: "),
+        _edit("layouts.0.rows.0.3.0", "S(d0)", "layouts.0.rows.0.3.0: String should match"),
+        _edit("layouts.0.rows", [], "layouts.0: 0 for "),
+        _edit("parameters", {"nobody": "I"}, "parameters.0: the graph has no parameter 'nobody'"),
+        _edit("parameters", {}, "parameters: the layout of "),
         _edit("autopar", HOSTILE, "is no version"),
         _edit("model.name", "x" * 200_000, "model.name: String should have at most 100000"),
         _edit("model.spec", LONG + ".py", "File name too long"),
         _edit("model.has_scheduler", True, "model.has_scheduler is True, and the model file is"),
-        _edit("graph.inputs", [], "graph.inputs: the tensors from outside are 'x'"),
-        _edit("graph.parameters.0.2.0", 9, "graph.parameters.0: other sizes than those of its"),
-        _edit("graph.ops.0.1", "", "graph.ops.0: '' is no op, such as aten.add.Tensor"),
-        _edit("graph.loss", HOSTILE, "graph names the tensor"),
-        _edit("graph.ops.0.5", "nowhere", "graph.ops.0 names the call 'nowhere'"),
-        _edit("graph.functions", [_FUNCTION], "graph.functions.0 names the op 'nowhere'"),
+        _edit("format", 1, "wrote this plan in format 1"),
     )
 )
 

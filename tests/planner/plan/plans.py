@@ -20,7 +20,7 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, graph_hash
 from autopar.planner.graph.layouts import (
     PARTIAL,
     REPLICATED,
@@ -35,6 +35,7 @@ from autopar.planner.layers import Layers, find_layers
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import (
     FORMAT,
+    BatchFacts,
     Model,
     Plan,
     PlannedMachines,
@@ -42,7 +43,9 @@ from autopar.planner.plan.plan import (
     Proof,
     RunnerUp,
 )
+from autopar.planner.plan.telling.explanation import class_layouts
 from autopar.planner.precision import Precision
+from autopar.planner.programs.layouts.edges import crossing_tensors
 from autopar.planner.rules.signature import leaves
 from tests.planner.subjects import zoo_graph
 
@@ -214,18 +217,20 @@ def model(graph: Graph, name: str) -> Model:
         spec=f"models_zoo/{name}",
         arguments=(("size", "tiny"),),
         source_hash="a" * 64,
+        graph_hash=graph_hash(graph),
         parameters=sum(graph.tensors[p.name].numel.at(1) for p in graph.parameters),
         has_loss=True,
         has_dataset=False,
         has_optimizer=False,
         has_scheduler=False,
         tokens_per_row=1,
+        batch=BatchFacts.of(graph),
     )
 
 
 def small_plan(name: str = "mnist.py", *, pipeline: int = 1, **changes: Any) -> Plan:
     """A plan of a tiny zoo model for two data ranks and some stages; any field may be changed."""
-    graph, _, layers = parts_of(name)
+    graph, axes, layers = parts_of(name)
     usual = Plan(
         format=FORMAT,
         autopar="0.1.0",
@@ -235,11 +240,9 @@ def small_plan(name: str = "mnist.py", *, pipeline: int = 1, **changes: Any) -> 
         constraints=(declare("limits.tp", "2", origin="--max-tp", where="--max-tp"),),
         arrangement=arrangement(pipeline=pipeline),
         stages=stages_of(layers, pipeline),
+        classes=class_layouts(whole_layouts(layers), (), axes, layers),
         layouts=whole_layouts(layers),
-        parameters=tuple(
-            ParameterLayout(name=own, layout=WHOLE)
-            for own in [one.name for one in graph.parameters] + [one.name for one in graph.buffers]
-        ),
+        parameters=(),
         crossing=(),
         prediction=prediction(pipeline),
         proof=proof(),
@@ -274,15 +277,19 @@ def split_plan(name: str = "gpt2.py", axis: str = "ffn", **changes: Any) -> Plan
             gives=(PARTIAL,) * len(outputs) if is_summed else outputs,
         )
 
-    usual = small_plan(name)
+    layouts = tuple(
+        tuple(map(op_layout, layers.layers[one.layers[0]].ops)) for one in layers.classes
+    )
+    parameters = tuple(
+        ParameterLayout(name=one.name, layout=layout(one.name)) for one in graph.parameters
+    )
+    crossing = sorted(crossing_tensors(layers))
     return replace(
-        usual,
+        small_plan(name),
         arrangement=arrangement(data=1, shard=1, tensor=2),
-        layouts=tuple(
-            tuple(map(op_layout, layers.layers[one.layers[0]].ops)) for one in layers.classes
-        ),
-        parameters=tuple(
-            ParameterLayout(name=one.name, layout=layout(one.name)) for one in graph.parameters
-        ),
+        classes=class_layouts(layouts, parameters, axes, layers),
+        layouts=layouts,
+        parameters=parameters,
+        crossing=tuple(ParameterLayout(name=one, layout=layout(one)) for one in crossing),
         **changes,
     )

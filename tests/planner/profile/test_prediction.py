@@ -39,8 +39,8 @@ def predicted(measured: MeasuredFile | None, *, devices: int = 1) -> Prediction:
 
 
 MODEL = Model(
-    name="mnist", spec="mnist.py", arguments=(), source_hash="", parameters=1, has_loss=True,
-    has_dataset=False, has_optimizer=False, has_scheduler=False, tokens_per_row=1,
+    name="mnist", spec="mnist.py", arguments=(), source_hash="", graph_hash="", parameters=1,
+    has_loss=True, has_dataset=False, has_optimizer=False, has_scheduler=False, tokens_per_row=1,
 )  # fmt: skip
 
 

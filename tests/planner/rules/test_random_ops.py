@@ -1,9 +1,10 @@
 """Ops that draw random numbers, and those that only could."""
 
 import pytest
+import torch
 
 from autopar.planner.graph.ops import Op, Value
-from autopar.planner.rules.rule import is_random
+from autopar.planner.rules.rule import _draws, is_random
 
 
 def _op(target: str, **arguments: Value) -> Op:
@@ -50,3 +51,13 @@ def test_these_draw(op: Op) -> None:
 )
 def test_these_do_not(op: Op) -> None:
     assert not is_random(op)
+
+
+def test_the_public_ops_that_draw_are_those_that_torch_marks() -> None:
+    for schema in torch._C._jit_get_all_schemas():
+        library, _, name = schema.name.partition("::")
+        packet = getattr(torch.ops.aten, name, None)
+        overload = schema.overload_name or "default"
+        if library == "aten" and not name.startswith("_") and hasattr(packet, overload):
+            is_marked = torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
+            assert _draws(f"aten.{name}.{overload}") == is_marked, schema

@@ -26,7 +26,8 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.file import parse_pins
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.search.space import BatchFacts, check_degrees, legal_degrees
+from autopar.planner.plan.plan import BatchFacts
+from autopar.planner.plan.search.space import check_degrees, legal_degrees
 from tests.planner.plan.plans import arrangement, parts_of
 
 

@@ -17,7 +17,7 @@ from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, ParameterLayout
+from autopar.planner.graph.layouts import Layout, LayoutKind, ParameterLayout
 from autopar.planner.graph.ops import DType, Extent, Listed, Mapped, Ref, Value
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.declared.file import declared_document, declared_of
@@ -33,6 +33,7 @@ from autopar.planner.plan.files.document import (
     write_plan,
 )
 from autopar.planner.plan.files.graph import graph_document, graph_of, value_document, value_of
+from autopar.planner.plan.plan import with_graph, without_graph
 from tests.clock import least_seconds
 from tests.planner.plan.plans import parts_of, prediction, small_plan, split_plan
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
@@ -96,10 +97,9 @@ def test_a_plan_comes_back_exactly(name: str, tmp_path: Path) -> None:
     path = tmp_path / "out" / "plan.json"
     write_plan(plan, path)
     again = read_plan(path)
-    assert again == plan
-    assert_same_graph(again.graph, plan.graph)
-    assert repr(replace(again, graph=plan.graph)) == repr(plan)
-    assert read_plan(path.parent) == plan
+    assert repr(again) == repr(without_graph(plan))
+    assert repr(with_graph(again, plan.graph)) == repr(plan)
+    assert read_plan(path.parent) == again
     assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
 
 
@@ -110,7 +110,13 @@ def test_a_plan_of_rows_that_differ_comes_back_exactly() -> None:
         plan, arrangement=uneven, machines=replace(plan.machines, devices=2),
         cluster=choose_cluster(2, "h100-sxm"),
     )  # fmt: skip
-    assert parse_plan(plan_text(changed), where="plan.json") == changed
+    assert parse_plan(plan_text(changed), where="plan.json") == without_graph(changed)
+
+
+def test_a_split_plan_comes_back_exactly() -> None:
+    plan = split_plan("gpt2.py")
+    assert any(one.splits and one.conversions for one in plan.classes)
+    assert parse_plan(plan_text(plan), where="plan.json") == without_graph(plan)
 
 
 def test_a_plan_without_the_newest_fields_is_read() -> None:
@@ -119,31 +125,17 @@ def test_a_plan_without_the_newest_fields_is_read() -> None:
     document = json.loads(plan_text(plan))
     del document["arrangement"]["rows"], document["machines"]["limits"]
     assert "order" not in document["arrangement"]
-    assert parse_plan(json.dumps(document), where="plan.json") == plan
+    assert parse_plan(json.dumps(document), where="plan.json") == without_graph(plan)
 
 
-def test_parameters_that_nothing_reads_have_no_layout_and_are_not_missed() -> None:
-    plan = small_plan("mnist.py")
-    (one, *_) = plan.graph.parameters
-    unread = replace(one, name="spare", aliases=())
-    tensor = replace(plan.graph.tensors[one.name], name="spare", storage="spare")
-    graph = replace(
-        plan.graph,
-        parameters=(*plan.graph.parameters, unread),
-        tensors={**plan.graph.tensors, "spare": tensor},
-    )
-    changed = replace(plan, graph=graph)
-    assert parse_plan(plan_text(changed), where="plan.json").graph.parameters[-1] == unread
-
-
-@pytest.mark.parametrize("field", ["format", "autopar", "arrangement", "graph"])
+@pytest.mark.parametrize("field", ["format", "autopar", "arrangement", "prediction"])
 def test_the_text_has_each_field_on_a_line_of_its_own(field: str) -> None:
     assert f'\n "{field}": ' in plan_text(small_plan())
 
 
 def test_a_summary_leaves_out_what_only_emission_needs() -> None:
     table = summary(small_plan())
-    assert "graph" not in table
+    assert "layouts" not in table
     assert table["arrangement"] == json.loads(plan_text(small_plan()))["arrangement"]
 
 
@@ -162,9 +154,6 @@ def changed(path: str, value: object) -> Callable[[str], str]:
     return change
 
 
-_WHOLE = {"kind": "I", "axis": "", "dim": -1}
-
-
 @pytest.mark.parametrize(
     ("change", "telling"),
     [
@@ -176,9 +165,9 @@ _WHOLE = {"kind": "I", "axis": "", "dim": -1}
         (lambda _: "[1, 2]", "this JSON file is not a plan"),
         (lambda _: '{"format": "1", "autopar": "1"}', "this JSON file is not a plan"),
         (lambda _: '{"name": "package", "version": "1.0.0"}', "this JSON file is not a plan"),
-        (lambda _: '{"format": 1, "autopar": "0.1.0"}', "model: Field required"),
-        (changed("format", 2), "update autopar, or plan again"),
-        (changed("format", 0), "wrote this plan in format 0"),
+        (lambda _: '{"format": 2, "autopar": "0.1.0"}', "model: Field required"),
+        (changed("format", 3), "update autopar, or plan again"),
+        (changed("format", 1), "wrote this plan in format 1"),
         (changed("autopar", "1\nimport os"), "is no version"),
         (changed("machines.devices", 3), "but the machines have 3 devices"),
         (changed("machines.devices", 2.0), "machines.devices: Input should be a valid integer"),
@@ -206,16 +195,16 @@ _WHOLE = {"kind": "I", "axis": "", "dim": -1}
         (changed("prediction.terms.1.name", "compute"), "terms: 'compute' more than once"),
         (changed("prediction.stages.0.memory.margin_bytes", -1), "memory.margin_bytes: Input"),
         (changed("prediction.model_flops", -1), "prediction.model_flops: Input"),
-        (changed("crossing", [{"name": "?", "layout": _WHOLE}]), "crossing.0: the graph has no"),
+        (changed("crossing", {"x": "whole"}), "crossing.x: String should match"),
+        (changed("parameters", {"x": "S(d0)"}), "parameters.x: String should match"),
+        (changed("layouts.0.rows.0.2", ["Z"]), "layouts.0.rows.0.2.0: String should match"),
+        (changed("layouts.0.rows", []), "layouts.0: 0 for 3 ops of"),
+        (changed("graph", {}), "graph: Unexpected keyword argument"),
         (changed("arrangement.shard", 3), "shard 3 does not divide data 2"),
         (changed("stages.0.count", 1), "recompute modes"),
         (changed("stages.0.rank", 1), "there is no rank 1"),
         (changed("stages", []), "the arrangement needs 1"),
-        (changed("parameters.0.name", "nobody"), "no parameter 'nobody'"),
         (changed("prediction.step_seconds", float("nan")), "should be a finite number"),
-        (changed("graph.ops.0.3", ["nothing"]), "names the tensor 'nothing'"),
-        (changed("graph.ops.0.2", [["self", {"tensr": "x"}]]), "not an argument of an op"),
-        (changed("graph.tensors.0.1", ["B"]), "graph.tensors.0.1.0"),
     ],
 )
 def test_a_file_that_is_not_a_sound_plan_is_one_clear_error(
@@ -305,12 +294,13 @@ def test_layouts_have_to_fit_the_layers() -> None:
 
 def test_a_deep_model_is_written_and_read_in_little_time() -> None:
     graph = zoo_graph("llama.py", "size=405b")
-    parameters = tuple(ParameterLayout(name=one.name, layout=WHOLE) for one in graph.parameters)
+    half = Layout(LayoutKind.SPLIT, "d0", 0)
+    parameters = tuple(ParameterLayout(name=one.name, layout=half) for one in graph.parameters)
     plan = small_plan(graph=graph, parameters=parameters)
     text = plan_text(plan)
-    assert len(text) < 4e6
-    assert parse_plan(text, where="x") == plan
-    assert least_seconds(lambda: parse_plan(plan_text(plan), where="x"), tries=2) < 1.5
+    assert len(text) < 1e5
+    assert parse_plan(text, where="x") == without_graph(plan)
+    assert least_seconds(lambda: parse_plan(plan_text(plan), where="x"), tries=2) < 0.5
 
 
 def test_a_thousand_equal_nodes_take_the_room_of_one() -> None:

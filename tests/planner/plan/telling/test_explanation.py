@@ -12,12 +12,11 @@ from autopar.planner.costs.prediction import Provenance, TimeTerm, Zero
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.file import parse_pins
-from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import (
     TERM_PARTS,
     StepPart,
-    class_layouts,
     critical_stage,
     explain,
     part_seconds,
@@ -58,19 +57,18 @@ def with_terms(**seconds: float) -> Plan:
 
 
 def test_shares_sum_to_the_step() -> None:
-    explanation = explain(small_plan(), *axes_and_layers("mnist.py"))
+    explanation = explain(small_plan())
     assert sum(share.share for share in explanation.shares) == pytest.approx(1)
     assert explanation.bound is StepPart.COMPUTE
 
 
 def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
-    axes, layers = axes_and_layers("mnist.py")
-    plain = explain(with_terms(compute=65, recompute=0, optimizer=2, framework=33), axes, layers)
+    plain = explain(with_terms(compute=65, recompute=0, optimizer=2, framework=33))
     assert plain.reasons[0].startswith("compute (compute + optimizer) takes 67% of the step")
     assert "recomputed" not in plain.reasons[0]
-    again = explain(with_terms(compute=65, recompute=20, framework=15), axes, layers)
+    again = explain(with_terms(compute=65, recompute=20, framework=15))
     assert "fewer recomputed layers" in again.reasons[0]
-    alone = explain(with_terms(compute=7, framework=3), axes, layers)
+    alone = explain(with_terms(compute=7, framework=3))
     assert alone.reasons[0].startswith("compute takes 70% of the step")
 
 
@@ -85,7 +83,7 @@ def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
     ],
 )
 def test_what_takes_most_of_the_step_bounds_it(plan: Plan, bound: str) -> None:
-    explanation = explain(plan, *axes_and_layers("mnist.py"))
+    explanation = explain(plan)
     assert bound in explanation.bound
     assert bound in explanation.reasons[0]
 
@@ -93,9 +91,8 @@ def test_what_takes_most_of_the_step_bounds_it(plan: Plan, bound: str) -> None:
 def test_full_memory_is_named_as_a_bound() -> None:
     tight = small_plan()
     tight = replace(tight, machines=replace(tight.machines, limit_bytes=105 * 2**20))
-    parts = axes_and_layers("mnist.py")
-    assert "memory bounds the choice too" in explain(tight, *parts).reasons[1]
-    assert "memory is no limit" in explain(small_plan(), *parts).reasons[1]
+    assert "memory bounds the choice too" in explain(tight).reasons[1]
+    assert "memory is no limit" in explain(small_plan()).reasons[1]
 
 
 def test_the_critical_stage_is_the_one_that_idles_least() -> None:
@@ -106,7 +103,7 @@ def test_the_critical_stage_is_the_one_that_idles_least() -> None:
 
 
 def test_memory_is_told_for_every_stage_and_sums_to_the_device() -> None:
-    explanation = explain(small_plan(pipeline=2), *axes_and_layers("mnist.py"))
+    explanation = explain(small_plan(pipeline=2))
     assert [one.stage for one in explanation.memory] == [0, 1]
     for one in explanation.memory:
         assert sum(size for _, size in one.categories) == one.device_bytes
@@ -130,9 +127,7 @@ def test_the_proof_line_of_a_simpler_plan_tells_the_fastest_and_the_distance_to_
 
 
 def test_a_split_axis_and_its_conversions_are_told_in_peoples_names() -> None:
-    block = next(
-        one for one in class_layouts(split_plan(), *axes_and_layers("gpt2.py")) if one.layers > 1
-    )
+    block = next(one for one in split_plan().classes if one.layers > 1)
     assert {line.axis for line in block.splits} == {"ffn"}
     gives = {(line.module, line.gives) for line in block.splits}
     assert ("mlp.c_fc", "split along ffn") in gives
@@ -143,7 +138,7 @@ def test_a_split_axis_and_its_conversions_are_told_in_peoples_names() -> None:
 
 
 def test_a_plan_that_splits_nothing_converts_nothing() -> None:
-    for one in class_layouts(small_plan("gpt2.py"), *axes_and_layers("gpt2.py")):
+    for one in small_plan("gpt2.py").classes:
         assert one.splits == ()
         assert one.conversions == ()
 
@@ -179,7 +174,7 @@ def test_why_not_compares_with_the_best_runner_up_and_names_what_decides() -> No
 def test_why_not_asks_the_solver_for_what_is_not_known() -> None:
     asked: list[Constraints] = []
 
-    def solve(plan: Plan, wanted: Constraints) -> RunnerUp | str:
+    def solve(plan: StoredPlan, wanted: Constraints) -> RunnerUp | str:
         del plan
         asked.append(wanted)
         return runner_up() if len(asked) == 1 else "it needs 200 GiB"
@@ -218,8 +213,7 @@ def test_every_known_term_has_a_part() -> None:
 
 
 def test_a_plan_does_not_differ_from_itself() -> None:
-    parts = axes_and_layers("gpt2.py")
-    same = compare(small_plan("gpt2.py"), small_plan("gpt2.py"), parts=parts, other_parts=parts)
+    same = compare(small_plan("gpt2.py"), small_plan("gpt2.py"))
     assert (same.warnings, same.changes, same.layouts) == ((), (), ())
     assert all(figure.before == figure.after for figure in same.figures)
 
@@ -228,17 +222,16 @@ def test_a_plan_does_not_differ_from_itself() -> None:
 def test_the_price_of_what_is_trained_on_is_told_where_both_prices_are_known(
     usd_per_hour: float | None, *, told: bool
 ) -> None:
-    plan, parts = small_plan("gpt2.py"), axes_and_layers("gpt2.py")
+    plan = small_plan("gpt2.py")
     dearer = replace(plan, machines=replace(plan.machines, usd_per_hour=usd_per_hour))
-    figures = compare(plan, dearer, parts=parts, other_parts=parts).figures
+    figures = compare(plan, dearer).figures
     prices = [(one.before, one.after) for one in figures if one.unit == "USD"]
     # 16 rows in a step of 0.01 s are 1,600 a second: 2.5 USD / 3600 s / 1600 × a million
     assert prices == ([pytest.approx((0.434028, 0.868056), rel=1e-5)] if told else [])
 
 
 def test_what_moved_is_told_in_words() -> None:
-    parts = axes_and_layers("gpt2.py")
-    found = compare(small_plan("gpt2.py"), split_plan(), parts=parts, other_parts=parts)
+    found = compare(small_plan("gpt2.py"), split_plan())
     moved = {change.what: (change.before, change.after) for change in found.changes}
     assert moved["tensor (tp)"] == ("1", "2")
     assert moved["data (dp)"] == ("2", "1")
@@ -251,8 +244,6 @@ def test_what_moved_is_told_in_words() -> None:
 def test_other_models_and_machines_are_warned_of() -> None:
     one, other = small_plan(), small_plan("gpt2.py")
     other = replace(other, machines=replace(other.machines, content_hash="d" * 64))
-    found = compare(
-        one, other, parts=axes_and_layers("mnist.py"), other_parts=axes_and_layers("gpt2.py")
-    )
+    found = compare(one, other)
     assert "the models differ: mnist and gpt2" in found.warnings
     assert any("machines differ" in warning for warning in found.warnings)

@@ -1,0 +1,36 @@
+"""Properties of an optimizer and its schedule, as data that needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class ScheduleEnd(NamedTuple):
+    """The step in which a schedule fails, and its message."""
+
+    step: int
+    said: str
+    where: str
+
+
+class Reach(IntEnum):
+    """What the update of a number depends on, beside its own gradients."""
+
+    NUMBER = 0
+    PARAMETER = 1  # other numbers of its parameter
+    MODEL = 2  # other parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTraits:
+    """Properties of an optimizer, found by trying it."""
+
+    name: str
+    reach: Reach
+    groups_by_place: bool  # groups depend on positions in the list of parameters
+    moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
+    draws: bool = False  # its step draws random numbers
+    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors outside of its state
+    ends: ScheduleEnd | None = None  # where its schedule fails

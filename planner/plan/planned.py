@@ -1,0 +1,124 @@
+"""Turns a traced model and demands into plans, and chooses one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.findings.numbers import check_constants, check_means
+from autopar.planner.layers import find_layers
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Objective,
+    check_names,
+    check_tokens,
+)
+from autopar.planner.plan.declared.limits import with_optimizer
+from autopar.planner.plan.fleet import (
+    ChosenPoint,
+    Curve,
+    Fewer,
+    Training,
+    choose,
+    fewer_as_fast,
+    planned_curve,
+)
+from autopar.planner.plan.plan import BatchFacts, Plan
+from autopar.planner.plan.search.demands import check_memory
+from autopar.planner.plan.search.space import check_degrees, leave_degrees
+from autopar.planner.plan.solving.costing import Prices
+from autopar.planner.plan.traced import TracedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDemands:
+    """The demands for a plan, beside its model."""
+
+    clusters: tuple[Cluster, ...]  # one of them is chosen
+    constraints: Constraints
+    time_limit_seconds: float | None = None
+    measured: Measurements | None = None
+    looks_at_fewer: bool = True  # whether fewer devices of a rented cluster are planned for, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plans for all numbers of devices, the chosen one, and whether fewer suffice."""
+
+    training: Training
+    curve: Curve
+    choice: ChosenPoint
+    fewer: Fewer | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the chosen number of devices."""
+        return self.choice.point.plan
+
+
+def check_demands(demands: PlanDemands) -> None:
+    """Reject demands that no model can meet, before one is traced."""
+    _check_degrees(demands.clusters, demands.constraints, BatchFacts(may_be_uneven=True))
+    check_memory(demands.clusters[-1], demands.constraints)
+
+
+def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
+    """Return a traced model with its demands; reject demands that this model cannot meet."""
+    graph, model = traced.graph, traced.model
+    constraints = with_optimizer(demands.constraints, traced.optimizer)
+    axes = infer_axes(graph)
+    layers = find_layers(graph, axes)
+    check_names(constraints, graph, axes, layers=len(layers.layers))
+    check_tokens(constraints, tokens_per_row=model.tokens_per_row)
+    _check_degrees(demands.clusters, constraints, model.batch)
+    if constraints.precision.scales_loss:
+        check_constants(graph)
+    return Training(
+        graph=graph,
+        axes=axes,
+        layers=layers,
+        model=model,
+        constraints=constraints,
+        measured=demands.measured,
+    )
+
+
+def plan_training(
+    training: Training, demands: PlanDemands, report: Callable[[str], None] = lambda _: None
+) -> Planned:
+    """Find the best plan on each cluster, and choose one of them."""
+    clusters, prices = demands.clusters, Prices()
+    report("searching")
+    curve = planned_curve(
+        training,
+        clusters,
+        time_limit_seconds=demands.time_limit_seconds,
+        report=report,
+        prices=prices,
+    )
+    choice = choose(curve, demands.constraints)
+    found, fewer = choice.point.plan, None
+    if demands.looks_at_fewer and len(clusters) == 1 and _is_rented(clusters[0], training):
+        report("looking at fewer devices")
+        fewer = fewer_as_fast(training, clusters[0], found, prices=prices)
+    if demands.constraints.precision.scales_loss:
+        check_means(training.graph, microbatch=found.arrangement.microbatch)
+    return Planned(training=training, curve=curve, choice=choice, fewer=fewer)
+
+
+def _check_degrees(
+    clusters: Sequence[Cluster], constraints: Constraints, batch: BatchFacts
+) -> None:
+    """Reject constraints that leave no possible degrees on any cluster."""
+    *fewer, last = (cluster.size for cluster in clusters)
+    if not any(leave_degrees(constraints.declared, size, batch) for size in fewer):
+        check_degrees(last, constraints, batch)
+
+
+def _is_rented(cluster: Cluster, training: Training) -> bool:
+    """Whether it is worth planning for fewer devices: not on CPUs, which are for testing."""
+    is_cpu = any(node.device.is_cpu for node in cluster.nodes)
+    return not is_cpu and training.constraints.objective is not Objective.MEMORY

@@ -1,0 +1,142 @@
+"""A model that was planned is planned again from the cache: the same plan, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.plan.files.cache import PLACE, cached_sizes
+from tests.autopar.commands import Autopar
+
+MODEL = """\
+import os
+
+import torch
+from torch import nn
+
+WIDTH = int(os.environ.get("WIDTH", "8"))
+
+
+def build_model(depth: int = 1) -> nn.Module:
+    layers = [nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)] * depth
+    return nn.Sequential(*layers)
+
+
+def example_batch(batch_size: int) -> dict[str, torch.Tensor]:
+    return {"input": torch.randn(batch_size, 8)}
+
+
+def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def build_dataset() -> list[dict[str, torch.Tensor]]:
+    open("read", "a").write("x")
+    raise FileNotFoundError("rows.txt")
+"""
+PLAN = ("plan", "model.py", "--gpus", "2", "--device", "h100-sxm", "--no-verify")
+
+
+@pytest.fixture
+def store(autopar: Autopar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    del autopar  # which changes into the folder
+    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
+    Path("model.py").write_text(MODEL)
+    return tmp_path / "cache"
+
+
+def contents(folder: str) -> list[str]:
+    """Return the lines of plan and script but for the seconds of the search."""
+    plan = (Path(folder) / "plan.json").read_text().splitlines()
+    script = (Path(folder) / "train.py").read_text().splitlines()
+    timed = ("search_seconds", "# Written by autopar")
+    return [line for line in (*plan, *script) if not any(word in line for word in timed)]
+
+
+def test_a_plan_from_the_cache_is_the_same_and_tells_the_same(
+    autopar: Autopar, store: Path
+) -> None:
+    cold = autopar(*PLAN, "-o", "cold")
+    assert cold.code == 0, cold.err
+    assert "the dataset could not be read here" in cold.err
+    read = Path("read").read_text()
+    warm = autopar(*PLAN, "-o", "warm")
+    none = autopar(*PLAN, "-o", "none", "--no-cache")
+    assert contents("cold") == contents("warm") == contents("none")
+    assert cold.err == warm.err == none.err
+    assert len(Path("read").read_text()) == 2 * len(read), "rows are read by --no-cache alone"
+    assert len(cached_sizes(store)) == 1
+
+
+def test_other_pins_precisions_and_arguments_are_planned_as_without_a_cache(
+    autopar: Autopar, store: Path
+) -> None:
+    for number, other in enumerate(
+        (("--pin", "tp=2"), ("--gpus", "4"), ("--precision", "fp32"), ("--arg", "depth=2"))
+    ):
+        for name, cache in (("with", "--cache"), ("without", "--no-cache")):
+            ran = autopar(*PLAN, *other, "-o", f"{name}{number}", cache)
+            assert ran.code == 0, ran.err
+        assert contents(f"with{number}") == contents(f"without{number}")
+    assert len(cached_sizes(store)) == 3  # pins and devices are not of the model
+
+
+def test_emission_of_a_stored_plan_is_the_same_with_and_without_the_cache(
+    autopar: Autopar, store: Path
+) -> None:
+    assert autopar(*PLAN, "-o", "out").code == 0
+    assert len(cached_sizes(store)) == 1
+    for cache in ("--cache", "--no-cache"):
+        assert autopar("emit", "out", "--check", cache).code == 0
+
+
+def test_an_entry_that_a_variable_has_made_stale_is_noticed_and_told(
+    autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert autopar(*PLAN, "-o", "narrow").code == 0
+    monkeypatch.setenv("WIDTH", "16")
+    ran = autopar(*PLAN, "-o", "wide")
+    assert ran.code == 0
+    assert "note: planned again without the cache: the model file builds another" in ran.err
+    autopar(*PLAN, "-o", "fresh", "--no-cache")
+    assert contents("wide") == contents("fresh")
+    assert not cached_sizes(store)
+    ran = autopar("emit", "narrow", "--force")
+    assert ran.code == 6
+    assert "computes something else than what was planned" in ran.err
+
+
+def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
+    autopar: Autopar, store: Path
+) -> None:
+    assert autopar(*PLAN, "-o", "out").code == 0
+    code = (
+        "import sys; from autopar.options import MachineOptions; "
+        "from autopar.planning import make_plans, request_of; "
+        "machines = MachineOptions(gpus='4', device='b200'); "
+        "request = request_of('model.py', arguments=(), machines=machines, pins=['tp=2'], "
+        "demands={}, constraints=None, time_limit_seconds=None, profile=None); "
+        "print(make_plans(request).plan.arrangement.tensor, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout == "2 False\n", ran.stderr
+    assert store.is_dir()
+
+
+@pytest.mark.parametrize("words", ["--help", "--version"])
+def test_help_and_version_import_no_command(words: str) -> None:
+    code = (
+        "import sys; from autopar.cli import app; "
+        f"app([{words!r}], standalone_mode=False); "
+        "print(sorted({'torch', 'numpy', 'networkx', 'sympy', 'pulp'} & sys.modules.keys()))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout.endswith("[]\n"), ran.stderr
+    assert "Traceback" not in ran.stderr
