@@ -11,10 +11,9 @@ import networkx as nx
 
 from autopar.planner.axes.infer import GraphAxes, infer_axes
 from autopar.planner.cluster.cluster import Device
-from autopar.planner.costs.ops.case import LocalShapes, backward_flops, forward_flops
+from autopar.planner.costs.ops.case import LocalShapes, backward_flops, forward_flops, moved_bytes
 from autopar.planner.costs.ops.kept import TensorMemory, made_by, made_elements, names_kept
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.ops.seconds import moved_bytes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Parameter, Tensor, TensorOrigin
 from autopar.planner.layers import find_layers

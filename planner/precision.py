@@ -19,20 +19,18 @@ class Precision(StrEnum):
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
-    copy_bytes: int  # that an optimizer's step moves per element beside its fp32 state
     scales_loss: bool  # gradients would be too small for the type: fp16 ends at 6e-8
     peaks: tuple[str, ...]  # the first of these that a device has is its peak
 
-    FP32 = "fp32", "float32", 4, 0, False, ("fp32",)
-    BF16 = "bf16", "bfloat16", 2, 2, False, ("bf16", "fp16", "fp32")
-    # The gradient is read and written once more, to take the scale of the loss out of it.
-    FP16 = "fp16", "float16", 2, 2 + 2 * GRADIENT_BYTES, True, ("fp16", "fp32")
+    FP32 = "fp32", "float32", 4, False, ("fp32",)
+    BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32")
+    FP16 = "fp16", "float16", 2, True, ("fp16", "fp32")
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a precision with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.torch_name, one.item_bytes, one.copy_bytes, one.scales_loss, one.peaks = row
+        one.torch_name, one.item_bytes, one.scales_loss, one.peaks = row
         return one
 
     @property

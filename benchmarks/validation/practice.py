@@ -53,6 +53,7 @@ class Practice:
 
     attention: Attention
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
+    fuses_gradients: bool  # no kernels of their own cast, clip and copy gradients
 
 
 class PracticePricer(OpPricer):
@@ -75,6 +76,7 @@ class PracticePricer(OpPricer):
             graph, axes, batch=batch, precision=precision, device=device, layers=layers
         )
         self.practice = practice
+        self.fuses_gradients = practice.fuses_gradients
 
     @cached_property
     def host(self) -> Host:

@@ -57,7 +57,9 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
         ),
         arrangement,
         cluster,
-        constants=replace(constants, gathers_ahead=True),
+        constants=replace(
+            constants, gathers_ahead=True, fuses_gradients=settings.practice.fuses_gradients
+        ),
         model_flops=0,
         tied_gradient_bytes=costs.tied_gradient_bytes,
     )

@@ -4,7 +4,10 @@ What a table does not state is taken as practice has it, by technique and never 
 
     gradients     fp16 training holds and reduces them in 16 bits, bf16 in 32 unless the text says
                   PURE, which reduces them in 16; DeepSpeed's bf16 optimizer keeps those of 16 bits
-                  beside those of 32 that sum them (clear_lp_grads=False)
+                  beside those of 32 that sum them (clear_lp_grads=False); products add gradients
+                  to sums in 32 bits, as Megatron's do, but not with DeepSpeed, ZeRO-2 or ZeRO-3
+    casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2, ZeRO-3
+                  and DeepSpeed's bf16 optimizer; fp16 runs keep them in 16 bits
     loss          in fp32, unless the text says that it is one kernel
     overlap       FSDP and distributed optimizers reduce by the bucket beside the backward; plain
                   data parallel training and ZeRO-1 of the time before do not
@@ -99,6 +102,8 @@ def settings_of(row: Row) -> Settings:
     zero = _zero(row)
     is_flash = row.flash_attention is not False
     remade = remade_of(row.recompute)
+    is_deepspeed = bool(_DEEPSPEED.search(row.notes))
+    has_both = row.dtype == "bf16" and is_deepspeed
     arrangement = Arrangement(
         pipeline=pipeline,
         data=data,
@@ -117,12 +122,14 @@ def settings_of(row: Row) -> Settings:
         arrangement=arrangement,
         remade=remade,
         practice=Practice(
-            attention=_attention(row, remade), is_loss_fused=bool(_FUSED_LOSS.search(row.notes))
+            attention=_attention(row, remade),
+            is_loss_fused=bool(_FUSED_LOSS.search(row.notes)),
+            fuses_gradients=zero < Zero.GRADIENTS and not has_both,
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
-        has_both_gradients=row.dtype == "bf16" and bool(_DEEPSPEED.search(row.notes)),
-        adds_in_products=zero < Zero.GRADIENTS and not _DEEPSPEED.search(row.source + row.notes),
+        has_both_gradients=has_both,
+        adds_in_products=zero < Zero.GRADIENTS and not is_deepspeed,
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
 

@@ -138,6 +138,7 @@ class OpKind(StrEnum):
     FILL = "fill"  # with a plain number
     PART = "part"  # of a tensor
     PARTS = "parts"  # parts that tile a tensor
+    JOIN = "join"  # of tensors that tile the result
     EXPAND = "expand"
     REPEAT = "repeat"
     RANGE = "range"

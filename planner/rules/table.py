@@ -298,8 +298,8 @@ _RULES = (
             written_by="aten.select_scatter.default"),
     *_views("unbind.int", c.selected, kind=OpKind.PART),
     # --- moving data
-    *lines("cat", c.cat, linear=_JOINTLY),
-    *lines("stack", c.stack, linear=_JOINTLY),
+    *lines("cat", c.cat, kind=OpKind.JOIN, linear=_JOINTLY),
+    *lines("stack", c.stack, kind=OpKind.JOIN, linear=_JOINTLY),
     *lines("repeat", s.repeated, kind=OpKind.REPEAT, linear=_JOINTLY),
     *lines("repeat_interleave.self_int", s.interleaved, kind=OpKind.REPEAT, linear=_JOINTLY),
     *lines("pad constant_pad_nd", c.padded, linear=_JOINTLY, added="value"),

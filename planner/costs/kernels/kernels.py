@@ -379,20 +379,3 @@ def cross_entropy_backward_seconds(
     """Return the seconds of softmax − onehot over logits: 2 passes fused, 3 from log_softmax."""
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
-
-
-def adamw_fused_seconds(
-    parameters: float,
-    *,
-    state_bytes: float,
-    gradient_bytes: float,
-    copy_bytes: float = 0,
-    rates: Throughput,
-) -> float:
-    """Return the seconds of AdamW in one kernel.
-
-    Per parameter: reads and writes master weight and two moments (3 · 2 · state_bytes), reads the
-    gradient, writes the 16-bit copy where there is one (copy_bytes 2). fp32 without a copy: 24 + 4
-    = 28 bytes. Leaves out the gradient norm.
-    """
-    return memory_seconds(parameters * (6 * state_bytes + gradient_bytes + copy_bytes), rates=rates)

@@ -1,8 +1,8 @@
-"""An op on one rank, as the formulas see it: local sizes, products, FLOPs."""
+"""An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -11,7 +11,7 @@ from autopar.planner.costs.kernels.rates import Rates, Throughput
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
 from autopar.planner.precision import Precision, item_bytes
-from autopar.planner.rules.rule import Computation, MatrixProducts, Rule
+from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind, Rule, Traffic
 from autopar.planner.rules.signature import (
     Concat,
     Dim,
@@ -262,6 +262,7 @@ class OpCase:
     shapes: LocalShapes
     rates: Rates
     precision: Precision
+    fuses_gradients: bool = False  # products add gradients of weights to sums in fp32
 
     @property
     def result(self) -> str:
@@ -337,3 +338,18 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
     """Count the factors that need a gradient; for an intermediate one, the result decides."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)
+
+
+def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
+    """Return what an op reads and writes of tensors of these sizes.
+
+    A gather reads as much of a table as it writes; bags read so many rows more as they hold.
+    """
+    rule, written = rule_of(op.target), sum(map(size, op.outputs))
+    if rule.traffic is Traffic.BAGGED:
+        ids, bags = (sum(map(size, refs(op.argument(key)))) for key in ("indices", "offsets"))
+        return written + ids + size(op.outputs[0]) * ids // max(bags, 1)
+    if rule.traffic is Traffic.NONE:
+        copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
+        return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
+    return written + (written if rule.traffic is Traffic.GATHERED else sum(map(size, op.inputs)))

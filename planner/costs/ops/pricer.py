@@ -111,6 +111,7 @@ class OpPricer:
     """
 
     stops_early = True  # a recomputed layer stops once the backward has what it needs
+    fuses_gradients = False  # products add gradients of weights to fp32 sums, as Megatron's do
 
     def __init__(
         self,
@@ -288,6 +289,7 @@ class OpPricer:
             shapes=self.shapes(op, split),
             rates=self.rates,
             precision=self.precision,
+            fuses_gradients=self.fuses_gradients,
         )
         seconds = op_seconds(case)
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)

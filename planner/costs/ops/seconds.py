@@ -5,20 +5,21 @@ An op without a row is a kernel that moves its inputs and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.planner.costs.kernels import kernels
-from autopar.planner.costs.kernels import kernels as attention
-from autopar.planner.costs.kernels import kernels as conv
-from autopar.planner.costs.kernels.kernels import gemm_seconds, memory_seconds
-from autopar.planner.costs.ops.case import OpCase, OpSeconds, computation_of, products_of
-from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import Op, refs
+from autopar.planner.costs.ops.case import (
+    OpCase,
+    OpSeconds,
+    computation_of,
+    moved_bytes,
+    products_of,
+)
+from autopar.planner.graph.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.rule import Computation, Linear, MatrixProducts, OpKind, Traffic
-from autopar.planner.rules.table import rule_of
 
 _BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
 
@@ -58,16 +59,18 @@ def bias_seconds(case: OpCase) -> OpSeconds:
 def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
     """Price a product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
 
-    A weight's gradient is added to an fp32 sum over microbatches: 8 bytes per element. If several
-    steps multiply by a weight, its gradient is one product over all their rows.
+    A weight's gradient is written in the weight's dtype. With fused gradients the product adds it
+    to an fp32 sum over microbatches: 8 bytes per element. If several steps multiply by a weight,
+    its gradient is one product over all their rows.
     """
     size = case.element_bytes(case.result)
+    stored = 2 * GRADIENT_BYTES if case.fuses_gradients else size
     m, n, k, times = product.m, product.n, product.k, product.times
     if not times:
         return OpSeconds(forward=0.0)
 
     def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
-        return gemm_seconds(
+        return kernels.gemm_seconds(
             rows, columns, depth, rates=case.rates.of(size), batch=product.batch,
             element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
         )  # fmt: skip
@@ -75,7 +78,7 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
     own = weight = 0.0
     for name, extents in ((product.left, (m, k, n)), (product.right, (k, n, m * times))):
         if name and case.is_weight(name):
-            weight += case.needs_gradient(name) and seconds(*extents, 2 * GRADIENT_BYTES)
+            weight += case.needs_gradient(name) and seconds(*extents, stored)
         elif case.needs_gradient(name or case.result):
             own += times * seconds(*extents, size)
     forward = times * seconds(m, n, k, size)
@@ -126,7 +129,7 @@ def traffic_seconds(case: OpCase) -> OpSeconds:
     forward = _kernel(case, forward_bytes(case))
     if not case.needs_gradient(case.result):
         return OpSeconds(forward=forward)
-    backward = _kernel(case, backward_bytes(case))
+    backward = sum(_kernel(case, moved) for moved in _backward_kernels(case))
     if is_learned:
         return OpSeconds(forward=forward, weight_gradient=backward)
     return OpSeconds(forward=forward, input_gradient=backward)
@@ -137,28 +140,32 @@ def forward_bytes(case: OpCase) -> int:
     return moved_bytes(case.op, case.graph, case.bytes)
 
 
-def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
-    """Return the bytes that an op reads and writes, given the sizes of tensors.
+def _backward_kernels(case: OpCase) -> Iterator[int]:
+    """Yield the bytes that each kernel of the backward moves.
 
-    A gather reads as much of a table as it writes; bags read as many times more as they have
-    entries.
+    An op has one kernel. An elementwise product has one for each factor that needs a gradient: it
+    reads the gradient of the result and the other factors, and writes as much as the result has. If
+    the factor was broadcast, a second kernel sums that down to the factor's size.
     """
-    rule, written = rule_of(op.target), sum(map(size, op.outputs))
-    if rule.traffic is Traffic.BAGGED:
-        ids, bags = (sum(map(size, refs(op.argument(key)))) for key in ("indices", "offsets"))
-        return written + ids + size(op.outputs[0]) * ids // max(bags, 1)
-    if rule.traffic is Traffic.NONE:
-        copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
-        return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
-    return written + (written if rule.traffic is Traffic.GATHERED else sum(map(size, op.inputs)))
+    if case.rule.kind is not OpKind.MULTIPLICATION:
+        yield backward_bytes(case)
+        return
+    result = sum(map(case.bytes, case.op.outputs))
+    for place, name in enumerate(case.op.inputs):
+        if case.needs_gradient(name):
+            others = [*case.op.inputs[:place], *case.op.inputs[place + 1 :]]
+            yield result + sum(map(case.bytes, others)) + result
+            if case.bytes(name) < result:
+                yield result + case.bytes(name)
 
 
 def backward_bytes(case: OpCase) -> int:
-    """Return the bytes that the backward reads and writes.
+    """Return the bytes that the backward moves, if it is one kernel.
 
     A sum passes its gradient on, summed where an input was broadcast. A linear op reads output
     gradients and writes input gradients. Another op also reads what it kept, at most its inputs and
-    results. The gradient of a slice is written into zeros.
+    results. The gradient of a slice is written into zeros. The gradients of joined tensors are
+    views of the gradient of the whole.
     """
     results = sum(map(case.bytes, case.op.outputs))
     inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
@@ -170,6 +177,8 @@ def backward_bytes(case: OpCase) -> int:
         return sum(results + case.bytes(name) for name in shrunk)
     if kind is OpKind.PARTS:
         return 2 * inputs
+    if kind is OpKind.JOIN:
+        return 0
     if kind is OpKind.PART:
         return inputs + 2 * results if results < inputs else 0
     if kind is OpKind.EXPAND:
@@ -186,7 +195,7 @@ def backward_bytes(case: OpCase) -> int:
 def _kernel(case: OpCase, moved: int) -> float:
     if not moved:
         return 0.0
-    seconds = memory_seconds(moved, rates=case.memory)
+    seconds = kernels.memory_seconds(moved, rates=case.memory)
     if case.rule.kind is not OpKind.EXPONENTIAL:
         return seconds
     rate = case.memory.exponentials_per_second
@@ -215,8 +224,8 @@ def _attention(case: OpCase) -> OpSeconds:
     mask = next(refs(case.argument("attn_mask")), None)
     shape = _attention_shape(case)
     rates = case.rates.of(case.element_bytes(case.result))
-    forward = attention.fused_attention_forward_seconds(shape, rates=rates)
-    backward = attention.fused_attention_backward_seconds(shape, rates=rates)
+    forward = kernels.fused_attention_forward_seconds(shape, rates=rates)
+    backward = kernels.fused_attention_backward_seconds(shape, rates=rates)
     if mask is not None:
         read = case.bytes(mask) / rates.stream_bytes_per_second
         forward += read
@@ -225,13 +234,13 @@ def _attention(case: OpCase) -> OpSeconds:
     return OpSeconds(forward=forward, input_gradient=backward if needed else 0.0)
 
 
-def _attention_shape(case: OpCase) -> attention.AttentionShape:
+def _attention_shape(case: OpCase) -> kernels.AttentionShape:
     shapes = case.shapes
     query, key = shapes.letters("q"), shapes.letters("t")
     is_causal = bool(case.argument("is_causal", default=False)) and query == key
     block = case.rates.own.architecture.query_block
     grouped = "k" in shapes.signature.letters
-    return attention.AttentionShape(
+    return kernels.AttentionShape(
         batch=shapes.letters("…"),
         heads=shapes.letters("h"),
         kv_heads=shapes.letters("k" if grouped else "h"),
@@ -239,7 +248,7 @@ def _attention_shape(case: OpCase) -> attention.AttentionShape:
         key_length=key,
         head_dim=shapes.letters("e"),
         value_dim=shapes.letters("f"),
-        visible=attention.causal_visible(query, block) if is_causal else 1.0,
+        visible=kernels.causal_visible(query, block) if is_causal else 1.0,
         element_bytes=case.element_bytes(case.result),
     )
 
@@ -255,15 +264,18 @@ def _convolution(case: OpCase) -> OpSeconds:
     shape = _convolution_shape(case, source, weight)
     rates = case.rates.of_convolution(case.element_bytes(case.result))
     transposes = shape.element_bytes < 4 and not case.rates.is_cpu
-    extra = conv.layout_change_seconds(shape, rates=rates) if transposes else 0.0
+    extra = kernels.layout_change_seconds(shape, rates=rates) if transposes else 0.0
     own = learned = 0.0
-    forward, backward = conv.convolution_forward_seconds, conv.convolution_input_gradient_seconds
+    forward, backward = (
+        kernels.convolution_forward_seconds,
+        kernels.convolution_input_gradient_seconds,
+    )
     if "transpose" in case.op.target:
         forward, backward = backward, forward
     if case.needs_gradient(source):
         own = extra + backward(shape, rates=rates)
     if case.needs_gradient(weight):
-        learned = conv.convolution_weight_gradient_seconds(shape, rates=rates)
+        learned = kernels.convolution_weight_gradient_seconds(shape, rates=rates)
         learned += 0.0 if own else extra
     taken = extra + forward(shape, rates=rates)
     return bias_seconds(case) + OpSeconds(
@@ -271,12 +283,12 @@ def _convolution(case: OpCase) -> OpSeconds:
     )
 
 
-def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.ConvolutionShape:
+def _convolution_shape(case: OpCase, source: str, weight: str) -> kernels.ConvolutionShape:
     shapes, result = case.shapes, case.result
     channels = shapes.letters("gc"), shapes.letters("go")
     if "transpose" in case.op.target:
         source, result, channels = result, source, channels[::-1]
-    return conv.ConvolutionShape(
+    return kernels.ConvolutionShape(
         batch=shapes.letters("n"),
         in_channels=channels[0],
         out_channels=channels[1],

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from autopar.planner.cluster.cluster import Collective
 from autopar.planner.costs.collectives.choice import least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost
-from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.framework import FrameworkConstants, gradient_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 
@@ -64,7 +64,7 @@ class DataBound:
         groups: RankGroups,
         constants: FrameworkConstants,
     ) -> None:
-        self.arrangement, self.groups = arrangement, groups
+        self.arrangement, self.groups, self.constants = arrangement, groups, constants
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
 
@@ -83,6 +83,7 @@ class DataBound:
 
     def backward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least time of a backward of layers."""
+        computing_seconds += self.gradients(shared.gradient_bytes)
         if not self.is_in_every_pass:
             return computing_seconds
         scatter = self._reduced(shared.each_gradient_bytes)
@@ -106,12 +107,18 @@ class DataBound:
         return self._copied_out(cost.parameter_bytes) + self.slowing * gather
 
     def each_backward_more(self, cost: LayerCost) -> float:
-        """Return what one layer adds to a backward by sharing data; a stage's is the sum."""
+        """Return what one layer adds to a backward: its gradients, and the sharing of data."""
+        gradients = self.gradients(cost.gradient_bytes)
         if not self.is_in_every_pass:
-            return 0.0
+            return gradients
         copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
         reduced = self.slowing * self._reduced(cost.gradient_bytes)
-        return copied + reduced + self.each_forward_more(cost)
+        return gradients + copied + reduced + self.each_forward_more(cost)
+
+    def gradients(self, gradient_bytes: int) -> float:
+        """Return the least that a backward takes to cast gradients and to add them up."""
+        rates = self.groups.fastest_rates
+        return gradient_seconds(gradient_bytes, 0, self.arrangement, self.constants, rates)
 
     def is_waiting(
         self,

@@ -1,4 +1,4 @@
-"""What frameworks, drivers and the optimizer add to a step."""
+"""What frameworks, drivers, sums of gradients and the optimizer add to a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from importlib import resources
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.toml_reading import figure, number, parse_bytes, parse_seconds
-from autopar.planner.costs.kernels.kernels import adamw_fused_seconds
+from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import Throughput
 from autopar.planner.costs.ops.measurements import HostTimes, Measurements
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.precision import GRADIENT_BYTES, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,6 @@ class FrameworkConstants:
     action_seconds: float
     overlap_slowdown: float
     cpu_overlap_slowdown: float
-    optimizer_passes: float
     context_bytes: int
     communicator_bytes: int
     pair_bytes: int
@@ -48,6 +49,8 @@ class FrameworkConstants:
     optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
     # ZeRO-1 gathers beside the next forward; emitted scripts wait before it
     gathers_ahead: bool = False
+    # products add gradients to fp32 sums and the optimizer's kernel casts, as Megatron's do
+    fuses_gradients: bool = False
 
     @property
     def is_measured(self) -> bool:
@@ -66,7 +69,6 @@ def read_framework_constants() -> FrameworkConstants:
         action_seconds=figure(step, "action_seconds", parse_seconds, where="step"),
         overlap_slowdown=number(step, "overlap_slowdown", where="step"),
         cpu_overlap_slowdown=number(step, "cpu_overlap_slowdown", where="step"),
-        optimizer_passes=number(step, "optimizer_passes", where="step"),
         context_bytes=figure(memory, "context", parse_bytes, where="memory"),
         communicator_bytes=figure(memory, "communicator", parse_bytes, where="memory"),
         pair_bytes=figure(memory, "pair", parse_bytes, where="memory"),
@@ -116,35 +118,89 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
     )
 
 
-# Bytes moved per fp32 parameter: 28 by fused AdamW (adamw_fused_seconds), 12 by clipping, which
-# reads the gradient for the norm, and reads and writes it to scale it.
-_FP32_BYTES = 40
+# Bytes that one kernel moves for one element of a gradient.
+_CAST_BYTES = 6  # reads 16 bits, writes fp32
+_ADDED_BYTES = 12  # reads the gradient and the sum of earlier microbatches, writes the sum
+_COPIED_BYTES = 8  # reads the gradient, writes it into its bucket
+
+
+def gradient_seconds(
+    gradient_bytes: float,
+    tensors: int,
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
+    rates: Throughput,
+) -> float:
+    """Return what one microbatch takes to turn the gradients of weights into fp32 sums.
+
+    Autograd makes the gradient of a weight in the type of the weight. For each element, of m
+    microbatches in a step, one microbatch moves on average
+
+        6 bytes              to cast a gradient of 16 bits to fp32
+        12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to
+        8 ÷ m                to copy the gradient into its bucket, once in a step
+
+    Casts and sums launch a kernel for each of the `tensors`; with 0 of them the result is a lower
+    bound. fully_shard (ZeRO-2 and 3) casts as well, and keeps no whole sums; its copies are part of
+    `data_seconds`. Fused gradients take nothing: products add to fp32 sums themselves.
+    """
+    if constants.fuses_gradients:
+        return 0.0
+    casts = float(arrangement.precision.is_half)
+    keeps_whole = not arrangement.divides_gradients
+    sums = keeps_whole * (1 - 1 / arrangement.microbatches)
+    copies = arrangement.has_buckets / arrangement.microbatches
+    moved = _CAST_BYTES * casts + _ADDED_BYTES * sums + _COPIED_BYTES * copies
+    elements = gradient_bytes / GRADIENT_BYTES
+    return (
+        elements * moved / rates.stream_bytes_per_second
+        + tensors * (casts + sums) * rates.launch_seconds
+    )
+
+
+# Bytes that the optimizer's step moves for one parameter.
+_STEP_BYTES = 28  # fused AdamW reads and writes weight and two moments, and reads the gradient
+_CLIPPING_BYTES = 12  # reads the gradient for the norm, then reads and writes it to scale it
+_UNSCALING_BYTES = 2 * GRADIENT_BYTES  # fp16: divides by the loss scale and looks for overflow
+_MASTER_BYTES, _WEIGHT_BYTES = 4, 2  # reads the new weight in fp32, writes it in 16 bits
 
 
 def optimizer_seconds(
     parameters: float,
     *,
-    gradient_bytes: float,
-    copy_bytes: float,
-    passes: float,
+    precision: Precision,
+    is_fused: bool,
     rates: Throughput,
     element_seconds: float | None = None,
 ) -> float:
-    """Return the seconds of AdamW on fp32 states, including gradient norm and clipping.
+    """Return the seconds of AdamW on fp32 state, with clipping and the copies between precisions.
 
-    seconds = passes · fused step. `passes` would add the norm, scaling of gradients, copies between
-    precisions and unfused kernels to one fused kernel. It is 1: with the traffic of clipping, which
-    scripts do, published runs are predicted worse (median error 5.3 to 6.1 %; 5.5 % with the other
-    constants refitted, on rows held out). Leaves out the launches of many small parameters.
-    `gradient_bytes` and `copy_bytes` are of one parameter. A measured time per element on fp32
-    states, clipping included, replaces all of that, plus the traffic of copies:
+        seconds  =  parameters · (28 + 12 to clip + copies) ÷ bandwidth
 
-        seconds  =  parameters · (element + element · copy bytes ÷ 40)
+    The copies of 16-bit training: the new weight is read in fp32 and written in 16 bits (6 bytes),
+    and fp16 unscales the gradient (8 bytes).
+
+    `is_fused` means the frameworks of published runs. Their step writes the 16-bit weight itself (2
+    bytes). Clipping is not counted for them: with it the runs are predicted worse (median error 6.1
+    % instead of 5.3 %; 5.5 % with the constants of framework.toml fitted anew, on rows held out).
+
+    Leaves out the launches of many small parameters. A profile measures the time per element on
+    fp32 state, clipping included. The copies then take their share of it:
+
+        seconds  =  parameters · element_seconds · (1 + copies ÷ 40)
     """
     if not parameters:
         return 0.0
+    copies = _copy_bytes(precision, is_fused=is_fused)
     if element_seconds is not None:
-        return parameters * element_seconds * (1 + copy_bytes / _FP32_BYTES)
-    return passes * adamw_fused_seconds(
-        parameters, state_bytes=4, gradient_bytes=gradient_bytes, copy_bytes=copy_bytes, rates=rates
-    )
+        return parameters * element_seconds * (1 + copies / (_STEP_BYTES + _CLIPPING_BYTES))
+    clipping = 0 if is_fused else _CLIPPING_BYTES
+    return memory_seconds(parameters * (_STEP_BYTES + clipping + copies), rates=rates)
+
+
+def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
+    """Return what the step moves per parameter beside fp32 state and its gradient."""
+    if not precision.is_half:
+        return 0
+    weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES
+    return weight + (_UNSCALING_BYTES if precision.scales_loss else 0)

@@ -63,11 +63,12 @@ class StageLoad:
     deferred_bytes: int
     works: tuple[LayerWork, ...]  # in the order of the layers
     layers: tuple[Repeated, ...]
+    gradient_seconds: float = 0.0  # of casting and adding up the gradients, part of a backward
 
     @property
     def seconds(self) -> float:
         """Of one microbatch, forward and backward."""
-        return self.forward_seconds + self.backward_seconds
+        return self.forward_seconds + self.backward_seconds + self.gradient_seconds
 
     @property
     def splits_backward(self) -> bool:
@@ -85,7 +86,8 @@ class StageLoad:
         `splits` says whether the schedule splits its backward. A stage with recomputation does
         everything in the first half.
         """
-        backward = self.backward_seconds + backward_more + action_seconds
+        weights = self.weight_gradient_seconds + self.gradient_seconds
+        backward = self.backward_seconds + self.gradient_seconds + backward_more + action_seconds
         whole = StageSeconds(
             forward_seconds=self.forward_seconds + forward_more + action_seconds,
             backward_seconds=backward,
@@ -96,8 +98,8 @@ class StageLoad:
             return whole
         return replace(
             whole,
-            input_gradient_seconds=backward - self.weight_gradient_seconds,
-            weight_gradient_seconds=self.weight_gradient_seconds + action_seconds,
+            input_gradient_seconds=backward - weights,
+            weight_gradient_seconds=weights + action_seconds,
         )
 
 

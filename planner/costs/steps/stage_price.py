@@ -28,7 +28,11 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
+from autopar.planner.costs.steps.framework import (
+    FrameworkConstants,
+    gradient_seconds,
+    optimizer_seconds,
+)
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
     Overlapped,
@@ -259,7 +263,8 @@ def stage_price(
     constants: FrameworkConstants,
 ) -> StagePrice:
     """Return the price of some layers as a stage."""
-    load = stage_load(layers)
+    devices = groups.stage_rates[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
+    load = _with_gradients(stage_load(layers), devices, arrangement, constants)
     data = data_seconds(
         load.layers,
         data_groups(groups, arrangement, constants, stage=stage),
@@ -279,13 +284,22 @@ def stage_price(
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
         reduction_seconds=data.last_backward
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
-        optimizer_seconds=_optimizer_seconds(
-            load,
-            groups.stage_rates[rank_of(arrangement.schedule, stage, arrangement.pipeline)],
-            arrangement,
-            constants,
-        ),
+        optimizer_seconds=_optimizer_seconds(load, devices, arrangement, constants),
     )
+
+
+def _with_gradients(
+    load: StageLoad,
+    devices: Sequence[Throughput],
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
+) -> StageLoad:
+    """Return a stage with the seconds of its gradients, on the slowest device of its rank."""
+    seconds = (
+        gradient_seconds(load.gradient_bytes, load.trainable_tensors, arrangement, constants, rates)
+        for rates in devices
+    )
+    return replace(load, gradient_seconds=max(seconds))
 
 
 def _optimizer_seconds(
@@ -299,9 +313,8 @@ def _optimizer_seconds(
     updated = max(
         optimizer_seconds(
             load.trainable / share,
-            gradient_bytes=4,
-            copy_bytes=arrangement.precision.copy_bytes,
-            passes=constants.optimizer_passes,
+            precision=arrangement.precision,
+            is_fused=constants.fuses_gradients,
             rates=rates,
             element_seconds=constants.optimizer_element_seconds,
         )

@@ -183,7 +183,7 @@ def _stage_predictions(
     return tuple(
         StagePrediction(
             forward_seconds=load.forward_seconds,
-            backward_seconds=load.backward_seconds,
+            backward_seconds=load.backward_seconds + load.gradient_seconds,
             idle_seconds=max(0.0, step.seconds - busy[rank] - step.optimizer_seconds),
             in_flight=in_flight_microbatches(arrangement.schedule, stage, shape)
             if arrangement.pipeline > 1

@@ -79,13 +79,11 @@ class StepBound:
         )
 
     def shared(self, repeated: LayerBlock) -> LayerBlock:
-        """Return the repeated layers, with what sharing data adds to every microbatch.
+        """Return the repeated layers, with what gradients and sharing data add to a microbatch.
 
         A stage waits for the longer of computing and collectives. If collectives are longer, other
         layers add nothing, and are left out.
         """
-        if not self.data.is_in_every_pass:
-            return repeated
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
         one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
@@ -154,6 +152,7 @@ class StepBound:
         forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
+            backward -= self.data.gradients(self.totals.gradient_bytes)
         return forward + backward
 
     def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
@@ -248,9 +247,8 @@ class StepBound:
             max(
                 optimizer_seconds(
                     self.totals.trainable / (arrangement.pipeline * share),
-                    gradient_bytes=4,
-                    copy_bytes=arrangement.precision.copy_bytes,
-                    passes=constants.optimizer_passes,
+                    precision=arrangement.precision,
+                    is_fused=constants.fuses_gradients,
                     rates=rates,
                     element_seconds=constants.optimizer_element_seconds,
                 )

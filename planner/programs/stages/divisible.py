@@ -303,7 +303,7 @@ class Divisible:
         backward = cost.backward_seconds + self._data.each_backward_more(cost)
         if not piece.is_split:
             return forward, backward, backward, 0.0
-        weights = cost.weight_gradient_seconds
+        weights = cost.weight_gradient_seconds + self._data.gradients(cost.gradient_bytes)
         return forward, backward, backward - weights, weights
 
     def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:

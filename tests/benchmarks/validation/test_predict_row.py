@@ -99,7 +99,8 @@ def test_deepspeed_holds_gradients_of_16_bits_beside_those_of_32(tmp_path: Path)
     assert narrow.peak_memory.gradient_bytes == gradients // 2
     held, passing = (one.peak_memory.allocated_bytes for one in (both, plain))
     assert held - passing >= gradients // 2  # and a layer's gradient in 16 bits on its way
-    assert both.step_seconds == plain.step_seconds
+    # Megatron's products add to gradients of 32 bits; these are made in 16, cast, added and copied.
+    assert both.step_seconds > plain.step_seconds
 
 
 def test_a_pipeline_holds_its_activations_in_flight(tmp_path: Path) -> None:

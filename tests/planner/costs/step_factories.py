@@ -48,7 +48,6 @@ SILENT = FrameworkConstants(
     action_seconds=0.0,
     overlap_slowdown=0.0,
     cpu_overlap_slowdown=0.0,
-    optimizer_passes=1.0,
     context_bytes=0,
     communicator_bytes=0,
     pair_bytes=0,
@@ -60,6 +59,7 @@ SILENT = FrameworkConstants(
         checkpoint_forward_seconds=0.0,
         checkpoint_backward_seconds=0.0,
     ),
+    fuses_gradients=True,
 )
 
 

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.costs.kernels.kernels import (
-    adamw_fused_seconds,
     cross_entropy_backward_seconds,
     cross_entropy_forward_seconds,
     dropout_backward_seconds,
@@ -90,12 +89,6 @@ def test_a_loss_reads_its_logits() -> None:
     backward = cross_entropy_backward_seconds(1000, 50_000, element_bytes=2, passes=2, rates=rates)
     assert forward == pytest.approx(304.03e-6, rel=1e-4)
     assert backward == pytest.approx(607.06e-6, rel=1e-4)
-
-
-def test_fused_adamw_moves_28_bytes_a_parameter() -> None:
-    # 10 M · 28 bytes = 280 MB ÷ 0.5 TB/s = 560 us.
-    seconds = adamw_fused_seconds(TEN_MILLION, state_bytes=4, gradient_bytes=4, rates=round_rates())
-    assert seconds == pytest.approx(561e-6)
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))

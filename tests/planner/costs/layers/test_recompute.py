@@ -116,7 +116,7 @@ def test_published_frameworks_run_a_layer_to_its_end() -> None:
         precision=own.precision,
         device=device(),
         layers=layers,
-        practice=Practice(attention=Attention.FUSED, is_loss_fused=True),
+        practice=Practice(attention=Attention.FUSED, is_loss_fused=True, fuses_gradients=True),
     )
     flow = flow_of(prices, "Block")
     assert run_again(flow, Recompute.FULL).ops == flow.ops

@@ -16,6 +16,7 @@ from autopar.planner.costs.kernels.kernels import (
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import GPT2, layer_of, letter_along, op_of, pricer
@@ -28,13 +29,40 @@ def block_op(prices: OpPricer, kind: str, number: int = 0) -> Op:
 
 
 def linear_seconds(prices: OpPricer, inputs: int, outputs: int) -> tuple[float, float, float]:
-    """Forward, input gradient, weight gradient with an fp32 sum of 8 bytes per element."""
+    """Forward, input gradient and weight gradient, all in bf16."""
     rates, both = prices.rates.own, inputs | outputs
     return (
         gemm_seconds(ROWS, outputs, inputs, rates=rates),
         gemm_seconds(ROWS, inputs, outputs, rates=rates),
-        gemm_seconds(inputs, outputs, ROWS, rates=rates, stored_bytes=8, contiguous=both),
+        gemm_seconds(inputs, outputs, ROWS, rates=rates, contiguous=both),
     )
+
+
+def test_products_that_fuse_gradients_read_and_write_an_fp32_sum() -> None:
+    prices = pricer()
+    prices.fuses_gradients = True
+    rates, bias = prices.rates.own, memory_seconds((ROWS + 1) * 3072 * 2, rates=prices.rates.own)
+    sums = gemm_seconds(768, 3072, ROWS, rates=rates, stored_bytes=8, contiguous=768 | 3072)
+    up = block_op(prices, "linear", 2)  # 768 → 3072
+    assert prices.cost(up).weight_gradient_seconds == pytest.approx(sums + bias)
+
+
+def test_each_factor_of_an_elementwise_product_has_a_kernel_for_its_gradient() -> None:
+    # x · sin of a rotary embedding: x alone learns. silu(gate) · up: both factors learn.
+    prices = pricer("llama.py", "size=1b", "seq_len=4096")
+    layer = layer_of(prices, "Block")
+    turned, gated = (op_of(prices, layer, "mul", number) for number in (1, 4))
+    for op, learned in ((turned, 1), (gated, 2)):
+        x, other = (prices.tensor_bytes(name, WHOLE, 1) for name in op.inputs)
+        each = memory_seconds(2 * x + other, rates=prices.rates.own)
+        assert prices.cost(op).backward_seconds == pytest.approx(learned * each)
+
+
+def test_the_gradients_of_joined_tensors_are_views_of_the_gradient_of_the_whole() -> None:
+    prices = pricer("llama.py", "size=1b", "seq_len=4096")
+    joined = op_of(prices, layer_of(prices, "Block"), "cat")
+    assert prices.cost(joined).backward_seconds == 0
+    assert prices.cost(joined).forward_seconds > 0
 
 
 def test_a_linear_is_three_products_and_the_sum_of_its_bias() -> None:

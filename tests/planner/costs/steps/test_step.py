@@ -16,7 +16,9 @@ from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds
+from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.costs.steps.step import predict
+from autopar.planner.precision import Precision
 from tests.cells import examples
 from tests.clock import least_seconds
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
@@ -76,14 +78,56 @@ def test_one_rank_has_no_bubble_not_even_of_rounding(microbatches: int) -> None:
     assert seconds_of(found)["pipeline bubble"] == 0.0
 
 
-def test_the_optimizer_moves_30_bytes_per_parameter() -> None:
-    # 24 of fp32 state, 4 of gradient, 2 of the 16-bit copy: 3 GB at 0.85 · 3.35 TB/s, and a launch.
-    (one,) = [
-        term.seconds
-        for term in predicted([[layer(trainable=10**8)]], ARRANGEMENT).terms
-        if term.name == "optimizer"
-    ]
-    assert one == pytest.approx(3e9 / (0.85 * 3.35e12), rel=0.01)
+@pytest.mark.parametrize(
+    ("precision", "is_fused", "moved"),
+    [
+        (Precision.FP32, False, 40),
+        (Precision.BF16, False, 46),
+        (Precision.FP16, False, 54),
+        (Precision.BF16, True, 30),
+        (Precision.FP16, True, 38),
+    ],
+)
+def test_the_optimizer_moves_bytes_of_its_state_of_clipping_and_of_copies(
+    precision: Precision, is_fused: bool, moved: int
+) -> None:
+    # AdamW 28: 24 of fp32 state and 4 of the gradient. Clipping 12. The 16-bit weight 6, which a
+    # fused kernel only writes (2). fp16 unscales the gradient, 8. At 0.85 · 3.35 TB/s.
+    arrangement = replace(ARRANGEMENT, precision=precision)
+    found = predicted([[layer(trainable=10**8)]], arrangement, fuses_gradients=is_fused)
+    assert seconds_of(found)["optimizer"] == pytest.approx(moved * 1e8 / (0.85 * 3.35e12), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [
+        ({}, 6),  # of the only microbatch: read in 16 bits, written in fp32
+        ({"microbatches": 4}, 6 + 9),  # three of four are added: 12 each
+        ({"precision": Precision.FP32}, 0),
+        ({"precision": Precision.FP32, "microbatches": 2}, 6),
+        ({"data": 2, "microbatches": 2}, 6 + 6 + 4),  # and once copied into buckets: 8
+        ({"data": 2, "shard": 2, "zero": Zero.PARAMETERS}, 6),  # and fully_shard's own copies
+    ],
+)
+def test_a_backward_casts_gradients_and_adds_them_up(
+    changes: dict[str, object], moved: float
+) -> None:
+    arrangement = replace(ARRANGEMENT, **changes)  # type: ignore[arg-type]
+    heavy = layer(gradient_bytes=4 * 10**8)
+    plain, fused = (
+        predicted([[heavy]], arrangement, fuses_gradients=is_fused).stages[0].backward_seconds
+        for is_fused in (False, True)
+    )
+    assert plain - fused == pytest.approx(moved * 1e8 / (0.85 * 3.35e12), rel=0.01)
+
+
+def test_a_zero_bubble_schedule_casts_gradients_when_they_are_made() -> None:
+    heavy = replace(stage_load([LAYER]), gradient_seconds=5e-3)
+    found = heavy.stage_seconds(
+        forward_more=0.0, backward_more=0.0, action_seconds=0.0, splits=True
+    )
+    assert found.input_gradient_seconds == pytest.approx(1e-3)
+    assert found.weight_gradient_seconds == pytest.approx(6e-3)
 
 
 def test_frameworks_add_to_each_step_and_each_action() -> None:

@@ -90,14 +90,14 @@ def test_a_plan_tells_the_fastest_beside_a_simpler_one() -> None:
     cluster = choose_cluster(8, "h100-sxm")
     model = ("gpt2.py", "size=124m")
     fastest = planned(model, cluster, global_batch=64)
-    simpler = planned(model, cluster, global_batch=64, tolerance="3%")
+    simpler = planned(model, cluster, global_batch=64, tolerance="5%")
     assert fastest.fastest is None
     assert fastest.arrangement.zero is Zero.OPTIMIZER
     assert simpler.arrangement.zero is Zero.NONE
     assert simpler.fastest is not None
     assert simpler.fastest.arrangement == fastest.arrangement
     assert simpler.fastest.step_seconds == fastest.prediction.step_seconds
-    assert 0 < simpler.slower_by <= 0.03
+    assert 0 < simpler.slower_by <= 0.05
     assert simpler.proof.gap == 0.0
 
 

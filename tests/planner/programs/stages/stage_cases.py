@@ -144,7 +144,8 @@ def _case(random: Random, arrangement: Arrangement, count: int, room: float) -> 
         random.choice((ends[1], middle)),
     )
     cluster = choose_cluster(arrangement.ranks, "a100-80gb-sxm")
-    constants = random.choice((SILENT, read_framework_constants()))
+    silent = replace(SILENT, fuses_gradients=False)
+    constants = random.choice((silent, read_framework_constants()))
     plain = [[one[Recompute.NONE] for one in part] for part in _even(row, arrangement)]
     peak = predict(plain, arrangement, cluster, constants=constants, model_flops=1).peak_memory
     return StageCase(
