@@ -24,7 +24,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 8, no sharding, takes 20.47 ms (+1.0%): +345.4 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 0c5343e1c6b6bdee, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: 0c5343e1c6b6bdee, plan ec6bb38beada36e9.
 
 from __future__ import annotations
 
