@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
-from autopar.codegen.forward.opening import opening as changes
 from autopar.codegen.forward.opening.opening import Opening, is_split_random
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
@@ -31,6 +30,7 @@ from autopar.codegen.forward.text.lines import Body, Line, Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
+from autopar.planner.programs.layouts.opened import argument, is_vocabulary_split
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -52,7 +52,8 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
         body.late_biases[op.outputs[0]] = bias
         operands = [body.value(name, split.need(op, i), op) for i, name in enumerate(op.inputs[:2])]
         return call("F.linear", *operands)
-    if changes.is_vocabulary_split(op, split):
+    layout = split.ops.get(op.name)
+    if layout is not None and is_vocabulary_split(op, layout):
         return _SPLIT_VOCABULARY[rule.kind](op, body)
     return None
 
@@ -60,7 +61,7 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
 def _squeezed(op: Op, body: AtHand) -> SourceForm:
     """Name the squeezed dims, because another dim may have size one on a rank."""
     shape = body.graph.tensors[op.inputs[0]].shape
-    given = changes.argument(op, "dim")
+    given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
     places = {whole_number(dim) % len(shape) for dim in asked}
     dims = [literal(place) for place in sorted(places) if shape[place] == ONE]

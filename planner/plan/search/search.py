@@ -127,7 +127,7 @@ def search(
         raise explorer.refusal(outcome)
     return assemble(
         outcome,
-        explorer.choose(outcome, is_late=is_late).leaf,
+        explorer.chosen(outcome, is_late=is_late),
         costing=explorer.costing,
         model=model,
         constraints=constraints,
@@ -199,6 +199,15 @@ class Explorer:
     def _tell_left(self, least_bound: float) -> None:
         if self.objective is not Objective.MEMORY:
             self.report(self._known.words(least_bound))
+
+    def chosen(
+        self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
+    ) -> Candidate:
+        """Return the plan that is chosen, in layouts as simple as the tolerance allows."""
+        fastest, leaf = outcome.found[0], self.choose(outcome, is_late=is_late).leaf
+        if not self._known.tolerance or is_late():
+            return leaf
+        return self.judge.simplified(leaf, fastest.value * (1 + self._known.tolerance))
 
     def choose(
         self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False

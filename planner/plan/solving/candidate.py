@@ -23,6 +23,7 @@ from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import PlannedStage
 from autopar.planner.plan.solving.costing import Inside, PriceBook
+from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
 from autopar.planner.programs.stages.modes import PricedCut
@@ -54,19 +55,22 @@ class Questions:
     demands: Demands
     constants: FrameworkConstants
 
-    def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
+    def asked(
+        self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
+    ) -> StageQuestion:
         """Return the stage question of an arrangement in one of the layouts."""
         sizes = self.demands.bucket_bytes
+        inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
             arrangement=arrangement,
             groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
             constants=self.constants,
-            rows=self.rows(arrangement, solution),
+            rows=self._rows(arrangement, inside),
             allowed=self.demands.modes,
             is_cuttable=self.demands.is_cuttable,
             pins=self.demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
-            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside_of(arrangement, solution)),
+            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside),
             bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
         )
 
@@ -88,7 +92,9 @@ class Questions:
 
     def rows(self, arrangement: Arrangement, solution: int) -> Rows:
         """Return the layers' costs on each pipeline rank, which waits for its slowest device."""
-        inside = inside_of(arrangement, solution)
+        return self._rows(arrangement, inside_of(arrangement, solution))
+
+    def _rows(self, arrangement: Arrangement, inside: Inside) -> Rows:
         kinds = self.kinds(arrangement)
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
@@ -112,17 +118,19 @@ class Questions:
         return tuple(known[own] for own in kinds_of_blocks(*degrees))
 
 
-def inside_of(arrangement: Arrangement, solution: int) -> Inside:
+def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
     """Return what the inside of layers depends on."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
         solution=solution,
         is_one_stage=arrangement.pipeline == 1,
+        lines=lines,
     )
 
 
 _ENDLESS = float("inf")
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # times the share that layouts may be slower by: what lines are worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +141,12 @@ class Candidate:
     solution: int
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
+    lines: LinePrice | None = None  # where its layouts are the simplest near the solution
+
+    @property
+    def inside(self) -> Inside:
+        """What the inside of its layers depends on."""
+        return inside_of(self.arrangement, self.solution, self.lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,28 +265,82 @@ class ArrangementSolver:
             return False
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
 
+    def simplified(self, candidate: Candidate, within_seconds: float) -> Candidate:
+        """Return a candidate with the layouts that print least while its step is short enough.
+
+        Its stages stay. A line's price that costs too much is halved: at the last one, layers are
+        slower by what the step may be at most, and the step may still be longer for other reasons.
+        """
+        allowed = within_seconds / candidate.prediction.step_seconds - 1
+        if candidate.arrangement.tensor == 1 or allowed <= 0:
+            return candidate
+        for price in self._line_prices(candidate, allowed):
+            one = self._in_simpler_layouts(candidate, price)
+            if one is not None and one.prediction.step_seconds <= within_seconds:
+                return one
+        return candidate
+
+    def _line_prices(self, candidate: Candidate, allowed: float) -> Iterator[LinePrice]:
+        """Yield what lines may be worth, the most first, and where memory presses with bytes."""
+        for of_bytes in (False, True) if candidate.solution else (False,):
+            for times in _TRIES:
+                yield LinePrice(
+                    share=times * allowed,
+                    microbatches=candidate.arrangement.microbatches,
+                    of_bytes=of_bytes,
+                )
+
+    def _in_simpler_layouts(self, candidate: Candidate, lines: LinePrice) -> Candidate | None:
+        """Return a candidate in simpler layouts, None where there are none, or these do not fit."""
+        arrangement, solution = candidate.arrangement, candidate.solution
+        before = self.costing.solution(candidate.inside)
+        after = self.costing.solution(inside_of(arrangement, solution, lines))
+        if after.layouts == before.layouts or after.splits_nothing:
+            return None
+        question = self.questions.asked(arrangement, solution, lines)
+        prediction = self._predicted(question, arrangement, candidate.stages)
+        found = replace(candidate, prediction=prediction, lines=lines)
+        return found if self._fits(question, found) else None
+
     def _candidate(self, question: StageQuestion, solution: int, found: PricedCut) -> Candidate:
-        """Return a cut with its predictions."""
-        stages, costs = [], []
-        for number, (first, stop) in enumerate(pairwise(found.cut)):
-            modes = found.offers[number].modes
-            rank = question.ranks[number]
-            stages.append(PlannedStage(rank=rank, first=first, count=stop - first, recompute=modes))
-            own = question.rows[rank][first:stop]
-            costs.append([one[mode] for one, mode in zip(own, modes, strict=True)])
-        prediction = predict(
-            costs,
-            found.arrangement,
-            self.costing.cluster_of(found.arrangement),
-            constants=self.questions.constants,
-            model_flops=self.model_flops,
-            tied_gradient_bytes=question.tied_gradient_bytes,
+        """Return a cut with everything that is predicted of it."""
+        stages = tuple(
+            PlannedStage(
+                rank=question.ranks[number],
+                first=first,
+                count=stop - first,
+                recompute=found.offers[number].modes,
+            )
+            for number, (first, stop) in enumerate(pairwise(found.cut))
         )
         return Candidate(
             arrangement=found.arrangement,
             solution=solution,
-            stages=tuple(stages),
-            prediction=prediction,
+            stages=stages,
+            prediction=self._predicted(question, found.arrangement, stages),
+        )
+
+    def _predicted(
+        self, question: StageQuestion, arrangement: Arrangement, stages: Sequence[PlannedStage]
+    ) -> Prediction:
+        costs = [
+            [
+                layer[mode]
+                for layer, mode in zip(
+                    question.rows[stage.rank][stage.first : stage.first + stage.count],
+                    stage.recompute,
+                    strict=True,
+                )
+            ]
+            for stage in stages
+        ]
+        return predict(
+            costs,
+            arrangement,
+            self.costing.cluster_of(arrangement),
+            constants=self.questions.constants,
+            model_flops=self.model_flops,
+            tied_gradient_bytes=question.tied_gradient_bytes,
         )
 
     def _fits(self, question: StageQuestion, candidate: Candidate) -> bool:
