@@ -34,10 +34,7 @@ from autopar.planner.plan.declared.constraints import (
     constraints_of,
     minimal_conflict,
 )
-from autopar.planner.plan.declared.limits import (
-    completed,
-    with_batch,
-)
+from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import Counts, assemble
 from autopar.planner.plan.search.best_first import (
@@ -127,7 +124,7 @@ def search(
         raise explorer.refusal(outcome)
     return assemble(
         outcome,
-        explorer.chosen(outcome, is_late=is_late),
+        explorer.chosen(outcome, is_late),
         costing=explorer.costing,
         model=model,
         constraints=constraints,
@@ -200,14 +197,12 @@ class Explorer:
         if self.objective is not Objective.MEMORY:
             self.report(self._known.words(least_bound))
 
-    def chosen(
-        self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
-    ) -> Candidate:
+    def chosen(self, outcome: Searched, is_late: Callable[[], bool]) -> Candidate:
         """Return the plan that is chosen, in layouts as simple as the tolerance allows."""
-        fastest, leaf = outcome.found[0], self.choose(outcome, is_late=is_late).leaf
-        if not self._known.tolerance or is_late():
-            return leaf
-        return self.judge.simplified(leaf, fastest.value * (1 + self._known.tolerance))
+        leaf, tolerance = self.choose(outcome, is_late=is_late).leaf, self._known.tolerance
+        within_seconds = outcome.found[0].value * (1 + tolerance)
+        exact = not tolerance or is_late()
+        return leaf if exact else self.judge.simplified(leaf, within_seconds)
 
     def choose(
         self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False

@@ -50,7 +50,14 @@ def changes_code(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> boo
         _has_local_size(op, layout, graph, axes)
         or is_vocabulary_split(op, layout)
         or has_local_groups(op, layout, axes)
+        or is_part_of_mean(op, layout)
     )
+
+
+def is_part_of_mean(op: Op, layout: OpLayout) -> bool:
+    """Whether a rank takes the mean over its part of a dim, and the parts are added."""
+    is_summed = layout.gives[0].kind is LayoutKind.PARTIAL and is_split(layout.needs[0])
+    return kind_of(op) is OpKind.MEAN and is_summed
 
 
 def is_vocabulary_split(op: Op, layout: OpLayout) -> bool:
