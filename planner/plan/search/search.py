@@ -114,10 +114,9 @@ def search(
         subject, cluster, constraints, report=report, measured=measured, prices=prices
     )
     began = time.perf_counter()
-    limit = time_limit_seconds or float("inf")
 
     def is_late() -> bool:
-        return time.perf_counter() - began > limit
+        return time.perf_counter() - began > (time_limit_seconds or float("inf"))
 
     outcome = explorer.explore(is_late=is_late)
     if not outcome.found:
@@ -200,9 +199,8 @@ class Explorer:
     def chosen(self, outcome: Searched, is_late: Callable[[], bool]) -> Candidate:
         """Return the plan that is chosen, in layouts as simple as the tolerance allows."""
         leaf, tolerance = self.choose(outcome, is_late=is_late).leaf, self._known.tolerance
-        within_seconds = outcome.found[0].value * (1 + tolerance)
-        exact = not tolerance or is_late()
-        return leaf if exact else self.judge.simplified(leaf, within_seconds)
+        within = outcome.found[0].value * (1 + tolerance)
+        return leaf if not tolerance or is_late() else self.judge.simplified(leaf, within)
 
     def choose(
         self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False

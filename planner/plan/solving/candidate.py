@@ -23,6 +23,7 @@ from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import PlannedStage
 from autopar.planner.plan.solving.costing import Inside, PriceBook
+from autopar.planner.plan.solving.even import even_stages
 from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
@@ -130,6 +131,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 
 _ENDLESS = float("inf")
+_SAME = 1e-3  # of the step: steps that differ by less are one
 _TRIES = (8.0, 4.0, 2.0, 1.0)  # times the share that layouts may be slower by: what lines are worth
 
 
@@ -266,11 +268,12 @@ class ArrangementSolver:
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
 
     def simplified(self, candidate: Candidate, within_seconds: float) -> Candidate:
-        """Return a candidate with the layouts that print least while its step is short enough.
+        """Return a candidate with even stages and little to print, while its step is short enough.
 
-        Its stages stay. A line's price that costs too much is halved: at the last one, layers are
-        slower by what the step may be at most, and the step may still be longer for other reasons.
+        A line's price that costs too much is halved: at the last one, layers are slower by what the
+        step may be at most, and the step may still be longer for other reasons.
         """
+        candidate = self._evened(candidate, within_seconds)
         allowed = within_seconds / candidate.prediction.step_seconds - 1
         if candidate.arrangement.tensor == 1 or allowed <= 0:
             return candidate
@@ -279,6 +282,33 @@ class ArrangementSolver:
             if one is not None and one.prediction.step_seconds <= within_seconds:
                 return one
         return candidate
+
+    def _evened(self, candidate: Candidate, within_seconds: float) -> Candidate:
+        """Return a candidate whose ranks have stages as even as they can be in the same time."""
+        if candidate.arrangement.stages_per_rank == 1:
+            return candidate
+        longest = min(within_seconds, candidate.prediction.step_seconds * (1 + _SAME))
+        question = self.questions.asked(candidate.arrangement, candidate.solution)
+
+        def with_stages(stages: tuple[PlannedStage, ...]) -> Candidate:
+            prediction = self._predicted(question, candidate.arrangement, stages)
+            return replace(candidate, stages=stages, prediction=prediction)
+
+        def accepts(stages: tuple[PlannedStage, ...]) -> bool:
+            if not self._may_be(stages):
+                return False
+            one = with_stages(stages)
+            return one.prediction.step_seconds <= longest and self._fits(question, one)
+
+        return with_stages(even_stages(candidate.stages, accepts))
+
+    def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
+        """Whether layers may be cut into some stages, and all that are pinned lie in theirs."""
+        cuttable, pins = self.demands.is_cuttable, self.demands.pins
+        return all(cuttable[one.first - 1] for one in stages[1:]) and all(
+            stages[pin.stage].first <= pin.layer < stages[pin.stage].first + stages[pin.stage].count
+            for pin in pins
+        )
 
     def _line_prices(self, candidate: Candidate, allowed: float) -> Iterator[LinePrice]:
         """Yield what lines may be worth, the most first, and where memory presses with bytes."""
