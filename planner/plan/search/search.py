@@ -197,14 +197,12 @@ class Explorer:
             self.report(self._known.words(least_bound))
 
     def chosen(self, outcome: Searched, is_late: Callable[[], bool]) -> Candidate:
-        """Return the plan that is chosen, in layouts as simple as the tolerance allows."""
-        leaf, tolerance = self.choose(outcome, is_late=is_late).leaf, self._known.tolerance
+        """Return the chosen plan, with layouts as simple as the tolerance allows."""
+        leaf, tolerance = self.choose(outcome, is_late).leaf, self._known.tolerance
         within = outcome.found[0].value * (1 + tolerance)
         return leaf if not tolerance or is_late() else self.judge.simplified(leaf, within)
 
-    def choose(
-        self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
-    ) -> FoundLeaf[Candidate]:
+    def choose(self, outcome: Searched, is_late: Callable[[], bool]) -> FoundLeaf[Candidate]:
         """Return the simplest plan within the tolerance of the fastest, which is proved."""
         fastest = outcome.found[0]
         if not self._known.tolerance:

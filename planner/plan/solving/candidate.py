@@ -131,8 +131,8 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 
 _ENDLESS = float("inf")
-_SAME = 1e-3  # of the step: steps that differ by less are one
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # times the share that layouts may be slower by: what lines are worth
+_SAME = 1e-3  # of the step: closer steps are equal
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Candidate:
     solution: int
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
-    lines: LinePrice | None = None  # where its layouts are the simplest near the solution
+    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
 
     @property
     def inside(self) -> Inside:
@@ -268,10 +268,10 @@ class ArrangementSolver:
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
 
     def simplified(self, candidate: Candidate, within_seconds: float) -> Candidate:
-        """Return a candidate with even stages and little to print, while its step is short enough.
+        """Return a candidate with even stages and few printed lines, if its step is short enough.
 
-        A line's price that costs too much is halved: at the last one, layers are slower by what the
-        step may be at most, and the step may still be longer for other reasons.
+        The price of a line is halved while the step is too long. With the last price, the layers
+        are slower by at most the allowed share, but the step may be longer for other reasons.
         """
         candidate = self._evened(candidate, within_seconds)
         allowed = within_seconds / candidate.prediction.step_seconds - 1
@@ -284,7 +284,7 @@ class ArrangementSolver:
         return candidate
 
     def _evened(self, candidate: Candidate, within_seconds: float) -> Candidate:
-        """Return a candidate whose ranks have stages as even as they can be in the same time."""
+        """Return a candidate with stages as even as possible in the same time."""
         if candidate.arrangement.stages_per_rank == 1:
             return candidate
         longest = min(within_seconds, candidate.prediction.step_seconds * (1 + _SAME))
@@ -303,7 +303,7 @@ class ArrangementSolver:
         return with_stages(even_stages(candidate.stages, accepts))
 
     def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
-        """Whether layers may be cut into some stages, and all that are pinned lie in theirs."""
+        """Whether stages may be cut like this, and all pinned layers lie in their stages."""
         cuttable, pins = self.demands.is_cuttable, self.demands.pins
         return all(cuttable[one.first - 1] for one in stages[1:]) and all(
             stages[pin.stage].first <= pin.layer < stages[pin.stage].first + stages[pin.stage].count
@@ -311,7 +311,7 @@ class ArrangementSolver:
         )
 
     def _line_prices(self, candidate: Candidate, allowed: float) -> Iterator[LinePrice]:
-        """Yield what lines may be worth, the most first, and where memory presses with bytes."""
+        """Yield prices of lines, the highest first; if memory is short, bytes get one, too."""
         for of_bytes in (False, True) if candidate.solution else (False,):
             for times in _TRIES:
                 yield LinePrice(
@@ -321,7 +321,7 @@ class ArrangementSolver:
                 )
 
     def _in_simpler_layouts(self, candidate: Candidate, lines: LinePrice) -> Candidate | None:
-        """Return a candidate in simpler layouts, None where there are none, or these do not fit."""
+        """Return a candidate in simpler layouts, or None if there are none or they do not fit."""
         arrangement, solution = candidate.arrangement, candidate.solution
         before = self.costing.solution(candidate.inside)
         after = self.costing.solution(inside_of(arrangement, solution, lines))

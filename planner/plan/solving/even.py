@@ -1,4 +1,4 @@
-"""Moves layers between the stages of one rank until these are as even as they can be."""
+"""Moves layers between the stages of one rank until they are as even as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
-    """Return stages that no move makes more even, each move one that is accepted."""
+    """Return the stages after accepted moves, until no accepted move makes them more even."""
     while True:
         more_even = next(filter(accepts, _moves(stages)), None)
         if more_even is None:
@@ -20,7 +20,7 @@ def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
 
 
 def _moves(stages: Stages) -> Iterator[Stages]:
-    """Yield what a stage may give to a smaller one of its rank: half of its surplus, or a layer."""
+    """Yield moves to a smaller stage of the same rank: half of the surplus, or one layer."""
     for i, one in enumerate(stages):
         for j, other in enumerate(stages):
             surplus = one.count - other.count
@@ -29,7 +29,7 @@ def _moves(stages: Stages) -> Iterator[Stages]:
 
 
 def _moved(stages: Stages, source: int, target: int, layers: int) -> Stages:
-    """Return stages of which one has given layers to another; each layer keeps its mode."""
+    """Return the stages after a move of layers; each layer keeps its mode."""
     modes = [mode for stage in stages for mode in stage.recompute]
     moved = {source: -layers, target: layers}
     counts = [stage.count + moved.get(number, 0) for number, stage in enumerate(stages)]

@@ -55,9 +55,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePrice:
-    """What the lines that layouts print are worth: together a share of the seconds of a microbatch.
+    """The price of printed lines: all lines together cost a share of a microbatch's seconds.
 
-    Gradients are summed once in a step of so many microbatches. Bytes may have a price beside that.
+    Gradients are summed once in a step of `microbatches`. Bytes may have a price, too.
     """
 
     share: float
@@ -183,7 +183,7 @@ class SolvedPoint:
 
 
 class CountedLines:
-    """What a script prints of one problem, and the program in which that has a price."""
+    """The printed lines of one problem, and the program in which they have a price."""
 
     def __init__(self, problem: Problem, units: ProgramUnits, code: PrintedCode) -> None:
         self.problem, self.code = problem, code
@@ -241,7 +241,7 @@ class Front:
         return _pareto(front)
 
     def simpler(self, near: SolvedPoint, lines: CountedLines, price: LinePrice) -> SolvedPoint:
-        """Return the best point where each line that `near` prints costs its part of a share."""
+        """Return the best point if the lines that `near` prints together cost the share."""
         printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
         if not printed or cost is None:
             return near
