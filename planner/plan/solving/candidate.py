@@ -257,7 +257,7 @@ class ArrangementSolver:
             question = self.questions.asked(arrangement, number)
             found = smallest_stages(question)
             one = self._candidate(question, number, found) if found else None
-            if one and self._fits(question, one) and (best is None or _needed(one) < _needed(best)):
+            if one and self._fits(one) and (best is None or _needed(one) < _needed(best)):
                 best = one
         return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
@@ -277,9 +277,19 @@ class ArrangementSolver:
         allowed = within_seconds / candidate.prediction.step_seconds - 1
         if candidate.arrangement.tensor == 1 or allowed <= 0:
             return candidate
-        for price in self._line_prices(candidate, allowed):
-            one = self._in_simpler_layouts(candidate, price)
-            if one is not None and one.prediction.step_seconds <= within_seconds:
+        own_layouts = self.costing.solution(candidate.inside).layouts
+        price = LinePrice(share=0.0, microbatches=candidate.arrangement.microbatches)
+        for times in _TRIES:
+            price = replace(price, share=times * allowed)
+            one = self._predicted_again(replace(candidate, lines=price))
+            if not self._fits(one) and price.growth is None:
+                price = replace(price, growth=self._growth(candidate))
+                one = self._predicted_again(replace(candidate, lines=price))
+            found = self.costing.solution(one.inside)
+            if found.layouts == own_layouts:
+                break
+            is_short = one.prediction.step_seconds <= within_seconds
+            if is_short and self._fits(one) and not found.splits_nothing:
                 return one
         return candidate
 
@@ -288,17 +298,15 @@ class ArrangementSolver:
         if candidate.arrangement.stages_per_rank == 1:
             return candidate
         longest = min(within_seconds, candidate.prediction.step_seconds * (1 + _SAME))
-        question = self.questions.asked(candidate.arrangement, candidate.solution)
 
         def with_stages(stages: tuple[PlannedStage, ...]) -> Candidate:
-            prediction = self._predicted(question, candidate.arrangement, stages)
-            return replace(candidate, stages=stages, prediction=prediction)
+            return self._predicted_again(replace(candidate, stages=stages))
 
         def accepts(stages: tuple[PlannedStage, ...]) -> bool:
             if not self._may_be(stages):
                 return False
             one = with_stages(stages)
-            return one.prediction.step_seconds <= longest and self._fits(question, one)
+            return one.prediction.step_seconds <= longest and self._fits(one)
 
         return with_stages(even_stages(candidate.stages, accepts))
 
@@ -310,27 +318,19 @@ class ArrangementSolver:
             for pin in pins
         )
 
-    def _line_prices(self, candidate: Candidate, allowed: float) -> Iterator[LinePrice]:
-        """Yield prices of lines, the highest first; if memory is short, bytes get one, too."""
-        for of_bytes in (False, True) if candidate.solution else (False,):
-            for times in _TRIES:
-                yield LinePrice(
-                    share=times * allowed,
-                    microbatches=candidate.arrangement.microbatches,
-                    of_bytes=of_bytes,
-                )
+    def _growth(self, candidate: Candidate) -> float:
+        """Return the factor by which the memory of every stage may grow."""
+        limits = self.questions.limit_bytes(candidate.arrangement)
+        return min(
+            limits[stage.rank] / predicted.memory.device_bytes
+            for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
+        )
 
-    def _in_simpler_layouts(self, candidate: Candidate, lines: LinePrice) -> Candidate | None:
-        """Return a candidate in simpler layouts, or None if there are none or they do not fit."""
-        arrangement, solution = candidate.arrangement, candidate.solution
-        before = self.costing.solution(candidate.inside)
-        after = self.costing.solution(inside_of(arrangement, solution, lines))
-        if after.layouts == before.layouts or after.splits_nothing:
-            return None
-        question = self.questions.asked(arrangement, solution, lines)
-        prediction = self._predicted(question, arrangement, candidate.stages)
-        found = replace(candidate, prediction=prediction, lines=lines)
-        return found if self._fits(question, found) else None
+    def _predicted_again(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the predictions of its stages and layouts."""
+        question = self.questions.asked(candidate.arrangement, candidate.solution, candidate.lines)
+        prediction = self._predicted(question, candidate.arrangement, candidate.stages)
+        return replace(candidate, prediction=prediction)
 
     def _candidate(self, question: StageQuestion, solution: int, found: PricedCut) -> Candidate:
         """Return a cut with everything that is predicted of it."""
@@ -373,11 +373,8 @@ class ArrangementSolver:
             tied_gradient_bytes=question.tied_gradient_bytes,
         )
 
-    def _fits(self, question: StageQuestion, candidate: Candidate) -> bool:
-        return all(
-            predicted.memory.device_bytes <= question.limit_bytes[stage.rank]
-            for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
-        )
+    def _fits(self, candidate: Candidate) -> bool:
+        return self._growth(candidate) >= 1
 
 
 def _needed(candidate: Candidate) -> int:

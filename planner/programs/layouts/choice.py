@@ -57,12 +57,12 @@ class Budget:
 class LinePrice:
     """The price of printed lines: all lines together cost a share of a microbatch's seconds.
 
-    Gradients are summed once in a step of `microbatches`. Bytes may have a price, too.
+    Gradients are summed once in a step of `microbatches`.
     """
 
     share: float
     microbatches: int
-    of_bytes: bool = False
+    growth: float | None = None  # of the bytes, at most; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class LayoutProgram:
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts near those of a number in the front that make a script print less.
 
-        If bytes have no price, the layouts are slower by less than the share that lines are worth.
+        The layouts are slower by less than the share that lines are worth.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)
@@ -176,8 +176,6 @@ class SolvedPoint:
     saved_bytes: int
     weight_bytes: int
     counted_bytes: float
-    second_price: float
-    byte_price: float
     report: SolverReport
     is_proved: bool
 
@@ -245,12 +243,12 @@ class Front:
         printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
         if not printed or cost is None:
             return near
-        second_price = near.second_price if price.of_bytes else 1.0
         found = self._solved(
             lines.model,
-            second_price=second_price,
-            byte_price=near.byte_price if price.of_bytes else _TIE,
-            line_price=second_price * price.share * cost.seconds / printed / self.units.second_unit,
+            second_price=1.0,
+            byte_price=_TIE,
+            line_price=price.share * cost.seconds / printed / self.units.second_unit,
+            budget_bytes=near.counted_bytes * price.growth if price.growth else None,
         )
         is_simpler = found is not None and lines.of(found.assignment) < printed
         return found if found is not None and is_simpler else near
@@ -316,8 +314,6 @@ class Front:
             weight_bytes=cost.weight_bytes,
             counted_bytes=units.saved_factor * cost.saved_bytes
             + units.weight_factor * cost.weight_bytes,
-            second_price=second_price,
-            byte_price=byte_price,
             report=outcome.report,
             is_proved=not isinstance(outcome, TimedOut),
         )
