@@ -9,18 +9,20 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
-from autopar.codegen.forward.opening import opening as changes
 from autopar.codegen.forward.opening.opening import Opening, is_split_random
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
 from autopar.codegen.forward.ops.special_ops import PrintedPlace, base_name, gives_many, printed
 from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
 from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AtHand
 from autopar.codegen.forward.text.expressions import (
+    Binding,
     Expression,
     LocalTensor,
     SourceForm,
+    binary,
     call,
     joined,
     literal,
@@ -31,6 +33,7 @@ from autopar.codegen.forward.text.lines import Body, Line, Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
+from autopar.planner.programs.layouts.opened import argument, is_part_of_mean, is_vocabulary_split
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -52,7 +55,8 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
         body.late_biases[op.outputs[0]] = bias
         operands = [body.value(name, split.need(op, i), op) for i, name in enumerate(op.inputs[:2])]
         return call("F.linear", *operands)
-    if changes.is_vocabulary_split(op, split):
+    layout = split.ops.get(op.name)
+    if layout is not None and is_vocabulary_split(op, layout):
         return _SPLIT_VOCABULARY[rule.kind](op, body)
     return None
 
@@ -60,7 +64,7 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
 def _squeezed(op: Op, body: AtHand) -> SourceForm:
     """Name the squeezed dims, because another dim may have size one on a rank."""
     shape = body.graph.tensors[op.inputs[0]].shape
-    given = changes.argument(op, "dim")
+    given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
     places = {whole_number(dim) % len(shape) for dim in asked}
     dims = [literal(place) for place in sorted(places) if shape[place] == ONE]
@@ -140,6 +144,24 @@ def _loss(op: Op, body: AtHand) -> SourceForm:
 _SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AtHand], SourceForm]] = MappingProxyType(
     {OpKind.LOOKUP: _embedding, OpKind.BAG: _bag, OpKind.CROSS_ENTROPY: _loss}
 )
+
+
+def part_of_mean(op: Op, mean: SourceForm, body: AtHand) -> SourceForm:
+    """Return a mean, weighted by the share of the rank's part if the mean is over a split dim.
+
+    The weighted means add up over the ranks. Weighting means keeps 16-bit numbers small; sums
+    would be large.
+    """
+    layout = body.split.ops.get(op.name)
+    if layout is None or not is_part_of_mean(op, layout):
+        return mean
+    size = wanted(body.split, op.inputs[0], layout.needs[0])[layout.needs[0].dim]
+    parts = parts_of_dim(size.dim, size.axis)
+    if not size.varies and parts.are_even(body.split.degree, body.split.batch):
+        return binary(mean, "/", SourceForm((*body.axis.parts, ".size")), Binding.PRODUCT)
+    whole = body.sizes.whole(size.extent, size.other)
+    share = binary(body.sizes.local(size), "/", whole, Binding.PRODUCT)
+    return binary(mean, "*", share, Binding.PRODUCT)
 
 
 def _parts(op: Op, position: int, body: AtHand) -> Expression:
@@ -257,7 +279,7 @@ class BodyBuilder(AtHand):
             return
         expression = rewritten(op, self)
         if expression is None:
-            expression = printed(op, self._place(op))
+            expression = part_of_mean(op, printed(op, self._place(op)), self)
         if op.name in self.split.weighed:
             number = self.split.weighed.index(op.name)
             expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))

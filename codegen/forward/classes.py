@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opened import CrossingTensor, bind_batch, returned
-from autopar.codegen.forward.opening.opening import Opening, is_split, splits_rows
+from autopar.codegen.forward.opening.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.calls import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
 from autopar.codegen.forward.scope import NeedsInlineError
@@ -36,6 +36,7 @@ from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Mapped, Ref, Value, refs
+from autopar.planner.programs.layouts.opened import is_split
 
 CROSSING = "crossing"
 _UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")

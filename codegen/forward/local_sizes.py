@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.codegen.forward.opening import opening as changes
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
 from autopar.codegen.forward.reading.split import parts_of_dim
@@ -23,6 +22,7 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Value, size
+from autopar.planner.programs.layouts.opened import argument, has_local_groups
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.signature import Dim, FlattenedDims, leaves, product, size_of
 from autopar.planner.rules.table import kind_of, rule_of
@@ -81,11 +81,12 @@ def _owner(op: Op, body: AtHand) -> str:
 def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
     """Return an op's arguments that count something of which a rank has only a part."""
     split = body.split
-    if changes.has_local_groups(op, split):
+    own = split.ops.get(op.name)
+    if own is not None and has_local_groups(op, own, split.axes):
         key = "groups" if kind_of(op) is OpKind.CONVOLUTION else "num_groups"
         return {key: _local_groups(op, whole_number(op.argument(key)), body)}
     layout = split.need(op, 0) if op.inputs else None
-    dim = changes.argument(op, "dim")
+    dim = argument(op, "dim")
     if kind_of(op) is OpKind.REPEAT:
         return _local_repeats(op, body)
     if not rule_of(op.target).cuts or layout is None or layout.kind is not LayoutKind.SPLIT:

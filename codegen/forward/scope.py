@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.codegen.forward.opening.opening import Opening, argument
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.ops import arguments as conversions
 from autopar.codegen.forward.ops.sizes import SizesAtHand
 from autopar.codegen.forward.reading.calls import LOSS
@@ -31,6 +31,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout
 from autopar.planner.graph.ops import Extent, ModuleCall, Op, TensorOrigin, Value, size
+from autopar.planner.programs.layouts.opened import argument
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

@@ -56,14 +56,13 @@ def plan_for(
     """Return the best plan of any model file for so many pipeline, data and tensor ranks."""
     pipeline, data, tensor = degrees
     axes = infer_axes(graph)
-    usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32}
+    usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32, "tolerance": 0.0}
     if pipeline > 1:
         usual["schedules"] = (ScheduleKind.ONE_F_ONE_B,)
     settings = {**usual, **pins}
     batch = declare("global_batch", settings["global_batch"], origin="test", where="test")
     rules = tuple(SplitRule(modules="*", axis=axis, is_required=True) for axis in split)
     constraints = Constraints(
-        tolerance=0.0,
         pipeline=pipeline,
         data=data,
         tensor=tensor,

@@ -23,7 +23,6 @@ from autopar.codegen.forward.opening.opening import (
     given_nothing,
     is_changed,
     is_of_rows,
-    is_split,
     is_split_random,
     is_told_own_rows,
     whole_sizes,
@@ -34,6 +33,7 @@ from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.findings.loss import counts_rows, numbers
 from autopar.planner.graph.layouts import WHOLE, Layout
 from autopar.planner.graph.ops import MODULE, Extent, Op, TensorOrigin, Value, objects
+from autopar.planner.programs.layouts.opened import is_split
 from autopar.planner.rules.rule import is_random
 from autopar.planner.rules.signature import leaves
 
@@ -147,8 +147,17 @@ def open_calls(
     inlined: Sequence[str] = (),
     called: frozenset[str] = frozenset(),
 ) -> Opening:
-    """Return what to open; `opened` and `inlined` are forced, `called` are never inlined."""
-    return _Opener(split, tree, set(opened), set(inlined), called).opening()
+    """Return what to open; `opened` and `inlined` are forced, `called` are never inlined.
+
+    Some calls turn out to be open only after conversions were placed. Conversions are then placed
+    anew with these calls open from the start, and the result is taken if it opens fewer calls.
+    """
+    first = _Opener(split, tree, set(opened), set(inlined), called)
+    found = first.opening()
+    if not first.late:
+        return found
+    again = _Opener(split, tree, {*opened, *first.late}, set(inlined), called).opening()
+    return min(found, again, key=lambda one: len(one.opened))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +185,7 @@ class _Opener:
         self.opened, self.inlined, self.called = opened, inlined, called
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
+        self.late: frozenset[str] = frozenset()  # opened behind the conversions
 
     def opening(self) -> Opening:
         """Open what must be open, then place conversions in open calls if possible."""
@@ -196,7 +206,7 @@ class _Opener:
                 self._open(group.home)
         for group in groups:
             self._place(group)
-        so_far = self._so_far()
+        before, so_far = frozenset(self.opened), self._so_far()
         for call, ops in own.items():
             if so_far.is_hidden(ops[0]) and mistakes_sizes(call, ops, so_far):
                 self._open(call)
@@ -206,6 +216,7 @@ class _Opener:
         while found := (*finds_state(self._so_far()), *given_nothing(self._so_far())):
             for call in found:
                 self._open(call)
+        self.late = frozenset(self.opened - before)
         return self._so_far()
 
     def _so_far(self) -> Opening:

@@ -14,11 +14,12 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.reading.calls import LOSS, CallTree, common
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
-from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, Value, refs
+from autopar.planner.graph.layouts import WHOLE, Layout
+from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, refs
+from autopar.planner.programs.layouts.opened import argument, changes_code, is_split, told_size
 from autopar.planner.rules.rule import OpKind, is_random
-from autopar.planner.rules.signature import Dim, Leaf
-from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.signature import Dim
+from autopar.planner.rules.table import rule_of
 
 
 def finds_state(opening: Opening) -> list[str]:
@@ -153,19 +154,6 @@ def given_nothing(opening: Opening) -> Iterator[str]:
             yield key
 
 
-_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.BAG: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
-
-
-def argument(op: Op, name: str) -> Value:
-    """Return an argument of an op, or None."""
-    return next((value for key, value in op.arguments if key == name), None)
-
-
-def is_split(layout: Layout) -> bool:
-    """Whether a layout is a split."""
-    return layout.kind is LayoutKind.SPLIT
-
-
 def is_split_random(op: Op, split: SplitGraph) -> bool:
     """Whether an op draws random numbers that must differ between ranks."""
     return is_random(op) and any(is_split(split.made(tensor)) for tensor in op.outputs)
@@ -174,33 +162,9 @@ def is_split_random(op: Op, split: SplitGraph) -> bool:
 def is_changed(op: Op, split: SplitGraph) -> bool:
     """Whether the op itself has another form under the split, apart from conversions."""
     layout = split.ops.get(op.name)
-    if layout is None:
-        return False
-    return (
-        _has_local_size(op, split)
-        or is_vocabulary_split(op, split)
-        or has_local_groups(op, split)
-        or _converts_own_tensor(op, split)
+    return layout is not None and (
+        changes_code(op, layout, split.graph, split.axes) or _converts_own_tensor(op, split)
     )
-
-
-def is_vocabulary_split(op: Op, split: SplitGraph) -> bool:
-    """Whether an embedding, a bag, or a loss is split along the vocabulary."""
-    dim = _VOCABULARY_DIMS.get(kind_of(op))
-    return dim is not None and is_split(split.need(op, 0)) and split.need(op, 0).dim == dim
-
-
-def has_local_groups(op: Op, split: SplitGraph) -> bool:
-    """Whether the groups of a convolution or norm are split, so that a rank has fewer."""
-    channels = split.need(op, 0) if op.inputs else None
-    if channels is None or not is_split(channels) or channels.dim != 1:
-        return False
-    if argument(op, "num_groups") is not None:
-        return True
-    # Channels may be split inside every group instead; then a rank has all groups.
-    groups = split.axes.ops[op.name].signature.letters.get("g")
-    is_of_groups = isinstance(groups, Leaf) and split.ops[op.name].letter == groups.name
-    return kind_of(op) is OpKind.CONVOLUTION and is_of_groups
 
 
 def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
@@ -208,7 +172,9 @@ def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
 
     Code that reads the size from a tensor with the same share needs no change.
     """
-    return _told_size(op, split) is not None and is_of_rows(split.made(op.outputs[0]), split)
+    layout = split.ops.get(op.name)
+    is_told = layout is not None and told_size(op, layout) is not None
+    return is_told and is_of_rows(split.made(op.outputs[0]), split)
 
 
 def splits_rows(split: SplitGraph) -> bool:
@@ -220,36 +186,6 @@ def splits_rows(split: SplitGraph) -> bool:
 def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
     """Whether a layout is split along the batch's rows, whose number varies."""
     return is_split(layout) and layout.axis in split.row_axes
-
-
-def _told_size(op: Op, split: SplitGraph) -> Value:
-    """Return the size along the split dim in an op's arguments, or None."""
-    if kind_of(op) is OpKind.REPEAT:
-        return _told_repeats(op, split)
-    if not (told := rule_of(op.target).sizes):
-        return None
-    sizes, layout = argument(op, told), split.made(op.outputs[0])
-    if not is_split(layout) or not isinstance(sizes, tuple) or sizes[layout.dim] == -1:
-        return None
-    return sizes[layout.dim]
-
-
-def _told_repeats(op: Op, split: SplitGraph) -> Value:
-    made, given = split.made(op.outputs[0]), argument(op, "repeats")
-    if not is_split(made) or is_split(split.need(op, 0)):
-        return None
-    return given[made.dim] if isinstance(given, tuple) else given
-
-
-def _has_local_size(op: Op, split: SplitGraph) -> bool:
-    rule = rule_of(op.target)
-    if rule.sizes or rule.kind is OpKind.REPEAT:
-        return _told_size(op, split) is not None and not is_told_own_rows(op, split)
-    if rule.cuts:
-        layout, dim = split.need(op, 0), argument(op, "dim")
-        rank = len(split.graph.tensors[op.inputs[0]].shape)
-        return is_split(layout) and isinstance(dim, int) and dim % rank == layout.dim
-    return False
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:

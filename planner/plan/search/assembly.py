@@ -47,12 +47,11 @@ def assemble(
     """Return the plan of the chosen candidate, with the fastest one if that is another."""
     fastest = outcome.found[0].leaf
     cluster = costing.cluster_of(best.arrangement)
-    solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
-        best.solution
-    ]
+    solution = costing.solution(best.inside)
     is_split = best.arrangement.tensor > 1
     parameters = solution.parameters if is_split else ()
     subject = costing.subject
+    is_fastest = best.prediction.step_seconds <= fastest.prediction.step_seconds
     return Plan(
         format=FORMAT,
         autopar=__version__,
@@ -68,7 +67,7 @@ def assemble(
         crossing=solution.crossing if is_split else (),
         prediction=best.prediction,
         proof=_proof(outcome, counts),
-        fastest=None if best is fastest else runner_up(fastest, best),
+        fastest=None if is_fastest else runner_up(fastest, best),
         runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
         cluster=cluster,
         graph=subject.graph,

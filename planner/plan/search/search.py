@@ -34,10 +34,7 @@ from autopar.planner.plan.declared.constraints import (
     constraints_of,
     minimal_conflict,
 )
-from autopar.planner.plan.declared.limits import (
-    completed,
-    with_batch,
-)
+from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import Counts, assemble
 from autopar.planner.plan.search.best_first import (
@@ -117,17 +114,16 @@ def search(
         subject, cluster, constraints, report=report, measured=measured, prices=prices
     )
     began = time.perf_counter()
-    limit = time_limit_seconds or float("inf")
 
     def is_late() -> bool:
-        return time.perf_counter() - began > limit
+        return time.perf_counter() - began > (time_limit_seconds or float("inf"))
 
     outcome = explorer.explore(is_late=is_late)
     if not outcome.found:
         raise explorer.refusal(outcome)
     return assemble(
         outcome,
-        explorer.choose(outcome, is_late=is_late).leaf,
+        explorer.chosen(outcome, is_late),
         costing=explorer.costing,
         model=model,
         constraints=constraints,
@@ -200,9 +196,13 @@ class Explorer:
         if self.objective is not Objective.MEMORY:
             self.report(self._known.words(least_bound))
 
-    def choose(
-        self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
-    ) -> FoundLeaf[Candidate]:
+    def chosen(self, outcome: Searched, is_late: Callable[[], bool]) -> Candidate:
+        """Return the chosen plan, with layouts as simple as the tolerance allows."""
+        leaf, tolerance = self.choose(outcome, is_late).leaf, self._known.tolerance
+        within = outcome.found[0].value * (1 + tolerance)
+        return leaf if not tolerance or is_late() else self.judge.simplified(leaf, within)
+
+    def choose(self, outcome: Searched, is_late: Callable[[], bool]) -> FoundLeaf[Candidate]:
         """Return the simplest plan within the tolerance of the fastest, which is proved."""
         fastest = outcome.found[0]
         if not self._known.tolerance:

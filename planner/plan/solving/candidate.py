@@ -23,6 +23,8 @@ from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import PlannedStage
 from autopar.planner.plan.solving.costing import Inside, PriceBook
+from autopar.planner.plan.solving.even import even_stages
+from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered
 from autopar.planner.programs.stages.modes import PricedCut
@@ -54,19 +56,22 @@ class Questions:
     demands: Demands
     constants: FrameworkConstants
 
-    def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
+    def asked(
+        self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
+    ) -> StageQuestion:
         """Return the stage question of an arrangement in one of the layouts."""
         sizes = self.demands.bucket_bytes
+        inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
             arrangement=arrangement,
             groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
             constants=self.constants,
-            rows=self.rows(arrangement, solution),
+            rows=self._rows(arrangement, inside),
             allowed=self.demands.modes,
             is_cuttable=self.demands.is_cuttable,
             pins=self.demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
-            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside_of(arrangement, solution)),
+            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside),
             bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
         )
 
@@ -88,7 +93,9 @@ class Questions:
 
     def rows(self, arrangement: Arrangement, solution: int) -> Rows:
         """Return the layers' costs on each pipeline rank, which waits for its slowest device."""
-        inside = inside_of(arrangement, solution)
+        return self._rows(arrangement, inside_of(arrangement, solution))
+
+    def _rows(self, arrangement: Arrangement, inside: Inside) -> Rows:
         kinds = self.kinds(arrangement)
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
@@ -112,17 +119,20 @@ class Questions:
         return tuple(known[own] for own in kinds_of_blocks(*degrees))
 
 
-def inside_of(arrangement: Arrangement, solution: int) -> Inside:
+def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
     """Return what the inside of layers depends on."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
         solution=solution,
         is_one_stage=arrangement.pipeline == 1,
+        lines=lines,
     )
 
 
 _ENDLESS = float("inf")
+_SAME = 1e-3  # of the step: closer steps are equal
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +143,12 @@ class Candidate:
     solution: int
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
+    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
+
+    @property
+    def inside(self) -> Inside:
+        """What the inside of its layers depends on."""
+        return inside_of(self.arrangement, self.solution, self.lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +257,7 @@ class ArrangementSolver:
             question = self.questions.asked(arrangement, number)
             found = smallest_stages(question)
             one = self._candidate(question, number, found) if found else None
-            if one and self._fits(question, one) and (best is None or _needed(one) < _needed(best)):
+            if one and self._fits(one) and (best is None or _needed(one) < _needed(best)):
                 best = one
         return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
@@ -251,35 +267,114 @@ class ArrangementSolver:
             return False
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing
 
+    def simplified(self, candidate: Candidate, within_seconds: float) -> Candidate:
+        """Return a candidate with even stages and few printed lines, if its step is short enough.
+
+        The price of a line is halved while the step is too long. With the last price, the layers
+        are slower by at most the allowed share, but the step may be longer for other reasons.
+        """
+        candidate = self._evened(candidate, within_seconds)
+        allowed = within_seconds / candidate.prediction.step_seconds - 1
+        if candidate.arrangement.tensor == 1 or allowed <= 0:
+            return candidate
+        own_layouts = self.costing.solution(candidate.inside).layouts
+        price = LinePrice(share=0.0, microbatches=candidate.arrangement.microbatches)
+        for times in _TRIES:
+            price = replace(price, share=times * allowed)
+            one = self._predicted_again(replace(candidate, lines=price))
+            if not self._fits(one) and price.growth is None:
+                price = replace(price, growth=self._growth(candidate))
+                one = self._predicted_again(replace(candidate, lines=price))
+            found = self.costing.solution(one.inside)
+            if found.layouts == own_layouts:
+                break
+            is_short = one.prediction.step_seconds <= within_seconds
+            if is_short and self._fits(one) and not found.splits_nothing:
+                return one
+        return candidate
+
+    def _evened(self, candidate: Candidate, within_seconds: float) -> Candidate:
+        """Return a candidate with stages as even as possible in the same time."""
+        if candidate.arrangement.stages_per_rank == 1:
+            return candidate
+        longest = min(within_seconds, candidate.prediction.step_seconds * (1 + _SAME))
+
+        def with_stages(stages: tuple[PlannedStage, ...]) -> Candidate:
+            return self._predicted_again(replace(candidate, stages=stages))
+
+        def accepts(stages: tuple[PlannedStage, ...]) -> bool:
+            if not self._may_be(stages):
+                return False
+            one = with_stages(stages)
+            return one.prediction.step_seconds <= longest and self._fits(one)
+
+        return with_stages(even_stages(candidate.stages, accepts))
+
+    def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
+        """Whether stages may be cut like this, and all pinned layers lie in their stages."""
+        cuttable, pins = self.demands.is_cuttable, self.demands.pins
+        return all(cuttable[one.first - 1] for one in stages[1:]) and all(
+            stages[pin.stage].first <= pin.layer < stages[pin.stage].first + stages[pin.stage].count
+            for pin in pins
+        )
+
+    def _growth(self, candidate: Candidate) -> float:
+        """Return the factor by which the memory of every stage may grow."""
+        limits = self.questions.limit_bytes(candidate.arrangement)
+        return min(
+            limits[stage.rank] / predicted.memory.device_bytes
+            for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
+        )
+
+    def _predicted_again(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the predictions of its stages and layouts."""
+        question = self.questions.asked(candidate.arrangement, candidate.solution, candidate.lines)
+        prediction = self._predicted(question, candidate.arrangement, candidate.stages)
+        return replace(candidate, prediction=prediction)
+
     def _candidate(self, question: StageQuestion, solution: int, found: PricedCut) -> Candidate:
-        """Return a cut with its predictions."""
-        stages, costs = [], []
-        for number, (first, stop) in enumerate(pairwise(found.cut)):
-            modes = found.offers[number].modes
-            rank = question.ranks[number]
-            stages.append(PlannedStage(rank=rank, first=first, count=stop - first, recompute=modes))
-            own = question.rows[rank][first:stop]
-            costs.append([one[mode] for one, mode in zip(own, modes, strict=True)])
-        prediction = predict(
-            costs,
-            found.arrangement,
-            self.costing.cluster_of(found.arrangement),
-            constants=self.questions.constants,
-            model_flops=self.model_flops,
-            tied_gradient_bytes=question.tied_gradient_bytes,
+        """Return a cut with everything that is predicted of it."""
+        stages = tuple(
+            PlannedStage(
+                rank=question.ranks[number],
+                first=first,
+                count=stop - first,
+                recompute=found.offers[number].modes,
+            )
+            for number, (first, stop) in enumerate(pairwise(found.cut))
         )
         return Candidate(
             arrangement=found.arrangement,
             solution=solution,
-            stages=tuple(stages),
-            prediction=prediction,
+            stages=stages,
+            prediction=self._predicted(question, found.arrangement, stages),
         )
 
-    def _fits(self, question: StageQuestion, candidate: Candidate) -> bool:
-        return all(
-            predicted.memory.device_bytes <= question.limit_bytes[stage.rank]
-            for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
+    def _predicted(
+        self, question: StageQuestion, arrangement: Arrangement, stages: Sequence[PlannedStage]
+    ) -> Prediction:
+        costs = [
+            [
+                layer[mode]
+                for layer, mode in zip(
+                    question.rows[stage.rank][stage.first : stage.first + stage.count],
+                    stage.recompute,
+                    strict=True,
+                )
+            ]
+            for stage in stages
+        ]
+        return predict(
+            costs,
+            arrangement,
+            self.costing.cluster_of(arrangement),
+            constants=self.questions.constants,
+            model_flops=self.model_flops,
+            tied_gradient_bytes=question.tied_gradient_bytes,
         )
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self._growth(candidate) >= 1
 
 
 def _needed(candidate: Candidate) -> int:

@@ -31,7 +31,12 @@ from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.building import LayoutPlace
-from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
+from autopar.planner.programs.layouts.choice import (
+    Budget,
+    LayoutProgram,
+    LayoutSolution,
+    LinePrice,
+)
 from autopar.planner.programs.layouts.edges import structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
@@ -59,6 +64,7 @@ class Inside:
     microbatch: int
     solution: int  # index in the Pareto front of layouts
     is_one_stage: bool  # so that tied parameters are held once
+    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
 
 
 _Place = tuple[int, int, GroupShape, Device, LayoutRules]
@@ -72,6 +78,7 @@ class Prices:
     programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
     fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
     fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
+    simpler: dict[tuple[_Place, Inside], LayoutSolution] = field(default_factory=dict)
     rows: dict[tuple[_Place, Inside, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
 
 
@@ -100,6 +107,7 @@ class PriceBook:
         self._slowest_device = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
+        self._simpler: dict[Inside, LayoutSolution] = {}
         self._rows: dict[tuple[Inside, RowShare], tuple[Modes, ...]] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
@@ -147,15 +155,28 @@ class PriceBook:
         return self._fronts[key]
 
     def solution(self, inside: Inside) -> LayoutSolution:
-        """Return one of the solutions."""
+        """Return one of the solutions, or simpler layouts near it."""
+        if inside.lines is not None:
+            return self._simpler_solution(inside, inside.lines)
         if inside.solution == 0:
             return self.fastest(inside.tensor, inside.microbatch)
         return self.solutions(inside.tensor, inside.microbatch)[inside.solution]
 
+    def _simpler_solution(self, inside: Inside, price: LinePrice) -> LayoutSolution:
+        if inside not in self._simpler:
+            key = self._place(inside.tensor, inside.microbatch), inside
+            if key not in self.prices.simpler:
+                self.prices.simpler[key] = self._program(inside.tensor, inside.microbatch).simpler(
+                    inside.solution, price, is_one_stage=inside.is_one_stage
+                )
+            self._simpler[inside] = self.prices.simpler[key]
+        return self._simpler[inside]
+
     def layout_report(self) -> SolverReport:
         """Return the solver's statistics for the layout programs."""
         fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
-        return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
+        solved = [*(one for front in fronts.values() for one in front), *self._simpler.values()]
+        return sum((one.report for one in solved), NOTHING_SOLVED)
 
     def _place(self, tensor: int, microbatch: int) -> _Place:
         """Return a key of everything that layouts depend on.

@@ -340,5 +340,8 @@ def _certainty(plan: StoredPlan) -> str:
 def simpler_words(plan: StoredPlan) -> str:
     """Return how a plan compares with the fastest one, which is less simple."""
     assert plan.fastest is not None
+    if plan.fastest.arrangement == plan.arrangement:
+        by = f"{plan.slower_by:.2%} slower"
+        return f"Layers are laid out more simply than in the fastest way, {by}"
     other = other_words(plan.fastest.arrangement, plan.arrangement)
     return f"The chosen plan is simpler than the fastest ({other}) and {plan.slower_by:.1%} slower"

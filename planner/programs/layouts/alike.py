@@ -17,7 +17,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import refs
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.program import LayoutNode, SameChoices, Strategy
+from autopar.planner.programs.layouts.problem import LayoutNode, SameChoices, Strategy
 
 _Way = Callable[[Strategy], Hashable]
 _Ends = list[tuple[int, _Way]]  # nodes, and a key of choices that go together

@@ -17,7 +17,7 @@ from autopar.planner.layers import Layers
 from autopar.planner.programs.layouts.alike import Kinds
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.edges import LayoutPricer, Need, Structure, structure_of
-from autopar.planner.programs.layouts.program import (
+from autopar.planner.programs.layouts.problem import (
     ChoiceSource,
     Demand,
     Keep,

@@ -15,13 +15,15 @@ from autopar.planner.graph.layouts import OpLayout, ParameterLayout
 from autopar.planner.layers import Layers
 from autopar.planner.programs.layouts.building import LayoutPlace, build_problem
 from autopar.planner.programs.layouts.edges import LayoutPricer, crossing_tensors, structure_of
-from autopar.planner.programs.layouts.program import (
+from autopar.planner.programs.layouts.opened import printed_code
+from autopar.planner.programs.layouts.problem import (
     Assignment,
-    LayoutModel,
+    PrintedCode,
     Problem,
-    ProgramUnits,
+    printed_lines,
     totals,
 )
+from autopar.planner.programs.layouts.program import LayoutModel, ProgramUnits
 from autopar.planner.programs.layouts.rules import FREE, LayoutRules, Slots, check_rules
 from autopar.planner.programs.solver import (
     Infeasible,
@@ -49,6 +51,18 @@ class Budget:
     weight_factor: float = 1.0
     bytes: tuple[float, ...] | None = None
     points: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinePrice:
+    """The price of printed lines: all lines together cost a share of a microbatch's seconds.
+
+    Gradients are summed once in a step of `microbatches`.
+    """
+
+    share: float
+    microbatches: int
+    growth: float | None = None  # of the bytes, at most; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +132,7 @@ class LayoutProgram:
         self._front = Front(
             self._problem, budget, time_limit_seconds=time_limit_seconds, solver=solver
         )
+        self._counted: dict[tuple[int, bool], CountedLines] = {}
 
     def fastest(self) -> LayoutSolution:
         """Return the fastest layouts, regardless of memory."""
@@ -125,7 +140,28 @@ class LayoutProgram:
 
     def front(self) -> tuple[LayoutSolution, ...]:
         """Return the Pareto-optimal layouts, the fastest first."""
-        return tuple(map(self._told, self._front.points()))
+        return tuple(map(self._told, self._front.points))
+
+    def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
+        """Return layouts near those of a number in the front that make a script print less.
+
+        The layouts are slower by less than the share that lines are worth.
+        """
+        near = self._front.points[number] if number else self._front.fastest
+        lines = self._lines(price.microbatches, is_one_stage)
+        return self._told(self._front.simpler(near, lines, price))
+
+    def _lines(self, microbatches: int, is_one_stage: bool) -> CountedLines:
+        """Return what a script prints for one stage, or for several."""
+        key = microbatches, is_one_stage
+        if key not in self._counted:
+            place, problem = self._place, self._problem.in_steps_of(microbatches)
+            self._counted[key] = CountedLines(
+                problem,
+                self._front.units,
+                printed_code(place.graph, place.axes, place.layers, problem, is_one_stage),
+            )
+        return self._counted[key]
 
     def _told(self, point: SolvedPoint) -> LayoutSolution:
         return _solution(self._problem, point, self._place, self._slots)
@@ -144,6 +180,18 @@ class SolvedPoint:
     is_proved: bool
 
 
+class CountedLines:
+    """The printed lines of one problem, and the program in which they have a price."""
+
+    def __init__(self, problem: Problem, units: ProgramUnits, code: PrintedCode) -> None:
+        self.problem, self.code = problem, code
+        self.model = LayoutModel(problem, units, code)
+
+    def of(self, assignment: Assignment) -> float:
+        """Return the lines that an assignment prints."""
+        return printed_lines(self.problem, self.code, assignment)
+
+
 class Front:
     """Solves a problem with several budgets."""
 
@@ -157,16 +205,17 @@ class Front:
     ) -> None:
         self._problem, self._budget = problem, budget
         self._limit_seconds, self._solver = time_limit_seconds, solver
-        self._weights = _weights(problem, budget)
-        self._model = LayoutModel(problem, self._weights)
+        self.units = _units(problem, budget)
+        self._model = LayoutModel(problem, self.units)
 
     @cached_property
     def fastest(self) -> SolvedPoint:
         """The fastest point; of equally fast ones the smallest."""
         return self._cheapest(second_price=1.0, byte_price=_TIE)
 
+    @cached_property
     def points(self) -> tuple[SolvedPoint, ...]:
-        """Return the front: the fastest first, without dominated and near-equal points.
+        """The front: the fastest first, without dominated and near-equal points.
 
         Without budgets: the ends of the front, then the point furthest below the line between two
         neighbours, by pricing bytes along that line. Such a program has no budget constraint and is
@@ -189,10 +238,25 @@ class Front:
                 front = sorted([*front, point], key=lambda p: (p.seconds, p.counted_bytes))
         return _pareto(front)
 
+    def simpler(self, near: SolvedPoint, lines: CountedLines, price: LinePrice) -> SolvedPoint:
+        """Return the best point if the lines that `near` prints together cost the share."""
+        printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
+        if not printed or cost is None:
+            return near
+        found = self._solved(
+            lines.model,
+            second_price=1.0,
+            byte_price=_TIE,
+            line_price=price.share * cost.seconds / printed / self.units.second_unit,
+            budget_bytes=near.counted_bytes * price.growth if price.growth else None,
+        )
+        is_simpler = found is not None and lines.of(found.assignment) < printed
+        return found if found is not None and is_simpler else near
+
     def _between(self, fast: SolvedPoint, small: SolvedPoint) -> SolvedPoint | None:
         """Return the point furthest below the line between two points, or None."""
         slope = (small.seconds - fast.seconds) / (fast.counted_bytes - small.counted_bytes)
-        price = slope * self._weights.byte_unit / self._weights.second_unit
+        price = slope * self.units.byte_unit / self.units.second_unit
         point = self._cheapest(second_price=1.0, byte_price=price)
         is_new = all(
             abs(point.seconds - end.seconds) > _SAME * end.seconds
@@ -202,10 +266,12 @@ class Front:
         return point if is_new else None
 
     def _fastest(self, budget_bytes: float) -> SolvedPoint | None:
-        return self._solved(second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes)
+        return self._solved(
+            self._model, second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes
+        )
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
-        point = self._solved(second_price=second_price, byte_price=byte_price, budget_bytes=None)
+        point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
         if point is None:  # without pins, splitting nothing is a solution
             raise InfeasibleError(
                 "no layouts split all that must be split: where one op is split as it must be, "
@@ -215,10 +281,19 @@ class Front:
         return point
 
     def _solved(
-        self, *, second_price: float, byte_price: float, budget_bytes: float | None
+        self,
+        model: LayoutModel,
+        *,
+        second_price: float,
+        byte_price: float,
+        line_price: float = 0.0,
+        budget_bytes: float | None = None,
     ) -> SolvedPoint | None:
-        program = self._model.program(
-            second_price=second_price, byte_price=byte_price, budget_bytes=budget_bytes
+        program = model.program(
+            second_price=second_price,
+            byte_price=byte_price,
+            line_price=line_price,
+            budget_bytes=budget_bytes,
         )
         outcome = solve(program, time_limit_seconds=self._limit_seconds, solver=self._solver)
         if isinstance(outcome, Infeasible):
@@ -228,23 +303,23 @@ class Front:
                 f"No layouts were found within {self._limit_seconds:g} s.",
                 fix="Allow more time, or forbid some axes.",
             )
-        assignment = self._model.assignment()
+        assignment = model.assignment()
         cost = totals(self._problem, assignment)
         assert cost is not None, "the program allows what its problem does not"
-        weights = self._weights
+        units = self.units
         return SolvedPoint(
             assignment=assignment,
             seconds=cost.seconds,
             saved_bytes=cost.saved_bytes,
             weight_bytes=cost.weight_bytes,
-            counted_bytes=weights.saved_factor * cost.saved_bytes
-            + weights.weight_factor * cost.weight_bytes,
+            counted_bytes=units.saved_factor * cost.saved_bytes
+            + units.weight_factor * cost.weight_bytes,
             report=outcome.report,
             is_proved=not isinstance(outcome, TimedOut),
         )
 
 
-def _weights(problem: Problem, budget: Budget) -> ProgramUnits:
+def _units(problem: Problem, budget: Budget) -> ProgramUnits:
     """Choose units in which the terms of the program are near one."""
     seconds = [c.seconds for node in problem.nodes for c in node.choices if c.seconds > 0]
     sizes = [s for keep in problem.keeps for s in keep.saved_bytes.values() if s > 0]

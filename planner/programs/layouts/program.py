@@ -1,21 +1,10 @@
-"""The integer program of the layouts, in PuLP, and the plain numbers that it is made from.
-
-The layout program as plain numbers: what can be chosen, and what each choice costs.
-
-Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that they
-make, and those that they get from outside or from other layers, by slot. Demands are what the ops
-of one layer need of one source, where conversions are paid; keeps are what stays in memory for the
-backward.
-
-A tensor that crosses layers has one layout at its slot: the layer that makes it converts it to
-that, and the layers that need it see nothing else, so layers of one class stay alike.
-
-The integer program of the layouts, in PuLP.
+"""The integer program of the layouts, in PuLP.
 
     x[v,c] ∈ {0,1}     op v runs as its choice c
     u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
     w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
     h[g,f] ≥ 0         the kept tensor g is held in form f
+    o[k] ∈ {0,1}       class k of the model is opened: the script prints its forward
 
     Families, each a function below:
     one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
@@ -26,9 +15,13 @@ The integer program of the layouts, in PuLP.
     holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
     alike              Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]
                        for nodes at the same place in layers of one kind
+    changed code       Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]
+    converting code    Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]
+                       both only where printed lines have a price
     budget             saved and weight bytes ≤ budget
 
     minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
+              (+ a price per printed line: of opened classes, conversions, parameters not whole)
 
 A conversion is paid once per tensor and layer, however many consumers share it.
 """
@@ -36,173 +29,14 @@ A conversion is paid once per tensor and layer, however many consumers share it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import pulp
 
-from autopar.planner.graph.layouts import WHOLE, Layout, OpLayout
-from autopar.planner.graph.ops import Op
+from autopar.planner.graph.layouts import WHOLE, Layout
+from autopar.planner.programs.layouts.problem import Assignment, Demand, PrintedCode, Problem
 from autopar.planner.programs.solver import chosen, new_program
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
-    """One strategy of an op; its layouts are in the common names of the axes (slots.py)."""
-
-    strategy: OpLayout
-    needs: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
-    seconds: float = 0.0
-    saved_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutNode:
-    """An op at its place in the layers of one class; its costs count `count` times."""
-
-    op: Op
-    layer_class: int
-    count: int
-    choices: tuple[Strategy, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceSource:
-    """A tensor that an op makes (node, output), or a slot that lies in one of some layouts.
-
-    Layout l of a slot costs seconds[l] and takes weight_bytes[l]: nothing but for parameters.
-    """
-
-    tensor: str
-    producer: tuple[int, int] | None = None
-    layouts: tuple[Layout, ...] = ()
-    seconds: tuple[float, ...] = ()
-    weight_bytes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What the ops of one layer (node, input) need of a source, in `count` layers.
-
-    `crosses` is the slot (a source) in whose layout the tensor leaves the layer, -1 if it stays.
-    `seconds` has the conversions that there are, from the produced to the needed layout.
-    Needed by nothing, it is the loss, which has to be whole.
-    """
-
-    source: int
-    tensor: str
-    consumers: tuple[tuple[int, int], ...]
-    crosses: int
-    count: int
-    seconds: Mapping[tuple[Layout, Layout], float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
-    """A tensor kept by some nodes of one layer: in form f it takes saved_bytes[f].
-
-    `forms[k]` has for holder k the form in each of its choices: an axis, or "" for the whole.
-    """
-
-    holders: tuple[int, ...]
-    forms: tuple[tuple[str, ...], ...]
-    saved_bytes: Mapping[str, int]
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameChoices:
-    """Some choices of two nodes: if one of the nodes has one of its own, so has the other."""
-
-    first: tuple[int, tuple[int, ...]]
-    second: tuple[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """All of it."""
-
-    nodes: tuple[LayoutNode, ...]
-    sources: tuple[ChoiceSource, ...]
-    demands: tuple[Demand, ...]
-    keeps: tuple[Keep, ...]
-    alike: tuple[SameChoices, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One choice of each node, and the layout of each slot (−1 for what an op makes)."""
-
-    choices: tuple[int, ...]
-    layouts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssignmentTotals:
-    """What an assignment costs, all layers together."""
-
-    seconds: float
-    saved_bytes: int
-    weight_bytes: int
-
-
-def totals(problem: Problem, assignment: Assignment) -> AssignmentTotals | None:
-    """Return what an assignment costs, None where it is not allowed.
-
-    That is where a needed conversion does not exist, or nodes that go together do not.
-    """
-    if not all(_go_together(assignment, one) for one in problem.alike):
-        return None
-    picked = [n.choices[c] for n, c in zip(problem.nodes, assignment.choices, strict=True)]
-    produced = _produced(problem, assignment, picked)
-    seconds = sum(node.count * c.seconds for node, c in zip(problem.nodes, picked, strict=True))
-    weights = 0
-    for source, place in zip(problem.sources, assignment.layouts, strict=True):
-        if place >= 0:
-            seconds += source.seconds[place]
-            weights += source.weight_bytes[place]
-    for demand in problem.demands:
-        needed = {picked[node].needs[place] for node, place in demand.consumers}
-        needed |= {produced[demand.crosses]} if demand.crosses >= 0 else set()
-        for layout in needed or {WHOLE}:
-            cost = demand.seconds.get((produced[demand.source], layout))
-            if cost is None:
-                return None
-            seconds += demand.count * cost
-    return AssignmentTotals(
-        seconds=seconds, saved_bytes=_saved_bytes(problem, assignment), weight_bytes=weights
-    )
-
-
-def _go_together(assignment: Assignment, alike: SameChoices) -> bool:
-    (i, mine), (j, theirs) = alike.first, alike.second
-    return (assignment.choices[i] in mine) == (assignment.choices[j] in theirs)
-
-
-def _produced(problem: Problem, assignment: Assignment, picked: Sequence[Strategy]) -> list[Layout]:
-    return [
-        source.layouts[layout]
-        if source.producer is None
-        else picked[source.producer[0]].gives[source.producer[1]]
-        for source, layout in zip(problem.sources, assignment.layouts, strict=True)
-    ]
-
-
-def _saved_bytes(problem: Problem, assignment: Assignment) -> int:
-    own = sum(
-        node.count * node.choices[choice].saved_bytes
-        for node, choice in zip(problem.nodes, assignment.choices, strict=True)
-    )
-    for keep in problem.keeps:
-        forms = {
-            forms[assignment.choices[node]]
-            for node, forms in zip(keep.holders, keep.forms, strict=True)
-        }
-        own += keep.count * sum(keep.saved_bytes[form] for form in forms)
-    return own
-
 
 Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 
@@ -212,7 +46,7 @@ class ProgramUnits:
     """The units of the program, and what of the bytes counts.
 
     The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit, where
-    bytes = saved_factor · saved + weight_factor · weights.
+    bytes = saved_factor · saved + weight_factor · weights, and line_price · lines beside these.
     """
 
     second_unit: float
@@ -228,32 +62,50 @@ class _Model:
     program: pulp.LpProblem
     x: list[list[pulp.LpVariable]] = field(default_factory=list)
     u: list[list[pulp.LpVariable]] = field(default_factory=list)
+    w: list[dict[tuple[Layout, Layout], pulp.LpVariable]] = field(default_factory=list)
     seconds: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
     bytes: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
+    lines: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
 
     def require(self, constraint: pulp.LpConstraint, name: str) -> None:
         self.program.addConstraint(constraint, name)
 
 
 class LayoutModel:
-    """The program of one problem; it is solved with several budgets and prices."""
+    """The program of one problem; it is solved with several budgets and prices.
 
-    def __init__(self, problem: Problem, weights: ProgramUnits) -> None:
+    Printed lines count where it is told what they are.
+    """
+
+    def __init__(
+        self, problem: Problem, weights: ProgramUnits, code: PrintedCode | None = None
+    ) -> None:
         self._model = _Model(problem, weights, new_program("layouts"))
         _make_choices(self._model)
         _require_one_choice(self._model)
         _require_conversions(self._model)
         _require_holding(self._model)
         _require_alike(self._model)
+        if code is not None:
+            opened = _count_lines(self._model, code)
+            _require_changed_code(self._model, code, opened)
+            _require_converting_code(self._model, code, opened)
         self._seconds = _sum(self._model.seconds)
         self._bytes = _sum(self._model.bytes)
+        self._lines = _sum(self._model.lines)
 
     def program(
-        self, *, second_price: float, byte_price: float, budget_bytes: float | None
+        self,
+        *,
+        second_price: float,
+        byte_price: float,
+        line_price: float = 0.0,
+        budget_bytes: float | None = None,
     ) -> pulp.LpProblem:
         """Return the program with this objective, under this budget."""
         program = self._model.program
-        program.setObjective(second_price * self._seconds + byte_price * self._bytes)
+        paid = second_price * self._seconds + byte_price * self._bytes + line_price * self._lines
+        program.setObjective(paid)
         program.constraints.pop("budget", None)
         if budget_bytes is not None:
             _require_budget(self._model, self._bytes, budget_bytes)
@@ -301,6 +153,7 @@ def _require_conversions(model: _Model) -> None:
         needed = _needed(model, demand)
         layouts = list(dict.fromkeys(layout for own in needed for layout in own))
         made = _conversion_variables(model, d, demand, list(produced), layouts)
+        model.w.append(made)
         is_single = len(needed) == 1
         for i, own in enumerate(needed):
             for j, (layout, need) in enumerate(own.items()):
@@ -351,6 +204,41 @@ def _require_alike(model: _Model) -> None:
         first = pulp.lpSum(model.x[i][c] for c in mine)
         second = pulp.lpSum(model.x[j][c] for c in theirs)
         model.require(first == second, f"alike_{number}")
+
+
+def _count_lines(model: _Model, code: PrintedCode) -> list[pulp.LpVariable]:
+    """Make o, and price what is printed."""
+    opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
+    model.lines += zip(opened, code.lines, strict=True)
+    for one in code.changed:
+        model.lines += [(model.x[one.node][choice], one.lines) for choice in one.choices]
+    for d, made in enumerate(model.w):
+        model.lines += [(w, code.conversion_lines(d, *ends)) for ends, w in made.items()]
+    for source, own, lines in zip(model.problem.sources, model.u, code.slot_lines, strict=True):
+        pairs = zip(source.layouts, own, strict=bool(own))
+        model.lines += [(variable, lines) for layout, variable in pairs if layout != WHOLE]
+    return opened
+
+
+def _require_changed_code(model: _Model, code: PrintedCode, opened: list[pulp.LpVariable]) -> None:
+    """Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]."""
+    for number, one in enumerate(code.changed):
+        changing = pulp.lpSum(model.x[one.node][choice] for choice in one.choices)
+        has = pulp.lpSum(opened[k] for k in one.classes)
+        model.require(changing <= has, f"changed_{number}")
+
+
+def _require_converting_code(
+    model: _Model, code: PrintedCode, opened: list[pulp.LpVariable]
+) -> None:
+    """Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]."""
+    for number, one in enumerate(code.converting):
+        demand = model.problem.demands[one.demand]
+        produced = _produced_by(model, demand.source)
+        has = pulp.lpSum(opened[k] for k in one.classes)
+        for j, (layout, need) in enumerate(_needed(model, demand)[one.consumer].items()):
+            made = produced.get(layout, 0)
+            model.require(need <= made + has, f"converting_{number}_{j}")
 
 
 def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:

@@ -24,7 +24,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layer, Layers
-from autopar.planner.programs.layouts.program import Strategy
+from autopar.planner.programs.layouts.problem import Strategy
 from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.signature import FlattenedDims, leaves
 from autopar.planner.rules.table import rule_of

@@ -12,7 +12,8 @@ Why each is correct, with x the inputs, y the results, gx and gy their gradients
     split        a letter of the op's rule, along an axis in it. Tensors with the letter
                  are S. A result without it is a sum over it, so P. An input without it meets only
                  a part of the positions, so its gradient is a partial sum: R; but a term added to
-                 a partial result is P.
+                 a partial result is P. A mean divides by the whole size, not by the rank's part, so
+                 its parts add up, too.
 
 A tensor without gradient is never R, because I is the same for it.
 """
@@ -285,6 +286,10 @@ class _Strategies:
         if self.rule.kind is OpKind.BATCH_NORM:
             # each rank would use the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
+        if self.rule.kind is OpKind.MEAN:
+            # a rank's number of rows varies, and terms of the loss are weighted by it
+            size = axis_size(self.axes.ops[self.op.name].letters[candidate.letter], candidate.axis)
+            return not size.is_constant
         if self.rule.kind is OpKind.ATTENTION:
             # a causal mask depends on the positions of the rank's rows
             return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
@@ -337,9 +342,10 @@ class _Strategies:
     # --- what the op is
 
     def _sums(self) -> bool:
-        """Whether it sums over a letter that no result has. Parts of a mean would be means."""
+        """Whether it sums over a letter that no result has, or takes the mean over it."""
         kind = self.rule.kind
-        return bool(self.rule.contracts) or kind.is_loss or kind is OpKind.SUM or kind.reads_table
+        is_sum = kind.is_loss or kind.reads_table or kind in (OpKind.SUM, OpKind.MEAN)
+        return bool(self.rule.contracts) or is_sum
 
     def _is_read(self, name: str) -> bool:
         """Whether a result is used; ops of ATen often have more results."""

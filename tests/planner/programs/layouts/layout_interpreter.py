@@ -161,6 +161,10 @@ class Interpreter:
         if op.target == "aten.repeat.default" and strategy.needs[0].kind is not LayoutKind.SPLIT:
             cut = self.cut(op.outputs[0], strategy.gives[0])  # what is split may be the repetitions
             result = cut.shard(result, rank) if cut is not None else result
+        if op.target.startswith("aten.mean."):
+            cut = self.cut(op.inputs[0], strategy.needs[0])
+            if cut is not None and strategy.gives[0].kind is LayoutKind.PARTIAL:
+                result = result * (len(cut.places[rank]) / cut.size)  # of the whole mean
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         for out, shape in zip(outputs, shapes, strict=True):
             assert list(out.shape) == shape, (op.name, op.target, list(out.shape), shape)
