@@ -9,7 +9,6 @@ from autopar.runtime.data.batches import (
     gathered_rows,
     read_batches,
     read_dataset,
-    to_device,
 )
 from autopar.runtime.data.loss import (
     in_float32,
@@ -21,6 +20,7 @@ from autopar.runtime.data.loss import (
     weighted_terms,
     with_plain,
 )
+from autopar.runtime.data.rows import to_device
 
 __all__ = [
     "Batch",

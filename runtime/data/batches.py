@@ -346,7 +346,7 @@ def synthetic_batches(
 
     `rows` is the number of microbatches in a step, and the rows of each. Each rank of `rows_over`
     has a share of these rows. Every tensor is a new one, as from a loader, so a model may write to
-    it.
+    it. For a GPU they are pinned instead, as a loader's are: the copy on the GPU is a new one.
     """
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
@@ -359,6 +359,10 @@ def synthetic_batches(
         {key: value[start : start + block][share] for key, value in tensors.items()}
         for start in range(0, microbatches * block, block)
     ]
+    if mesh.device.type == "cuda":
+        pinned = [{key: value.pin_memory() for key, value in one.items()} for one in own]
+        while True:
+            yield from map(dict, pinned)
     while True:
         yield from ({key: value.clone() for key, value in one.items()} for one in own)
 
@@ -382,17 +386,3 @@ def example_of(example_batch: Example, rows: int, seed: int) -> Batch:
     with seeded(seed):
         whole = example_batch(rows)
     return {key: value for key, value in whole.items() if isinstance(value, Tensor)}
-
-
-def to_device(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
-    """Return a batch on this process's device, in fp64 or fp32 where the training needs it."""
-    return {
-        key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)
-        for key, value in batch.items()
-    }
-
-
-def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
-    """Return the dtype of a batch's tensor. Modules in 16 bits cast their inputs themselves."""
-    is_narrow = own.is_floating_point and own.itemsize < training.itemsize
-    return training if is_narrow else own

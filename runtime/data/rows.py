@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -269,3 +270,46 @@ def few(dataset: Any, at_once: int) -> Iterator[str]:
             f"the dataset has {rows} rows, fewer than the {at_once} that are trained on at once: "
             "some are repeated within a step"
         )
+
+
+def to_device(
+    batch: Row, mesh: Mesh, dtype: torch.dtype, *, channels_last: Collection[str] = ()
+) -> Row:
+    """Return a batch on this process's device, in fp64 or fp32 where the training needs it.
+
+    A GPU copies it on a stream of its own, beside the steps that it still has to do. Images in
+    `channels_last` then lie pixel by pixel, as convolutions of a GPU take them.
+    """
+    moved = _copied(batch, mesh.device, dtype)
+    order = torch.channels_last
+    for key in channels_last:
+        moved[key] = moved[key].contiguous(memory_format=order)
+    return moved
+
+
+def _copied(batch: Row, device: torch.device, dtype: torch.dtype) -> Row:
+    if device.type != "cuda":
+        return {key: _moved(value, device, dtype) for key, value in batch.items()}
+    copies, steps = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        moved = {k: _moved(v, device, dtype) for k, v in batch.items() if not v.is_cuda}
+    steps.wait_stream(copies)
+    for value in moved.values():
+        value.record_stream(steps)  # so that its memory is not reused too early
+    on_device = {k: _moved(v, device, dtype) for k, v in batch.items() if v.is_cuda}
+    return {key: (moved | on_device)[key] for key in batch}
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return value.to(device, _wide_enough(value.dtype, dtype), non_blocking=True)
+
+
+def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
+    """Return the dtype of a batch's tensor. Modules in 16 bits cast their inputs themselves."""
+    is_narrow = own.is_floating_point and own.itemsize < training.itemsize
+    return training if is_narrow else own

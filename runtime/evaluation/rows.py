@@ -21,7 +21,6 @@ from autopar.runtime.data.batches import (
     Example,
     example_of,
     gathered_rows,
-    to_device,
 )
 from autopar.runtime.data.epochs import RowCounts, each_rank, share_of
 from autopar.runtime.data.row_faults import columns_of
@@ -35,6 +34,7 @@ from autopar.runtime.data.rows import (
     rows_like,
     stacked,
     tell,
+    to_device,
     told_of_row,
 )
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 from autopar.runtime.data.batches import (
     gathered_rows,
     synthetic_batches,
-    to_device,
 )
 from autopar.runtime.data.epochs import RowCounts
+from autopar.runtime.data.rows import to_device
 from autopar.runtime.ranks.mesh import ALONE, Mesh, start
 from tests.runtime.data.reading import read_rows
 from tests.runtime.processes import run_on_ranks

@@ -1,0 +1,70 @@
+"""Finds the inputs that convolutions of a GPU take pixel by pixel (channels_last).
+
+A GPU convolves so, and copies a tensor that lies channel by channel before and behind. Batch norms
+of such tensors take three times as long (measured). The convolutions pass the order on, so it is
+enough that the images have it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from autopar.planner.graph.graph import Graph
+from autopar.planner.model.model_file import ModelFile
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
+from autopar.planner.trace.build import TRACED_BATCH, build
+
+
+def channels_last_inputs(file: ModelFile, graph: Graph) -> tuple[str, ...]:
+    """Return the images of a batch that may lie pixel by pixel; () if the model convolves none.
+
+    Code of the author that needs channels in their usual order (a `view` over them) fails in a
+    forward without memory. Then there are none, too.
+    """
+    is_convolved = any(
+        kind_of(op) is OpKind.CONVOLUTION and len(graph.tensors[op.inputs[0]].shape) == _IMAGE_DIMS
+        for op in graph.ops
+    )
+    if not is_convolved:
+        return ()
+    rows = graph.fixed_batch or TRACED_BATCH
+    subject = build(file, device="meta", dtype=None, batch_size=rows)
+    images = tuple(key for key in sorted(subject.step.keys) if _is_image(subject.batch.get(key)))
+    try:
+        with FakeTensorMode():
+            state = {
+                name: torch.empty(value.shape, dtype=value.dtype)
+                for name, value in _state_of(subject.model).items()
+            }
+            batch = {
+                key: _pretended(subject.batch[key], key in images) for key in subject.step.keys
+            }
+            functional_call(subject.model, state, kwargs=batch, strict=False)
+    except Exception:  # whatever the model's code raises: it is run in its usual order then
+        return ()
+    return images
+
+
+_IMAGE_DIMS = 4
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == _IMAGE_DIMS and value.is_floating_point()
+
+
+def _state_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    tensors = (model.named_parameters, model.named_buffers)
+    return {name: value for each in tensors for name, value in each(remove_duplicate=False)}
+
+
+def _pretended(value: Any, is_image: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    order = torch.channels_last if is_image else torch.contiguous_format
+    return torch.empty(value.shape, dtype=value.dtype, memory_format=order)
