@@ -44,7 +44,7 @@ PARTS: Mapping[str, Part] = {
     "ranks": Part(rows=ranks, minutes=5.0),
     "steps": Part(rows=steps, minutes=6.0),
     "ops": Part(rows=ops, minutes=2.0),
-    "compile": Part(rows=compiled, minutes=2.0),
+    "compile": Part(rows=compiled, minutes=4.0),
 }
 
 

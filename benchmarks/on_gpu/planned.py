@@ -11,7 +11,13 @@ from autopar.codegen.emit import write_script
 from autopar.planner.annotate import annotated_ops
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
-from autopar.planner.costs.prediction import MemoryPrediction, Prediction, Recompute, TimeTerm
+from autopar.planner.costs.prediction import (
+    Compile,
+    MemoryPrediction,
+    Prediction,
+    Recompute,
+    TimeTerm,
+)
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
@@ -35,6 +41,7 @@ class Case:
     file: str
     arguments: tuple[str, ...]
     rows: int
+    compile: Compile = Compile.NONE
 
     @property
     def spec(self) -> str:
@@ -94,7 +101,7 @@ def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:
     axes = infer_axes(graph)
     facts = model_facts(file, graph, spec=case.spec, arguments=case.arguments)
     constraints = replace(
-        Constraints(precision=Precision.BF16, global_batch=case.rows),
+        Constraints(precision=Precision.BF16, global_batch=case.rows, compile=case.compile),
         microbatch=case.rows,
         recompute=(RecomputePin(modules="*", mode=Recompute.NONE),),
     )

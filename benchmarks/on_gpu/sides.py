@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from autopar.runtime.data.batches import synthetic_batches, to_device
+from autopar.runtime.data.batches import synthetic_batches
 from autopar.runtime.data.loss import in_float32, loss_in
+from autopar.runtime.data.rows import to_device
 from autopar.runtime.optimizer import adamw
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.weights import initial_weights

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from autopar.planner.costs.prediction import Compile
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.kernels import short
 from benchmarks.on_gpu.planned import Case, Planned, device_here, planned, planned_by_profile
@@ -68,8 +69,9 @@ def rows_of(
                 yield from _rows_of_case(context, case, found, job, sides, scripts)
             except Exception as error:
                 yield Row(table=TABLE, cells={"model": case.name, "error": told(error)})
-        for case in cases if "script" in rounds[0] else ():
-            yield from _profiled_rows(context, case, scripts.get(case.name))
+        for case in cases:
+            if case.compile is Compile.NONE:  # profiles know ops, not what inductor makes of them
+                yield from _profiled_rows(context, case, scripts.get(case.name))
 
 
 def _job(case: Case, folder: Path, *, is_tiny: bool) -> Job:

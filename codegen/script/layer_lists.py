@@ -29,7 +29,7 @@ from autopar.codegen.script.parameter_tables import (
 from autopar.codegen.script.script_view import Recomputation
 from autopar.codegen.subject import PlannedSubject
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.prediction import Compile, Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
@@ -194,6 +194,8 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
         found.append(_listed("WRITING", writing))
     if plan.arrangement.zero.divides_gradients:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
+    if plan.arrangement.compile is Compile.LAYERS:
+        found.append(_listed("COMPILED", _compiled(subject, paths)))
     for one in recomputations(plan):
         found.append(
             _listed(
@@ -202,6 +204,12 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
             )
         )
     return Source("\n".join(found))
+
+
+def _compiled(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
+    """Return the layers that torch.compile takes: those of several ops, which it may fuse."""
+    layers = zip(subject.layers.layers, paths, strict=True)
+    return [path for layer, path in layers if path and len(layer.ops) > 1]
 
 
 class LostLayersError(InputError):

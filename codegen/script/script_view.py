@@ -25,6 +25,7 @@ class ScriptView:
     model_source: Source  # its files, and their digest
     settings: Source
     plan: Source
+    has_images: bool  # that convolutions take pixel by pixel
     classes: Source  # opened modules, stages, and a split loss
     counting: Source  # the function that counts a batch's targets
     weighs_terms: bool  # for a loss that adds several means
@@ -59,6 +60,7 @@ class ScriptView:
     has_writing: bool  # layers that write to memory others read
     has_unread: bool  # parameters that the loss does not depend on
     has_steady: bool  # buffers that several microbatches would each write
+    compiles: bool  # layers by torch.compile
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
     model_arguments: Source

@@ -48,6 +48,7 @@ from autopar.codegen.script.parameter_tables import (
 )
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
+    ScriptSetting,
     docstring,
     evaluating,
     lines,
@@ -58,9 +59,11 @@ from autopar.codegen.script.settings_lines import (
     synchronises_batch_norms,
 )
 from autopar.codegen.subject import PlannedSubject
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.cluster.cluster import Backend
+from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
+from autopar.planner.trace.images import channels_last_inputs
 
 
 def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> ScriptView:
@@ -78,6 +81,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
     weighs = opened.valid_targets is not None and not opened.weighs_terms
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     narrowed = half_buffers(plan)
+    images = _images(plan, subject)
     return ScriptView(
         docstring=docstring(
             plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
@@ -86,7 +90,8 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         functions=calls.functions,
         model_source=model_source(subject.file.path),
         settings=lines([*settings_of(plan), *(evaluating() if evaluates else ())]),
-        plan=lines(planned(plan)),
+        plan=lines([*planned(plan), *images]),
+        has_images=bool(images),
         classes=_classes(plan, subject, calls),
         counting=Source(_counting(opened)),
         dividing=Source(f", divisor={DIVISOR}" if opened.divisor is not None else ""),
@@ -132,6 +137,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         has_writing=bool(writing),
         has_unread=bool(unlearned),
         has_steady=bool(steady),
+        compiles=plan.arrangement.compile is Compile.LAYERS,
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
         model_arguments=_model_arguments(plan, opened),
@@ -141,6 +147,19 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         unit=unit_word(plan.model),
         unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
     )
+
+
+def _images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
+    """Return the setting that names images, if their order in memory matters.
+
+    Printed forwards keep the usual order: their sizes were written for it.
+    """
+    opened = subject.opened
+    if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
+        return []
+    found = channels_last_inputs(subject.file, subject.graph)
+    meaning = "they lie pixel by pixel (channels_last), as a GPU convolves them"
+    return [ScriptSetting("IMAGES", literal(found), meaning)] if found else []
 
 
 def _counting(opened: OpenedSource) -> str:

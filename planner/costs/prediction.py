@@ -39,18 +39,27 @@ class Recompute(StrEnum):
     _value_: str
     runs_again: bool
     keeps_products: bool  # results of matrix products and of fused attention
+    compiles: bool  # torch.compile takes layers in this mode
     table: str  # the constant of scripts that lists its layers; they are called as modules
 
-    NONE = "none", False, True, ""
-    SELECTIVE = "selective", True, True, "RECOMPUTED_IN_PART"  # runs all but those products again
-    FULL = "full", True, False, "RECOMPUTED"  # runs the whole layer again, from its inputs
+    NONE = "none", False, True, True, ""
+    # runs all but those products again; inductor decides that itself in what it compiles
+    SELECTIVE = "selective", True, True, False, "RECOMPUTED_IN_PART"
+    FULL = "full", True, False, True, "RECOMPUTED"  # runs the whole layer again, from its inputs
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a mode with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.runs_again, one.keeps_products, one.table = row
+        one.runs_again, one.keeps_products, one.compiles, one.table = row
         return one
+
+
+class Compile(StrEnum):
+    """What torch.compile turns into kernels of its own."""
+
+    NONE = "none"
+    LAYERS = "layers"  # each layer by itself; layers of equal code share what is compiled
 
 
 class Zero(IntEnum):
@@ -120,6 +129,7 @@ class Arrangement:
     bucket_bytes: SomeBytes
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
+    compile: Compile = Compile.NONE
     rows: tuple[Rows, ...] = ()
     order: Number = 0  # index among the tried orders of unlike nodes; a plan has its own order
 

@@ -116,6 +116,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
         count += count % arranged.data == 0  # so that they cannot be distributed evenly
     places: dict[str, object] = {
         "precision": arranged.precision.value,
+        "compile": arranged.compile.value,
         "global_batch": count * block,
         "pins.pp": arranged.pipeline,
         "pins.dp": arranged.data,

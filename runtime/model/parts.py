@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -225,3 +226,20 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules with these names that have parameters or buffers."""
     modules = [model.get_submodule(name) for name in names]
     return [module for module in modules if any(True for _ in places(module))]
+
+
+def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
+    """Compile the named layers, each by itself; layers of equal code share what is compiled.
+
+    This comes before `recompute` and `wrap`: what they add to a layer stays outside of what is
+    compiled. A line that torch cannot compile runs as it is, between two compiled parts. Dropout
+    draws the numbers that it draws without compiling.
+    """
+    layers = submodules(model, names)
+    torch._inductor.config.fallback_random = True
+    config = torch._dynamo.config
+    # layers may be of many shapes, or read numbers of their own
+    config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
+    for layer in layers:
+        layer.__class__ = class_with_forward(layer)
+        layer.forward = torch.compile(MethodType(type(layer).forward, layer), dynamic=False)

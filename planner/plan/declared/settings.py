@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from autopar.planner.cluster.toml_reading import nearest, parse_bytes
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Compile, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import (
@@ -185,6 +185,11 @@ class DemandOptions(TypedDict, total=False):
         place="precision", field="precision", read=_named(Precision),
         say="precision {value}", metavar="TYPE", example='"bf16"',
         text="type of weights and activations: bf16 (the default), fp16 (its loss is scaled), fp32",
+    )]
+    compile: Annotated[str | None, DemandSetting(
+        place="compile", field="compile", read=_named(Compile),
+        say="compile {value}", metavar="WHAT", example='"layers"',
+        text="layers: by torch.compile, each for itself; none (the default)",
     )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,

@@ -10,8 +10,8 @@ from operator import or_
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import Arrangement, Recompute
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
 from autopar.planner.plan.declared.constraints import (
@@ -137,13 +137,21 @@ def _cuttable(subject: SearchSubject) -> Iterator[bool]:
 def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Choices:
     """Return the choices of a point's variants."""
     return Choices(
-        schedules=constraints.schedules,
+        schedules=_schedules(constraints),
         zero_levels=constraints.zero_levels,
         compressed=constraints.compression,
         stages_per_rank=constraints.stages_per_rank,
         shard=constraints.shard,
         node_devices=min(node.devices for node in cluster.nodes),
         layers=len(subject.layers.layers),
+    )
+
+
+def _schedules(constraints: Constraints) -> tuple[ScheduleKind, ...]:
+    """Return the allowed schedules; the backward of compiled layers cannot be split in halves."""
+    is_whole = constraints.compile is Compile.LAYERS
+    return tuple(
+        kind for kind in constraints.schedules if not (is_whole and SCHEDULES[kind].splits_backward)
     )
 
 
@@ -154,12 +162,21 @@ def _positions(subject: SearchSubject) -> range:
 def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
     """Yield each layer's recompute modes: that of the last rule for it, or all."""
     every = subject.layers.layers
+    is_compiled = constraints.compile is Compile.LAYERS
+    modes = frozenset(mode for mode in Recompute if mode.compiles or not is_compiled)
     for position, without in enumerate(unable(every, subject.graph)):
         pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
         if not pins:
-            yield frozenset(Recompute).difference(without)
+            yield modes.difference(without)
             continue
         mode = pins[-1].mode
+        if mode not in modes:
+            raise InputError(
+                f"compiled layers cannot be recomputed in the mode {mode}",
+                expected=f"one of {', '.join(sorted(modes))}: inductor decides itself what of a "
+                "compiled layer is computed again",
+                fix="leave out compile=layers, or this rule",
+            )
         if mode in without:
             call = subject.graph.calls.get(every[position].call)
             raise InputError(
@@ -218,6 +235,8 @@ def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str
             "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
             "whole until the last microbatch"
         )
+    if splits and chosen.compile is Compile.LAYERS:
+        return "a schedule whose backwards are whole: those of compiled layers cannot be halved"
     if _is_about_stages(conflict) or shared:
         return (
             f"stages of whole layers in the model's order, each with some of its {layers} layers "

@@ -228,6 +228,7 @@ class Points:
                 microbatch=max(each),
                 microbatches=count,
                 precision=self.constraints.precision,
+                compile_=self.constraints.compile,
             )
             rows = each if len(set(each)) > 1 else ()
             yield from in_orders(replace(point, rows=rows), self.orders, self.choices)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement, Compile, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.declared.constraints import (
@@ -225,7 +225,7 @@ def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple
 
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
-    precision: Precision,
+    precision: Precision, compile_: Compile,
 ) -> Arrangement:  # fmt: skip
     """Return a point in its simplest variant."""
     return Arrangement(
@@ -241,6 +241,7 @@ def simplest(
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         compressed_gradients=False,
         precision=precision,
+        compile=compile_,
     )
 
 

@@ -93,6 +93,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("gradient sums", *(_sum_words(x.compressed_gradients) for x in (one, other))),
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),
+        ("compiled", one.compile, other.compile),
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),

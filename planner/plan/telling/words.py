@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.planner.costs.prediction import Arrangement, Recompute
+from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.findings.rows import drawn_once, meeting_rows, norm_of_rows
 from autopar.planner.graph.graph import Graph
@@ -100,6 +100,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         schedule_words(arrangement),
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
+        "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}",
     )
 
 
