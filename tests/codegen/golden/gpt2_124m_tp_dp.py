@@ -28,7 +28,7 @@ Why this plan: of 5 ways to arrange the training none is faster than 35.54 ms; c
 its step.
 Layers are laid out more simply than in the fastest way, 1.57% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 4920f12a1d60eee8, plan e13f116ea51492b5.
+# Written by autopar 0.2.0, which keeps changes by hand: 4920f12a1d60eee8, plan 4c40d54e24e2f666.
 
 from __future__ import annotations
 

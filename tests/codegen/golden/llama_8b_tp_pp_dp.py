@@ -30,7 +30,7 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.058 s; compute takes 70% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 7464c60d72d2ccbd, plan 759af08337cab8c1.
+# Written by autopar 0.2.0, which keeps changes by hand: 7464c60d72d2ccbd, plan aa78634791802de7.
 
 from __future__ import annotations
 

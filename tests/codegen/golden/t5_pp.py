@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 77% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: e1a591887a499782, plan 7173dc0ee045ba77.
+# Written by autopar 0.2.0, which keeps changes by hand: e1a591887a499782, plan 57caf449648df1b1.
 
 from __future__ import annotations
 
