@@ -36,9 +36,9 @@ from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.profile import (
     ProfileRequest,
+    as_in_training,
     place_at_hand,
     profile,
-    threads_as_in_training,
 )
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import build
@@ -169,7 +169,7 @@ def predicted(subject: Known, measured: MeasuredFile | None) -> Prediction:
 
 def steps(known_: Known) -> list[tuple[float, float]]:
     """Run training steps; return each one's seconds of the thread and of the wall."""
-    with threads_as_in_training(place_at_hand()):
+    with as_in_training(place_at_hand(), Precision.FP32):
         torch.set_num_threads(1)
         subject = build(known_.model_file, device="cpu", dtype=None, batch_size=known_.case.batch)
         optimizer = torch.optim.AdamW(subject.step.parameters(), fused=True)

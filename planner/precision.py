@@ -21,16 +21,18 @@ class Precision(StrEnum):
     item_bytes: int  # of weights and activations
     scales_loss: bool  # gradients would be too small for the type: fp16 ends at 6e-8
     peaks: tuple[str, ...]  # the first of these that a device has is its peak
+    products: str  # of fp32, for torch.set_float32_matmul_precision; torch's default if empty
 
-    FP32 = "fp32", "float32", 4, False, ("fp32",)
-    BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32")
-    FP16 = "fp16", "float16", 2, True, ("fp16", "fp32")
+    FP32 = "fp32", "float32", 4, False, ("fp32",), ""
+    TF32 = "tf32", "float32", 4, False, ("tf32",), "high"
+    BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32"), ""
+    FP16 = "fp16", "float16", 2, True, ("fp16", "fp32"), ""
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a precision with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.torch_name, one.item_bytes, one.scales_loss, one.peaks = row
+        one.torch_name, one.item_bytes, one.scales_loss, one.peaks, one.products = row
         return one
 
     @property

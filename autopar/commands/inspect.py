@@ -80,7 +80,7 @@ def inspect(
     device: DEVICE = None,
     precision: Annotated[
         Precision,
-        typer.Option("--precision", metavar="TYPE", help="bf16 (the default), fp16 or fp32."),
+        typer.Option("--precision", metavar="TYPE", help="bf16 (the default), fp16, tf32 or fp32."),
     ] = Precision.BF16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

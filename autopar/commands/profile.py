@@ -46,7 +46,7 @@ def profile(
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
     ] = "1",
     precision: Annotated[
-        str, typer.Option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.")
+        str, typer.Option("--precision", metavar="TYPE", help="bf16, fp16, tf32 or fp32.")
     ] = "bf16",
     net: Annotated[
         bool, typer.Option("--net", help="Also measure collectives between processes.")

@@ -42,6 +42,7 @@ class ScriptView:
     summed: bool
     ties: bool
     scales_loss: bool  # fp16
+    products: str  # how products of fp32 are rounded; empty for torch's default
     kept: Source  # what a checkpoint contains
     scaling: Source  # of a pipeline's losses
     clipping: Source

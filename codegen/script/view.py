@@ -119,6 +119,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
         scales_loss=scales_loss(plan),
+        products=plan.arrangement.precision.products,
         kept=_kept(plan),
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),

@@ -74,7 +74,7 @@ def profile(
     """Measure the host and every distinct op of a model; batches share the time equally."""
     began = time.perf_counter()
     place = place_at_hand()
-    with threads_as_in_training(place):
+    with as_in_training(place, request.precision):
         report("measuring dispatch and the optimizer")
         times = measure_host(graph, place.torch_name)
         host = MeasuredHost(
@@ -100,15 +100,17 @@ def profile(
 
 
 @contextmanager
-def threads_as_in_training(place: ProfiledDevice) -> Iterator[None]:
-    """Use as many threads as a rank under torchrun; irrelevant for GPUs."""
-    before = torch.get_num_threads()
+def as_in_training(place: ProfiledDevice, precision: Precision) -> Iterator[None]:
+    """Round products as scripts do, and use as many threads of a CPU as a rank under torchrun."""
+    before, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision.products or products)
     if place.torch_name == "cpu":
         torch.set_num_threads(threads_of_a_rank())
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(products)
 
 
 def _probes(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.codegen.emit import write_script
+from autopar.codegen.emit import emit, write_script
 from autopar.codegen.proof.comparison import RankInHalf, RankTrained, assembled, compared_in_half
 from autopar.codegen.proof.plain import Task, TrainedAlone, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
@@ -110,3 +110,19 @@ def dtypes_of(path: str) -> set[torch.dtype]:
 
     parts, _ = imported(Path(path)).main(["--steps", "1", "--data", "synthetic"])
     return {parameter.dtype for part in parts for parameter in part.parameters()}
+
+
+def test_a_plan_in_tf32_is_fp32_with_faster_products_and_says_so_in_one_line() -> None:
+    pins = {"data": 2, "device": "h100-sxm"}
+    rounded = pinned_plan("gpt2.py", ("size=124m",), precision=Precision.TF32, **pins)
+    exact = pinned_plan("gpt2.py", ("size=124m",), precision=Precision.FP32, **pins)
+
+    added = set(script_lines(rounded)) - set(script_lines(exact))
+
+    assert rounded.prediction.step_seconds < 0.4 * exact.prediction.step_seconds
+    assert rounded.fullest[1] == exact.fullest[1]
+    assert 'torch.set_float32_matmul_precision("high")  # products of fp32 in tf32' in added
+
+
+def script_lines(plan: Plan) -> list[str]:
+    return [line.strip() for line in emit(plan, destination=Path("train.py")).splitlines()]

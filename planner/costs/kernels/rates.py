@@ -282,7 +282,7 @@ class Rates:
 def rates_of(device: Device, precision: Precision) -> Rates:
     """Return the rates of a device under a precision."""
     peaks = dict(device.peaks)
-    single = _throughput(device, "fp32")
+    single = _throughput(device, precision.value if precision.products else "fp32")
     return Rates(
         own=_throughput(device, precision.value),
         single=single,

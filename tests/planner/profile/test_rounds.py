@@ -12,7 +12,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
-from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
+from autopar.planner.profile.profile import as_in_training, place_at_hand
 from autopar.planner.profile.rounds import MOST_SAMPLES, VISITS, Baseline, LeftOut, Limits, measure
 from tests.planner.costs.ops.op_factories import known, pricer
 
@@ -35,7 +35,7 @@ class Steady:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    with threads_as_in_training(place_at_hand()):
+    with as_in_training(place_at_hand(), Precision.FP32):
         yield
 
 
