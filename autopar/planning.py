@@ -23,6 +23,7 @@ from autopar.notes import (
     note_plan,
     note_profile,
     note_rows,
+    note_unaligned,
     note_unpriced,
 )
 from autopar.options import MachineOptions, clusters_of
@@ -221,6 +222,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         check_means(training.graph, microbatch=found.arrangement.microbatch)
     note_objects_kept(found, training.layers)
     note_plan(found)
+    note_unaligned(found, training.axes)
     return Planned(curve=curve, choice=choice, fewer=fewer)
 
 

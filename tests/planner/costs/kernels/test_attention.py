@@ -1,5 +1,7 @@
 """Tests of the seconds of attention."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +34,17 @@ def test_a_fused_backward_does_two_and_a_half_times_the_work() -> None:
     # 10 GFLOP at 0.25 · 100 TFLOP/s = 400 us; launch 1.
     shape = attention(1000, 10, head_dim=100, value_dim=100)
     assert fused_attention_backward_seconds(shape, rates=round_rates()) == pytest.approx(401e-6)
+
+
+def test_lengths_are_whole_blocks() -> None:
+    # 197 queries and keys in blocks of 128 are 256: 64 · 16 · 4 · 256² · 64 FLOPs = 17.2 GFLOP.
+    facts = replace(round_rates().architecture, query_block=128)
+    rates = round_rates(architecture=facts)
+    short = attention(197, 16, batch=64, head_dim=64, value_dim=64)
+    padded = attention(256, 16, batch=64, head_dim=64, value_dim=64)
+    seconds = fused_attention_forward_seconds(short, rates=rates)
+    assert seconds == fused_attention_forward_seconds(padded, rates=rates)
+    assert seconds == pytest.approx(17.18e9 / 50e12 + 1e-6, rel=1e-3)
 
 
 def test_one_query_reads_its_keys() -> None:
