@@ -187,6 +187,11 @@ def causal_visible(length: int, block: int) -> float:
     return (blocks + 1) / (2 * blocks)
 
 
+def whole_blocks(length: int, block: int) -> int:
+    """Return the queries or keys that a GPU's kernel computes: whole blocks, if more than one."""
+    return -(-length // block) * block if length > block else length
+
+
 def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
     """Return the seconds of a fused (flash) forward.
 
@@ -240,13 +245,9 @@ def _fused_seconds(
 ) -> float:
     """Return the seconds of a fused kernel: `work` times a forward's FLOPs, `share` of peak."""
     facts = rates.architecture
-    dim, block = shape.mean_dim, facts.query_block
-    queries, keys = (
-        -(-length // block) * block if length > block else length
-        for length in (shape.query_length, shape.key_length)
-    )
-    row_flops = 4.0 * work * dim * keys
-    flops = row_flops * shape.visible * shape.batch * shape.heads * queries
+    dim = shape.mean_dim
+    row_flops = 4.0 * work * dim * shape.key_length
+    flops = row_flops * shape.visible * shape.batch * shape.heads * shape.query_length
     unit_rate = (
         rates.peak_flops_per_second
         * share

@@ -153,12 +153,13 @@ def _attention_shape(case: OpCase) -> kernels.AttentionShape:
     is_causal = bool(case.argument("is_causal", default=False)) and query == key
     block = case.rates.own.architecture.query_block
     grouped = "k" in shapes.signature.letters
+    grain = 1 if case.rates.is_cpu else block
     return kernels.AttentionShape(
         batch=shapes.letters("…"),
         heads=shapes.letters("h"),
         kv_heads=shapes.letters("k" if grouped else "h"),
-        query_length=query,
-        key_length=key,
+        query_length=kernels.whole_blocks(query, grain),
+        key_length=kernels.whole_blocks(key, grain),
         head_dim=shapes.letters("e"),
         value_dim=shapes.letters("f"),
         visible=kernels.causal_visible(query, block) if is_causal else 1.0,

@@ -1,7 +1,5 @@
 """Tests of the seconds of attention."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +8,7 @@ from autopar.planner.costs.kernels.kernels import (
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
+    whole_blocks,
 )
 from tests.planner.costs.kernels.compute_factories import attention, real_rates, round_rates
 
@@ -36,15 +35,9 @@ def test_a_fused_backward_does_two_and_a_half_times_the_work() -> None:
     assert fused_attention_backward_seconds(shape, rates=round_rates()) == pytest.approx(401e-6)
 
 
-def test_lengths_are_whole_blocks() -> None:
-    # 197 queries and keys in blocks of 128 are 256: 64 · 16 · 4 · 256² · 64 FLOPs = 17.2 GFLOP.
-    facts = replace(round_rates().architecture, query_block=128)
-    rates = round_rates(architecture=facts)
-    short = attention(197, 16, batch=64, head_dim=64, value_dim=64)
-    padded = attention(256, 16, batch=64, head_dim=64, value_dim=64)
-    seconds = fused_attention_forward_seconds(short, rates=rates)
-    assert seconds == fused_attention_forward_seconds(padded, rates=rates)
-    assert seconds == pytest.approx(17.18e9 / 50e12 + 1e-6, rel=1e-3)
+@pytest.mark.parametrize(("length", "whole"), [(100, 100), (128, 128), (197, 256), (4096, 4096)])
+def test_a_gpu_computes_whole_blocks_of_queries_and_keys(length: int, whole: int) -> None:
+    assert whole_blocks(length, 128) == whole
 
 
 def test_one_query_reads_its_keys() -> None:

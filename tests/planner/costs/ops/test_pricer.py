@@ -134,6 +134,20 @@ def test_attention_is_one_fused_causal_kernel() -> None:
     assert cost.weight_gradient_seconds == 0
 
 
+@pytest.mark.parametrize(("device_name", "length"), [("a100", 256), ("cpu", 197)])
+def test_attention_over_197_patches_takes_two_blocks_on_a_gpu(
+    device_name: str, length: int
+) -> None:
+    prices = pricer("vit.py", "size=b16", batch=64, device_name=device_name)
+    op = op_of(prices, layer_of(prices, "Block"), "scaled_dot_product_attention")
+    shape = AttentionShape(
+        batch=64, heads=12, kv_heads=12, query_length=length, key_length=length,
+        head_dim=64, value_dim=64, element_bytes=2,
+    )  # fmt: skip
+    seconds = fused_attention_forward_seconds(shape, rates=prices.rates.of(2))
+    assert prices.cost(op).forward_seconds == pytest.approx(seconds)
+
+
 def test_grouped_queries_read_fewer_keys() -> None:
     prices = pricer("llama.py")
     op = op_of(prices, layer_of(prices, "Block"), "scaled_dot_product_attention")
