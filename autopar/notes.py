@@ -7,7 +7,7 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.findings.loss import counted_by
-from autopar.planner.findings.numbers import unpriced
+from autopar.planner.findings.numbers import unaligned, unpriced
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits
 from autopar.planner.findings.writes import objects_given
@@ -134,6 +134,26 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
             f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
             "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
             "autopar profile measures it."
+        )
+
+
+def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
+    """Print a note if a size that is no multiple of 8 slows down 16-bit products on a GPU."""
+    arrangement = plan.arrangement
+    one = unaligned(
+        plan.graph,
+        axes,
+        batch=arrangement.microbatch,
+        precision=arrangement.precision,
+        device=plan.cluster.nodes[0].device,
+    )
+    if one is not None:
+        tell_note(
+            f"{one.size:,} is no multiple of 8, so matrix products of that size ({one.location}) "
+            f"run at {one.aligned_seconds / one.seconds:.0%} of the speed: they take "
+            f"{seconds_text(one.seconds)} of the {seconds_text(one.total_seconds)} that a "
+            f"microbatch takes on one device. Padded to {one.padded:,}, they would take "
+            f"{seconds_text(one.aligned_seconds)}."
         )
 
 

@@ -18,6 +18,7 @@ from autopar.notes import (
     note_plan,
     note_profile,
     note_rows,
+    note_unaligned,
     note_unpriced,
 )
 from autopar.options import MachineOptions, clusters_of
@@ -222,6 +223,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         found = plan_training(training, demands, report)
     note_objects_kept(found.plan, training.layers)
     note_plan(found.plan)
+    note_unaligned(found.plan, training.axes)
     return found
 
 

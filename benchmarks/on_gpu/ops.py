@@ -93,6 +93,58 @@ def _products(divided: int, device: str) -> Iterator[Kernel]:
             yield Kernel(name=f"bf16 {way}, {tokens} × {k} × {n}", call=call, flops=flops)
 
 
+def _unaligned(divided: int, device: str) -> Iterator[Kernel]:
+    """Of sizes whose rows end at 16, 8, 4 or 2 bytes."""
+    tokens, inputs = 8192 // divided, 4096 // divided
+    for outputs in (8192 // divided + more for more in (0, 4, 2, 1)):
+        x, w, y = (
+            _noise(device, *shape)
+            for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        )
+        flops = 2.0 * tokens * outputs * inputs
+        name = f"bf16, {tokens} × {inputs} × {outputs}"
+        yield Kernel(name=f"{name}: x·wᵀ", call=lambda x=x, w=w: x @ w.t(), flops=flops)  # type: ignore[misc]
+        yield Kernel(name=f"{name}: yᵀ·x", call=lambda x=x, y=y: y.t() @ x, flops=flops)  # type: ignore[misc]
+
+
+def _strided(divided: int, device: str) -> Iterator[Kernel]:
+    """Of casts, sums over rows, and operands that are broadcast or parts of tensors."""
+    tokens, heads, seq = 8192 // divided, 32, 32
+    x = _noise(device, tokens, 4096)
+    wide, row = x.float(), _noise(device, 4096)
+    turned = x.view(-1, seq, heads, 128).transpose(1, 2)
+    cos, half = _noise(device, seq, 128), turned[..., :64]
+    size = 2.0 * x.numel()
+    calls: Mapping[str, tuple[Callable[[], Any], float]] = {
+        "bf16 → fp32": (lambda: wide.copy_(x), 3 * size),
+        "fp32 → bf16": (lambda: x.copy_(wide), 3 * size),
+        "sum over rows": (lambda: x.sum(0), size),
+        "x · w, broadcast over rows": (lambda: x * row, 2 * size),
+        "x · cos, broadcast over heads": (lambda: turned * cos, 2 * size),
+        "−x of half of the last dim": (lambda: -half, size),
+        "transpose(1, 2).contiguous()": (lambda: turned.contiguous(), 2 * size),
+        "cat of two halves": (lambda: torch.cat((turned[..., 64:], half), -1), 2 * size),
+        "cat of two tensors": (lambda: torch.cat((x, x), -1), 4 * size),
+    }
+    for name, (call, moved) in calls.items():
+        yield Kernel(name=f"bf16 {name}, {tokens} × 4096", call=call, moved_bytes=moved)
+
+
+def _batch_norms(divided: int, device: str) -> Iterator[Kernel]:
+    for shape in ((64, 64, 112, 112), (128, 256, 56, 56), (128, 1024, 14, 14), (128, 2048, 7, 7)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x = _noise(device, max(shape[0] // divided, 2), *shape[1:]).to(dtype).requires_grad_()
+            w = torch.ones(shape[1], device=device, requires_grad=True)
+
+            def forward(x: Tensor = x, w: Tensor = w) -> Tensor:
+                return functional.batch_norm(x, None, None, w, w, training=True)
+
+            size = float(x.numel() * x.element_size())
+            name = f"{str(dtype).removeprefix('torch.')} batch_norm, {tuple(x.shape)}"
+            gradient = torch.randn_like(x)
+            yield from _both_ways(name, forward, (x, w), gradient, moved=(3 * size, 5 * size))
+
+
 def _attention(divided: int, device: str) -> Iterator[Kernel]:
     for rows, heads, tokens, width in ((2, 32, 4096, 64), (1, 32, 4096, 128), (16, 12, 1024, 64)):
         seq = tokens // divided
@@ -231,6 +283,9 @@ def _noise(device: str, *shape: int) -> Tensor:
 
 GROUPS: Mapping[str, Group] = {
     "products": _products,
+    "unaligned products": _unaligned,
+    "strided": _strided,
+    "batch norms": _batch_norms,
     "pointwise": _pointwise,
     "attention": _attention,
     "losses": _losses,

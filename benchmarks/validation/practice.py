@@ -14,6 +14,7 @@ from autopar.planner.costs.kernels.kernels import (
     fused_attention_forward_seconds,
     memory_seconds,
 )
+from autopar.planner.costs.kernels.rates import Rates
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.kept import KeptTensors, MadeByKernel
 from autopar.planner.costs.ops.pricer import Host, OpCost, OpPricer
@@ -56,6 +57,14 @@ class Practice:
     fuses_gradients: bool  # no kernels of their own cast, clip and copy gradients
 
 
+def streaming(rates: Rates) -> Rates:
+    """Return rates at which kernels of a framework stream where PyTorch's compute offsets."""
+    access = replace(
+        rates.own.access, casting=1.0, strided=1.0, strided_join=1.0, row_sum=1.0, many_tensors=1.0
+    )
+    return replace(rates, own=replace(rates.own, access=access))
+
+
 class PracticePricer(OpPricer):
     """A pricer of device seconds alone, with the kernels of a run; the host is added by layer."""
 
@@ -77,6 +86,8 @@ class PracticePricer(OpPricer):
         )
         self.practice = practice
         self.fuses_gradients = practice.fuses_gradients
+        if practice.fuses_gradients:
+            self.rates = streaming(self.rates)
 
     @cached_property
     def host(self) -> Host:

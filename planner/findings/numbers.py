@@ -1,19 +1,22 @@
-"""Finds ops without a price, and numbers that fp16 cannot represent."""
+"""Finds ops without a price, sizes with slow products, and numbers that fp16 cannot represent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import GraphAxes
+from autopar.planner.cluster.cluster import Device
+from autopar.planner.costs.ops.case import products_of
+from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import MODEL_DTYPE, MODEL_EXTREMES, Op, TensorOrigin
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import has_line, kind_of
+from autopar.planner.rules.table import has_line, kind_of, rule_of
 
 LARGE = 0.05  # of the bytes of a step: a smaller share hardly matters
 
@@ -48,6 +51,70 @@ def unpriced(graph: Graph, axes: GraphAxes) -> Iterator[Unpriced]:
 def _reads_parameter(op: Op, graph: Graph) -> bool:
     roots = graph.index.storages(op.inputs)
     return any(graph.tensors[root].origin is TensorOrigin.PARAMETER for root in roots)
+
+
+SLOW = 0.02  # of the seconds of a microbatch: a smaller loss hardly matters
+_ALIGNED = 8  # elements of 16 bits, 16 bytes
+_PADDED = 64  # to whole rows of tiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unaligned:
+    """A size of matrix products whose rows are no whole 16 bytes, and seconds of one microbatch."""
+
+    size: int
+    location: str
+    seconds: float  # of the products
+    aligned_seconds: float  # of the same products, if the size were a multiple
+    total_seconds: float  # of all ops, on one device
+
+    @property
+    def padded(self) -> int:
+        """The next size with fast products."""
+        return -(-self.size // _PADDED) * _PADDED
+
+
+def unaligned(
+    graph: Graph, axes: GraphAxes, *, batch: int, precision: Precision, device: Device
+) -> Unaligned | None:
+    """Return the size that slows down 16-bit products most on a GPU, if that matters."""
+    if not precision.is_half or device.is_cpu:
+        return None
+    prices, aligned = (
+        OpPricer(graph, axes, batch=batch, precision=precision, device=device) for _ in range(2)
+    )
+    rates = aligned.rates
+    aligned.rates = replace(rates, own=replace(rates.own, alignment=((1, 1.0),)))
+    total, found = 0.0, dict[int, Unaligned]()
+    for op in graph.ops:
+        seconds = _seconds(prices.cost(op))
+        total += seconds
+        size = _unaligned_size(op, prices)
+        if size and (could := _seconds(aligned.cost(op))) < seconds:
+            one = found.get(size) or Unaligned(
+                size=size, location=op.location, seconds=0.0, aligned_seconds=0.0, total_seconds=0.0
+            )
+            found[size] = replace(
+                one, seconds=one.seconds + seconds, aligned_seconds=one.aligned_seconds + could
+            )
+    worst = max(found.values(), key=lambda one: one.seconds - one.aligned_seconds, default=None)
+    if worst is None or worst.seconds - worst.aligned_seconds < SLOW * total:
+        return None
+    return replace(worst, total_seconds=total)
+
+
+def _seconds(cost: OpCost) -> float:
+    return cost.forward_seconds + cost.backward_seconds
+
+
+def _unaligned_size(op: Op, prices: OpPricer) -> int:
+    """Return the largest contiguous extent of an op's products that is not aligned, or 0."""
+    rule = rule_of(op.target)
+    if not rule.factors or rule.kind is not OpKind.OTHER:
+        return 0
+    products = products_of(op, prices.shapes(op))
+    extents = (extent for product in products for extent in (product.n, product.k))
+    return max((extent for extent in extents if extent % _ALIGNED), default=0)
 
 
 GREATEST = 65_504

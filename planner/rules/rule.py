@@ -247,6 +247,8 @@ class Rule:
     updates: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     is_wide: bool = False
+    is_elementwise: bool = False  # each element of the result is of one element of each input
+    permutes: bool = False  # a view whose dims are the input's in another order
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -37,7 +37,7 @@ _convolution = partial(
     kind=OpKind.CONVOLUTION,
     computes=m.convolution,
 )
-_elementwise = partial(lines, shape=s.elementwise)
+_elementwise = partial(lines, shape=s.elementwise, is_elementwise=True)
 _views = partial(lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE)
 # Ops without matrix products and with unknown dims: priced by the bytes they move.
 _moving = partial(lines, shape=s.opaque, saves="*inputs, out")
@@ -278,10 +278,10 @@ _RULES = (
     *_views("unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints", s.reshape),
     *_views("unflatten.int", s.reshape, cuts=("sizes",)),
     *_views("reshape", s.reshape, kind=OpKind.CONTIGUOUS, sizes="shape"),
-    *_views("transpose.int transpose_", s.permuted(s.transpose_order)),
-    *_views("permute", s.permuted(s.permute_order)),
-    *_views("t numpy_T", s.permuted(s.reversed_order)),
-    *_views("mT", s.permuted(s.matrix_order)),
+    *_views("transpose.int transpose_", s.permuted(s.transpose_order), permutes=True),
+    *_views("permute", s.permuted(s.permute_order), permutes=True),
+    *_views("t numpy_T", s.permuted(s.reversed_order), permutes=True),
+    *_views("mT", s.permuted(s.matrix_order), permutes=True),
     *_views("expand broadcast_to", s.expanded, kind=OpKind.EXPAND, sizes="size"),
     *_views("view_as", s.as_other(s.reshape), linear=_FIRST),
     *_views("expand_as", s.as_other(s.expanded), kind=OpKind.EXPAND, linear=_FIRST),

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.notes import note_plan, note_rows, note_unpriced
+from autopar.notes import note_plan, note_rows, note_unaligned, note_unpriced
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints
 from autopar.planner.trace import trace
 from tests.codegen.kinds import plan_of
+from tests.planner.plan.searches import planned
 from tests.planner.rules.multiplying_models import function
 from tests.planner.trace.test_expected_rows import WAYS, graph_of
 
@@ -38,6 +40,14 @@ def test_an_op_without_a_formula_is_told(capsys: pytest.CaptureFixture[str]) -> 
     told = " ".join(capsys.readouterr().err.split())
     assert "what aten.renorm.default computes (1 ×" in told
     assert "% of all that a step moves" in told
+
+
+def test_an_odd_vocabulary_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(("gpt2.py", "size=124m"), choose_cluster(1, "h200"), global_batch=16)
+    note_unaligned(plan, infer_axes(plan.graph))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "50,257 is no multiple of 8, so matrix products of that size" in told
+    assert "Padded to 50,304, they would take" in told
 
 
 def test_what_is_expected_of_experts_is_told(

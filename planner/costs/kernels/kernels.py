@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from autopar.planner.costs.kernels.rates import CACHE_SPEEDUP, Throughput, aligned_share
+from autopar.planner.costs.kernels.rates import Throughput, aligned_share
 
 
 def gemm_seconds(
@@ -187,6 +187,11 @@ def causal_visible(length: int, block: int) -> float:
     return (blocks + 1) / (2 * blocks)
 
 
+def whole_blocks(length: int, block: int) -> int:
+    """Return the queries or keys that a GPU's kernel computes: whole blocks, if more than one."""
+    return -(-length // block) * block if length > block else length
+
+
 def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
     """Return the seconds of a fused (flash) forward.
 
@@ -271,7 +276,8 @@ def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0
     """
     stream_seconds = moved_bytes / (rates.stream_bytes_per_second * access)
     resident = min(1.0, max(0.0, 2.0 - moved_bytes / rates.cache_bytes))
-    cached_seconds = moved_bytes / (rates.sheet_bytes_per_second * CACHE_SPEEDUP * access)
+    cache_bytes_per_second = rates.sheet_bytes_per_second * rates.architecture.cache_speedup
+    cached_seconds = moved_bytes / (cache_bytes_per_second * access)
     return rates.launch_seconds + resident * cached_seconds + (1.0 - resident) * stream_seconds
 
 
@@ -292,25 +298,6 @@ def elementwise_seconds(
     moved = memory_seconds(elements * element_bytes * passes, rates=rates)
     return max(
         moved, rates.launch_seconds + elements * exponentials / rates.exponentials_per_second
-    )
-
-
-def norm_forward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a layer or RMS norm: one read, one write, row statistics left out."""
-    return elementwise_seconds(elements, element_bytes=element_bytes, passes=2, rates=rates)
-
-
-def norm_backward_seconds(elements: float, *, element_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of a norm's backward.
-
-    Input gradient: reads x and dy, writes dx; weight gradient: reads both again in a second kernel
-    (5 passes in all).
-    """
-    input_gradient = elementwise_seconds(
-        elements, element_bytes=element_bytes, passes=3, rates=rates
-    )
-    return input_gradient + elementwise_seconds(
-        elements, element_bytes=element_bytes, passes=2, rates=rates
     )
 
 

@@ -44,6 +44,33 @@ class AccessConstants:
 
     cross_entropy: float
     gather: float
+    casting: float
+    strided: float
+    strided_join: float
+    row_sum: float
+    many_tensors: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormConstants:
+    """How kernels of norms reach their bandwidth; see efficiency.toml for their meaning."""
+
+    forward: float
+    backward: float
+    row_seconds: float
+    column_seconds: float
+    plane_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormConstants:
+    """The kernels of batch norms of one library; see efficiency.toml for their meaning."""
+
+    statistics: float
+    gradient: float
+    plane: float
+    apply: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +81,14 @@ class Architecture:
     stream_fraction: float
     multiprocessors: int
     cache_bytes: int
+    cache_speedup: float
     attention_forward: float
     attention_backward: float
     forward_tail_rows: float
     backward_tail_rows: float
     softmax_dims: float
     query_block: int
+    operand_loads: str
     exponentials_per_second: float
 
 
@@ -70,8 +99,10 @@ class ComputeConstants:
     gpu_gemm: GemmConstants
     cpu_gemm: GemmConstants
     attention: AttentionConstants
-    access: AccessConstants
-    alignment: tuple[tuple[int, float], ...]
+    access: Mapping[str, AccessConstants]  # of gpu and cpu
+    norm: Mapping[str, NormConstants]  # likewise
+    batch_norm: Mapping[str, BatchNormConstants]  # by library, on a GPU
+    alignment: Mapping[str, tuple[tuple[int, float], ...]]  # by how operands are loaded
     architectures: Mapping[str, Architecture]
 
     def gemm(self, architecture: str) -> GemmConstants:
@@ -109,8 +140,13 @@ def read_compute_constants() -> ComputeConstants:
         gpu_gemm=gemm["gpu"],
         cpu_gemm=gemm["cpu"],
         attention=AttentionConstants(**table["attention"]),
-        access=AccessConstants(**table["access"]),
-        alignment=tuple((int(size), share) for size, share in table["alignment"].items()),
+        access={kind: AccessConstants(**row) for kind, row in table["access"].items()},
+        norm={kind: NormConstants(**row) for kind, row in table["norm"].items()},
+        batch_norm={kind: BatchNormConstants(**row) for kind, row in table["batch_norm"].items()},
+        alignment={
+            loads: tuple((int(size), share) for size, share in row.items())
+            for loads, row in table["alignment"].items()
+        },
         architectures=MappingProxyType(
             {name: Architecture(**row) for name, row in table["architecture"].items()}
         ),
@@ -157,13 +193,11 @@ class Throughput:
     store_exposed: float
     alignment: tuple[tuple[int, float], ...]  # bytes of alignment, share of the rate
     access: AccessConstants
+    norm: NormConstants
+    native_batch_norm: BatchNormConstants  # PyTorch's own kernels
+    library_batch_norm: BatchNormConstants  # cuDNN's
     architecture: Architecture
     attention: AttentionConstants
-
-
-# An L2 serves about three times the bandwidth of the memory behind it (A100: 5 TB/s against 1.9;
-# H100: 7.5 against 3.4).
-CACHE_SPEEDUP = 3.0
 
 
 def sustained_fraction(
@@ -184,6 +218,7 @@ def sustained_fraction(
 def throughput(sheet: Sheet, constants: ComputeConstants) -> Throughput:
     """Return the rates that kernels reach on a device of this sheet."""
     facts = constants.architecture(sheet.architecture)
+    kind = "cpu" if sheet.architecture.casefold() == "cpu" else "gpu"
     gemm = constants.gemm(sheet.architecture.casefold())
     units = sheet.multiprocessors or facts.multiprocessors
     stream = sheet.bytes_per_second * facts.stream_fraction
@@ -202,8 +237,11 @@ def throughput(sheet: Sheet, constants: ComputeConstants) -> Throughput:
         tiles=_tiles(gemm, peak=sheet.peak_flops_per_second, units=units, stream=stream),
         wave_seconds=gemm.wave_seconds,
         store_exposed=gemm.store_exposed,
-        alignment=constants.alignment,
-        access=constants.access,
+        alignment=constants.alignment[facts.operand_loads],
+        access=constants.access[kind],
+        norm=constants.norm[kind],
+        native_batch_norm=constants.batch_norm["native"],
+        library_batch_norm=constants.batch_norm["library"],
         architecture=facts,
         attention=constants.attention,
     )

@@ -262,7 +262,7 @@ class OpCase:
     shapes: LocalShapes
     rates: Rates
     precision: Precision
-    fuses_gradients: bool = False  # products add gradients of weights to sums in fp32
+    fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
 
     @property
     def result(self) -> str:

@@ -5,21 +5,17 @@ An op without a row is a kernel that moves its inputs and results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from types import MappingProxyType
 
-from autopar.planner.costs.kernels import kernels
-from autopar.planner.costs.ops.case import (
-    OpCase,
-    OpSeconds,
-    computation_of,
-    moved_bytes,
-    products_of,
-)
+from autopar.planner.costs.kernels import kernels, norms
+from autopar.planner.costs.ops.case import OpCase, OpSeconds, computation_of, products_of
+from autopar.planner.costs.ops.traffic import traffic_seconds
 from autopar.planner.graph.ops import refs
-from autopar.planner.precision import GRADIENT_BYTES
-from autopar.planner.rules.rule import Computation, Linear, MatrixProducts, OpKind, Traffic
+from autopar.planner.precision import GRADIENT_BYTES, Precision
+from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind
 
 _BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
 
@@ -53,7 +49,9 @@ def bias_seconds(case: OpCase) -> OpSeconds:
     if name is None or not case.needs_gradient(name):
         return OpSeconds(forward=0.0)
     moved = case.bytes(case.result) + case.bytes(name)
-    return OpSeconds(forward=0.0, weight_gradient=kernels.memory_seconds(moved, rates=case.memory))
+    access = case.memory.access.row_sum
+    summed = kernels.memory_seconds(moved, rates=case.memory, access=access)
+    return OpSeconds(forward=0.0, weight_gradient=summed)
 
 
 def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
@@ -117,91 +115,6 @@ def _beside(case: OpCase, computation: Computation) -> OpSeconds:
     return OpSeconds(forward=forward, input_gradient=backward)
 
 
-def traffic_seconds(case: OpCase) -> OpSeconds:
-    """Return the seconds of one kernel that reads an op's inputs and writes its results.
-
-    Views move nothing. If the op computes an exponential per element, its rate may be the limit (on
-    a CPU). Leaves out strided access.
-    """
-    is_learned = bool(case.op.inputs) and all(
-        case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
-    )
-    forward = _kernel(case, forward_bytes(case))
-    if not case.needs_gradient(case.result):
-        return OpSeconds(forward=forward)
-    backward = sum(_kernel(case, moved) for moved in _backward_kernels(case))
-    if is_learned:
-        return OpSeconds(forward=forward, weight_gradient=backward)
-    return OpSeconds(forward=forward, input_gradient=backward)
-
-
-def forward_bytes(case: OpCase) -> int:
-    """Return the bytes that the forward reads and writes."""
-    return moved_bytes(case.op, case.graph, case.bytes)
-
-
-def _backward_kernels(case: OpCase) -> Iterator[int]:
-    """Yield the bytes that each kernel of the backward moves.
-
-    An op has one kernel. An elementwise product has one for each factor that needs a gradient: it
-    reads the gradient of the result and the other factors, and writes as much as the result has. If
-    the factor was broadcast, a second kernel sums that down to the factor's size.
-    """
-    if case.rule.kind is not OpKind.MULTIPLICATION:
-        yield backward_bytes(case)
-        return
-    result = sum(map(case.bytes, case.op.outputs))
-    for place, name in enumerate(case.op.inputs):
-        if case.needs_gradient(name):
-            others = [*case.op.inputs[:place], *case.op.inputs[place + 1 :]]
-            yield result + sum(map(case.bytes, others)) + result
-            if case.bytes(name) < result:
-                yield result + case.bytes(name)
-
-
-def backward_bytes(case: OpCase) -> int:
-    """Return the bytes that the backward moves, if it is one kernel.
-
-    A sum passes its gradient on, summed where an input was broadcast. A linear op reads output
-    gradients and writes input gradients. Another op also reads what it kept, at most its inputs and
-    results. The gradient of a slice is written into zeros. The gradients of joined tensors are
-    views of the gradient of the whole.
-    """
-    results = sum(map(case.bytes, case.op.outputs))
-    inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
-    kind = case.rule.kind
-    if kind in (OpKind.ADDITION, OpKind.SUBTRACTION):
-        size = case.shapes.numel(case.result)
-        shrunk = [n for n in case.op.inputs if case.needs_gradient(n)
-                  and case.shapes.numel(n) < size]  # fmt: skip
-        return sum(results + case.bytes(name) for name in shrunk)
-    if kind is OpKind.PARTS:
-        return 2 * inputs
-    if kind is OpKind.JOIN:
-        return 0
-    if kind is OpKind.PART:
-        return inputs + 2 * results if results < inputs else 0
-    if kind is OpKind.EXPAND:
-        return results + inputs if inputs < results else 0
-    if case.rule.traffic is Traffic.NONE:
-        return forward_bytes(case)
-    if case.rule.traffic is Traffic.GATHERED:
-        return inputs + 2 * results
-    if case.rule.linear in (Linear.FIRST, Linear.JOINTLY):
-        return results + inputs
-    return forward_bytes(case) + inputs
-
-
-def _kernel(case: OpCase, moved: int) -> float:
-    if not moved:
-        return 0.0
-    seconds = kernels.memory_seconds(moved, rates=case.memory)
-    if case.rule.kind is not OpKind.EXPONENTIAL:
-        return seconds
-    rate = case.memory.exponentials_per_second
-    return max(seconds, case.memory.launch_seconds + case.shapes.numel(case.result) / rate)
-
-
 Formula = Callable[[OpCase], OpSeconds]
 KernelSeconds = Callable[..., float]
 
@@ -240,12 +153,13 @@ def _attention_shape(case: OpCase) -> kernels.AttentionShape:
     is_causal = bool(case.argument("is_causal", default=False)) and query == key
     block = case.rates.own.architecture.query_block
     grouped = "k" in shapes.signature.letters
+    grain = 1 if case.rates.is_cpu else block
     return kernels.AttentionShape(
         batch=shapes.letters("…"),
         heads=shapes.letters("h"),
         kv_heads=shapes.letters("k" if grouped else "h"),
-        query_length=query,
-        key_length=key,
+        query_length=kernels.whole_blocks(query, grain),
+        key_length=kernels.whole_blocks(key, grain),
         head_dim=shapes.letters("e"),
         value_dim=shapes.letters("f"),
         visible=kernels.causal_visible(query, block) if is_causal else 1.0,
@@ -314,15 +228,50 @@ def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
     return formula
 
 
-_norm = _per_element(kernels.norm_forward_seconds, kernels.norm_backward_seconds)
 _dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backward_seconds)
 
 
+def _norm(case: OpCase) -> OpSeconds:
+    """Price a norm over the last dims; with a weight, the backward has a second kernel."""
+    source = case.op.inputs[0]
+    width = case.shapes.letters("d") if case.shapes.signature.letters else 1
+    shape = norms.NormShape(
+        rows=case.shapes.numel(source) // max(1, width),
+        width=width,
+        element_bytes=case.element_bytes(source),
+    )
+    needed = case.needs_gradient(case.result)
+    if case.fuses_gradients or not case.shapes.signature.letters:
+        forward, backward = norms.fused_norm_seconds(shape, rates=case.memory)
+        return OpSeconds(forward=forward, input_gradient=backward if needed else 0.0)
+    forward = norms.norm_forward_seconds(shape, rates=case.memory)
+    own = norms.norm_input_gradient_seconds(shape, rates=case.memory)
+    if any(case.needs_gradient(name) for name in case.op.inputs[1:]):
+        own += norms.norm_weight_gradient_seconds(shape, rates=case.memory)
+    return OpSeconds(forward=forward, input_gradient=own if needed else 0.0)
+
+
 def _batch_norm(case: OpCase) -> OpSeconds:
-    """Price a norm over rows whose statistics need a pass of their own."""
-    norm, source = _norm(case), case.bytes(case.op.inputs[0])
-    statistics = kernels.memory_seconds(source, rates=case.memory)
-    return norm + OpSeconds(forward=statistics)
+    """Price a norm whose statistics need a pass of their own; cuDNN has no kernel for bf16."""
+    images, channels, *plane = case.shapes.shape(case.op.inputs[0])
+    shape = norms.BatchNormShape(
+        images=images,
+        channels=channels,
+        plane=prod(plane),
+        element_bytes=case.element_bytes(case.result),
+        is_native=case.precision is Precision.BF16,
+    )
+    needed = case.needs_gradient(case.result)
+    if case.rates.is_cpu or not plane:
+        rows = norms.NormShape(
+            rows=images, width=channels * prod(plane), element_bytes=shape.element_bytes
+        )
+        forward, backward = norms.fused_norm_seconds(rows, rates=case.memory)
+        forward += kernels.memory_seconds(rows.bytes, rates=case.memory)
+    else:
+        forward = norms.batch_norm_forward_seconds(shape, rates=case.memory)
+        backward = norms.batch_norm_backward_seconds(shape, rates=case.memory)
+    return OpSeconds(forward=forward, input_gradient=backward if needed else 0.0)
 
 
 def _softmax(case: OpCase) -> OpSeconds:

@@ -136,7 +136,7 @@ def gradient_seconds(
     Autograd makes the gradient of a weight in the type of the weight. For each element, of m
     microbatches in a step, one microbatch moves on average
 
-        6 bytes              to cast a gradient of 16 bits to fp32
+        6 ÷ share of a cast  to cast a gradient of 16 bits to fp32, below the bandwidth
         12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to
         8 ÷ m                to copy the gradient into its bucket, once in a step
 
@@ -150,7 +150,8 @@ def gradient_seconds(
     keeps_whole = not arrangement.divides_gradients
     sums = keeps_whole * (1 - 1 / arrangement.microbatches)
     copies = arrangement.has_buckets / arrangement.microbatches
-    moved = _CAST_BYTES * casts + _ADDED_BYTES * sums + _COPIED_BYTES * copies
+    casting = _CAST_BYTES * casts / rates.access.casting
+    moved = casting + _ADDED_BYTES * sums + _COPIED_BYTES * copies
     elements = gradient_bytes / GRADIENT_BYTES
     return (
         elements * moved / rates.stream_bytes_per_second
@@ -195,7 +196,9 @@ def optimizer_seconds(
     if element_seconds is not None:
         return parameters * element_seconds * (1 + copies / (_STEP_BYTES + _CLIPPING_BYTES))
     clipping = 0 if is_fused else _CLIPPING_BYTES
-    return memory_seconds(parameters * (_STEP_BYTES + clipping + copies), rates=rates)
+    access = 1.0 if is_fused else rates.access.many_tensors
+    moved = parameters * (_STEP_BYTES + clipping + copies)
+    return memory_seconds(moved, rates=rates, access=access)
 
 
 def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:

@@ -184,7 +184,7 @@ class DemandOptions(TypedDict, total=False):
     precision: Annotated[str | None, DemandSetting(
         place="precision", field="precision", read=_named(Precision),
         say="precision {value}", metavar="TYPE", example='"bf16"',
-        text="type of weights and activations: bf16 (the default), fp16 (its loss is scaled), fp32, "
+        text="type of weights and activations: bf16 (the default), fp16 (its loss scaled), fp32, "
         "tf32 (fp32 whose products GPUs round)",
     )]
     compile: Annotated[str | None, DemandSetting(

@@ -5,6 +5,8 @@ from typing import Any
 
 from autopar.planner.costs.kernels.kernels import AttentionShape
 from autopar.planner.costs.kernels.rates import (
+    BatchNormConstants,
+    NormConstants,
     Sheet,
     Throughput,
     Tile,
@@ -58,7 +60,14 @@ def round_rates(**changes: Any) -> Throughput:
         wave_seconds=3e-6,
         store_exposed=0.5,
         alignment=((16, 1.0), (8, 0.5), (2, 0.25)),
-        access=read_compute_constants().access,
+        access=read_compute_constants().access["gpu"],
+        norm=NormConstants(
+            forward=0.5, backward=0.8, row_seconds=1e-7, column_seconds=4e-9, plane_blocks=4
+        ),
+        native_batch_norm=BatchNormConstants(
+            statistics=1e-9, gradient=2e-9, plane=0.3e-6, apply=0.4, backward=0.5
+        ),
+        library_batch_norm=read_compute_constants().batch_norm["library"],
         architecture=facts,
         attention=read_compute_constants().attention,
     )

@@ -8,6 +8,7 @@ from autopar.planner.costs.kernels.kernels import (
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
+    whole_blocks,
 )
 from tests.planner.costs.kernels.compute_factories import attention, real_rates, round_rates
 
@@ -32,6 +33,11 @@ def test_a_fused_backward_does_two_and_a_half_times_the_work() -> None:
     # 10 GFLOP at 0.25 · 100 TFLOP/s = 400 us; launch 1.
     shape = attention(1000, 10, head_dim=100, value_dim=100)
     assert fused_attention_backward_seconds(shape, rates=round_rates()) == pytest.approx(401e-6)
+
+
+@pytest.mark.parametrize(("length", "whole"), [(100, 100), (128, 128), (197, 256), (4096, 4096)])
+def test_a_gpu_computes_whole_blocks_of_queries_and_keys(length: int, whole: int) -> None:
+    assert whole_blocks(length, 128) == whole
 
 
 def test_one_query_reads_its_keys() -> None:

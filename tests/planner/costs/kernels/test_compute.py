@@ -77,6 +77,22 @@ def test_alignment_is_the_lowest_set_bit(
     assert aligned_share(contiguous, element_bytes, ALIGNMENT) == share
 
 
+@pytest.mark.parametrize(
+    ("architecture", "columns", "share"),
+    [
+        ("Hopper", 50257, 0.15),
+        ("Hopper", 50260, 0.34),
+        ("Hopper", 50304, 1),
+        ("Ampere", 50257, 0.35),
+    ],
+)
+def test_devices_that_load_tiles_in_bulk_lose_more_by_unaligned_rows(
+    architecture: str, columns: int, share: float
+) -> None:
+    rates = real_rates(architecture=architecture)
+    assert aligned_share(columns, 2, rates.alignment) == share
+
+
 def test_a_region_waits_for_the_slower_of_cpu_and_device() -> None:
     # 100 ops of 8 us: 800 us.
     slow_cpu = launch_bound_seconds(0.5e-3, dispatched_ops=100, dispatch_seconds=8e-6)

@@ -15,8 +15,6 @@ from autopar.planner.costs.kernels.kernels import (
     embedding_backward_seconds,
     embedding_forward_seconds,
     memory_seconds,
-    norm_backward_seconds,
-    norm_forward_seconds,
     softmax_backward_seconds,
     softmax_forward_seconds,
 )
@@ -43,9 +41,7 @@ def test_bytes_run_at_the_speed_of_where_they_lie(moved_bytes: float, microsecon
 @pytest.mark.parametrize(
     ("formula", "microseconds"),
     [
-        (norm_forward_seconds, 81.0),  # 2 passes · 20 MB = 40 MB
-        (norm_backward_seconds, 202.0),  # 3 + 2 passes = 100 MB, two kernels
-        (softmax_forward_seconds, 81.0),
+        (softmax_forward_seconds, 81.0),  # 2 passes · 20 MB = 40 MB
         (softmax_backward_seconds, 121.0),  # 3 passes = 60 MB
         (dropout_forward_seconds, 101.0),  # 2 + 2 + 1 bytes = 50 MB
         (dropout_backward_seconds, 101.0),

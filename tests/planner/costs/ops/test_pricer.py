@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     causal_visible,
@@ -11,7 +12,6 @@ from autopar.planner.costs.kernels.kernels import (
     fused_attention_forward_seconds,
     gemm_seconds,
     memory_seconds,
-    norm_backward_seconds,
 )
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
@@ -19,7 +19,15 @@ from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op
 from autopar.planner.precision import Precision
-from tests.planner.costs.ops.op_factories import GPT2, layer_of, letter_along, op_of, pricer
+from tests.planner.costs.ops.op_factories import (
+    GPT2,
+    device,
+    layer_of,
+    letter_along,
+    op_of,
+    pricer,
+)
+from tests.planner.subjects import zoo_graph
 
 ROWS = 4 * 1024
 
@@ -41,7 +49,8 @@ def linear_seconds(prices: OpPricer, inputs: int, outputs: int) -> tuple[float, 
 def test_products_that_fuse_gradients_read_and_write_an_fp32_sum() -> None:
     prices = pricer()
     prices.fuses_gradients = True
-    rates, bias = prices.rates.own, memory_seconds((ROWS + 1) * 3072 * 2, rates=prices.rates.own)
+    rates = prices.rates.own
+    bias = memory_seconds((ROWS + 1) * 3072 * 2, rates=rates, access=rates.access.row_sum)
     sums = gemm_seconds(768, 3072, ROWS, rates=rates, stored_bytes=8, contiguous=768 | 3072)
     up = block_op(prices, "linear", 2)  # 768 → 3072
     assert prices.cost(up).weight_gradient_seconds == pytest.approx(sums + bias)
@@ -52,9 +61,10 @@ def test_each_factor_of_an_elementwise_product_has_a_kernel_for_its_gradient() -
     prices = pricer("llama.py", "size=1b", "seq_len=4096")
     layer = layer_of(prices, "Block")
     turned, gated = (op_of(prices, layer, "mul", number) for number in (1, 4))
-    for op, learned in ((turned, 1), (gated, 2)):
+    strided = prices.rates.own.access.strided  # sin is broadcast over rows and heads
+    for op, learned, access in ((turned, 1, strided), (gated, 2, 1.0)):
         x, other = (prices.tensor_bytes(name, WHOLE, 1) for name in op.inputs)
-        each = memory_seconds(2 * x + other, rates=prices.rates.own)
+        each = memory_seconds(2 * x + other, rates=prices.rates.own, access=access)
         assert prices.cost(op).backward_seconds == pytest.approx(learned * each)
 
 
@@ -69,7 +79,8 @@ def test_a_linear_is_three_products_and_the_sum_of_its_bias() -> None:
     prices = pricer()
     up = block_op(prices, "linear", 2)  # 768 → 3072
     forward, own, weight = linear_seconds(prices, 768, 3072)
-    bias = memory_seconds((ROWS + 1) * 3072 * 2, rates=prices.rates.own)
+    rates = prices.rates.own
+    bias = memory_seconds((ROWS + 1) * 3072 * 2, rates=rates, access=rates.access.row_sum)
     cost = prices.cost(up)
     assert cost.forward_seconds == pytest.approx(forward)
     assert cost.weight_gradient_seconds == pytest.approx(weight + bias)
@@ -123,6 +134,20 @@ def test_attention_is_one_fused_causal_kernel() -> None:
     assert cost.weight_gradient_seconds == 0
 
 
+@pytest.mark.parametrize(("device_name", "length"), [("a100", 256), ("cpu", 197)])
+def test_attention_over_197_patches_takes_two_blocks_on_a_gpu(
+    device_name: str, length: int
+) -> None:
+    prices = pricer("vit.py", "size=b16", batch=64, device_name=device_name)
+    op = op_of(prices, layer_of(prices, "Block"), "scaled_dot_product_attention")
+    shape = AttentionShape(
+        batch=64, heads=12, kv_heads=12, query_length=length, key_length=length,
+        head_dim=64, value_dim=64, element_bytes=2,
+    )  # fmt: skip
+    seconds = fused_attention_forward_seconds(shape, rates=prices.rates.of(2))
+    assert prices.cost(op).forward_seconds == pytest.approx(seconds)
+
+
 def test_grouped_queries_read_fewer_keys() -> None:
     prices = pricer("llama.py")
     op = op_of(prices, layer_of(prices, "Block"), "scaled_dot_product_attention")
@@ -133,22 +158,65 @@ def test_grouped_queries_read_fewer_keys() -> None:
     assert whole.letters("h") > whole.letters("k")
 
 
-def test_a_norm_moves_its_rows_twice_forward_and_five_times_backward() -> None:
-    # 32 · 1024 · 768 · 2 bytes = 50.3 MB, more than the cache holds twice over: forward
-    # 2 · 50.3 MB ÷ (0.75 · 2.039 TB/s) = 65.8 us, + 4 us of launch.
+def test_a_norm_has_a_kernel_forward_and_two_backward() -> None:
+    # 32 · 1024 rows of 768 · 2 bytes: 50.3 MB, at 0.75 · 2.039 TB/s. Forward: 100.7 MB at 0.57 of
+    # it, 115.5 us; 32,768 · 0.12 us ÷ 108 = 36.4 us; launch 4. Backward: 151 MB at 0.68, 145.2 us;
+    # weight and bias: 32,768 rows of 4.3 ns, 140.9 us; two launches.
     prices = pricer(batch=32)
     norm = block_op(prices, "layer_norm")
     cost = prices.cost(norm)
+    assert cost.forward_seconds == pytest.approx(155.9e-6, rel=2e-3)
+    assert cost.backward_seconds == pytest.approx(294.1e-6, rel=2e-3)
+    prices = pricer(batch=32)
+    prices.fuses_gradients = True  # frameworks with kernels of their own: 2 and 3 + 2 passes
+    cost = prices.cost(norm)
+    assert cost.forward_seconds == pytest.approx(65.8e-6 + 4e-6, rel=2e-3)
+    assert cost.backward_seconds == pytest.approx(2.5 * 65.8e-6 + 8e-6, rel=2e-3)
+
+
+def access_of(prices: OpPricer, op: Op, moved: int) -> float:
+    """Return the share of the bandwidth at which an op's forward moves so many bytes."""
     rates = prices.rates.own
-    assert prices.device.memory_bytes_per_second == pytest.approx(2.039e12, rel=0.05)
-    moved = 2 * 32 * 1024 * 768 * 2
+    return memory_seconds(moved, rates=rates) / prices.cost(op).forward_seconds
+
+
+def test_parts_of_tensors_are_read_element_by_element() -> None:
+    # rotate_half: the second half is negated, and joined with the first.
+    prices = pricer("llama.py", "size=1b", "seq_len=4096", batch=16)
+    layer = layer_of(prices, "Block")
+    negated, joined = op_of(prices, layer, "neg"), op_of(prices, layer, "cat")
+    access = prices.rates.own.access
+    half = prices.tensor_bytes(negated.outputs[0], WHOLE, 1)
+    assert access_of(prices, negated, 2 * half) == pytest.approx(access.strided, rel=0.02)
+    assert access_of(prices, joined, 4 * half) == pytest.approx(access.strided_join, rel=0.02)
+
+
+def test_a_cast_to_a_wider_type_is_slow_and_its_gradient_is_not() -> None:
+    graph = zoo_graph(*GPT2, precision=Precision.BF16)
+    prices = OpPricer(
+        graph, infer_axes(graph), batch=4, precision=Precision.BF16, device=device("a100")
+    )
+    cast = next(op for op in graph.ops if op.target == "aten.to.dtype")  # logits to fp32: 2 + 4
+    moved = 6 * ROWS * 50257
+    cost, rates = prices.cost(cast), prices.rates.own
     assert cost.forward_seconds == pytest.approx(
-        rates.launch_seconds + moved / rates.stream_bytes_per_second
+        memory_seconds(moved, rates=rates, access=rates.access.casting)
     )
-    elements = 32 * 1024 * 768
-    assert cost.backward_seconds == pytest.approx(
-        norm_backward_seconds(elements, element_bytes=2, rates=rates)
+    assert cost.backward_seconds == pytest.approx(memory_seconds(moved, rates=rates))
+
+
+def test_gradients_of_unbind_are_stacked_and_copied_back_into_the_order_of_the_tensor() -> None:
+    prices = pricer("vit.py", "size=b16", batch=64)
+    unbound = op_of(prices, layer_of(prices, "Block"), "unbind")
+    rates = prices.rates.own
+    moved = 2 * 64 * 197 * 3 * 768 * 2
+    stacked, copied = (
+        memory_seconds(moved, rates=rates, access=access)
+        for access in (rates.access.strided_join, rates.access.strided)
     )
+    cost = prices.cost(unbound)
+    assert cost.forward_seconds == 0
+    assert cost.backward_seconds == pytest.approx(stacked + copied)
 
 
 def test_views_and_sums_of_equal_shapes_move_nothing_but_the_gradients_that_meet() -> None:

@@ -92,21 +92,23 @@ def test_the_optimizer_moves_bytes_of_its_state_of_clipping_and_of_copies(
     precision: Precision, is_fused: bool, moved: int
 ) -> None:
     # AdamW 28: 24 of fp32 state and 4 of the gradient. Clipping 12. The 16-bit weight 6, which a
-    # fused kernel only writes (2). fp16 unscales the gradient, 8. At 0.85 · 3.35 TB/s.
+    # fused kernel only writes (2). fp16 unscales the gradient, 8. At 0.9 · 3.35 TB/s, of which
+    # kernels over many tensors reach 0.8.
     arrangement = replace(ARRANGEMENT, precision=precision)
     found = predicted([[layer(trainable=10**8)]], arrangement, fuses_gradients=is_fused)
-    assert seconds_of(found)["optimizer"] == pytest.approx(moved * 1e8 / (0.85 * 3.35e12), rel=0.01)
+    bandwidth = 0.9 * 3.35e12 * (1 if is_fused else 0.8)
+    assert seconds_of(found)["optimizer"] == pytest.approx(moved * 1e8 / bandwidth, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("changes", "moved"),
     [
-        ({}, 6),  # of the only microbatch: read in 16 bits, written in fp32
-        ({"microbatches": 4}, 6 + 9),  # three of four are added: 12 each
+        ({}, 12),  # of the only microbatch: 6 at half of the bandwidth
+        ({"microbatches": 4}, 12 + 9),  # three of four are added: 12 each
         ({"precision": Precision.FP32}, 0),
         ({"precision": Precision.FP32, "microbatches": 2}, 6),
-        ({"data": 2, "microbatches": 2}, 6 + 6 + 4),  # and once copied into buckets: 8
-        ({"data": 2, "shard": 2, "zero": Zero.PARAMETERS}, 6),  # and fully_shard's own copies
+        ({"data": 2, "microbatches": 2}, 12 + 6 + 4),  # and once copied into buckets: 8
+        ({"data": 2, "shard": 2, "zero": Zero.PARAMETERS}, 12),  # and fully_shard's own copies
     ],
 )
 def test_a_backward_casts_gradients_and_adds_them_up(
@@ -118,7 +120,7 @@ def test_a_backward_casts_gradients_and_adds_them_up(
         predicted([[heavy]], arrangement, fuses_gradients=is_fused).stages[0].backward_seconds
         for is_fused in (False, True)
     )
-    assert plain - fused == pytest.approx(moved * 1e8 / (0.85 * 3.35e12), rel=0.01)
+    assert plain - fused == pytest.approx(moved * 1e8 / (0.9 * 3.35e12), rel=0.01)
 
 
 def test_a_zero_bubble_schedule_casts_gradients_when_they_are_made() -> None:
