@@ -63,7 +63,6 @@ from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
-from autopar.planner.trace.images import channels_last_inputs
 
 
 def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> ScriptView:
@@ -158,7 +157,7 @@ def _images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
     opened = subject.opened
     if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
         return []
-    found = channels_last_inputs(subject.file, subject.graph)
+    found = plan.graph.images
     meaning = "they lie pixel by pixel (channels_last), as a GPU convolves them"
     return [ScriptSetting("IMAGES", literal(found), meaning)] if found else []
 

@@ -195,6 +195,7 @@ class Graph:
     loss: str
     fixed_batch: int | None
     fixed_at: str = ""
+    images: tuple[str, ...] = ()  # inputs that a GPU's convolutions may take in channels_last
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""

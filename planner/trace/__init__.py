@@ -20,6 +20,7 @@ from autopar.planner.trace.build import TRACED_BATCH, TracedSubject, build, wide
 from autopar.planner.trace.calls import CannotReplayError
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
+from autopar.planner.trace.images import channels_last_inputs
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import parts_in_eval_mode
 from autopar.planner.trace.running import Traces
@@ -115,6 +116,7 @@ def _traced(
                 graph = _graph_in_modes(subject, is_noticed=is_noticed, is_half=is_half)
                 meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
                 graph = replace(graph, devices_meet_at=next(meeting, ""))
+                graph = replace(graph, images=channels_last_inputs(subject, graph))
                 return with_expected_rows(graph)
             except ModelMovedError:
                 raise

@@ -15,13 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from autopar.planner.graph.graph import Graph
-from autopar.planner.model.model_file import ModelFile
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
-from autopar.planner.trace.build import TRACED_BATCH, build
+from autopar.planner.trace.build import TracedSubject
 
 
-def channels_last_inputs(file: ModelFile, graph: Graph) -> tuple[str, ...]:
+def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...]:
     """Return the images of a batch that may lie pixel by pixel; () if the model convolves none.
 
     Code of the author that needs channels in their usual order (a `view` over them) fails in a
@@ -33,8 +32,6 @@ def channels_last_inputs(file: ModelFile, graph: Graph) -> tuple[str, ...]:
     )
     if not is_convolved:
         return ()
-    rows = graph.fixed_batch or TRACED_BATCH
-    subject = build(file, device="meta", dtype=None, batch_size=rows)
     images = tuple(key for key in sorted(subject.step.keys) if _is_image(subject.batch.get(key)))
     try:
         with FakeTensorMode():

@@ -168,7 +168,7 @@ def _attention_shape(case: OpCase) -> kernels.AttentionShape:
 
 
 def _convolution(case: OpCase) -> OpSeconds:
-    """Price an implicit GEMM; 16-bit GPU kernels need channels-last, PyTorch's default is not.
+    """Price an implicit GEMM; 16-bit GPU kernels change the order of images in NCHW.
 
     A transposed convolution is the backward of the convolution from its results to its input.
     """
@@ -177,7 +177,8 @@ def _convolution(case: OpCase) -> OpSeconds:
     source, weight = next(refs(case.argument("input"))), next(refs(case.argument("weight")))
     shape = _convolution_shape(case, source, weight)
     rates = case.rates.of_convolution(case.element_bytes(case.result))
-    transposes = shape.element_bytes < 4 and not case.rates.is_cpu
+    is_as_wanted = case.rates.is_cpu or bool(case.graph.images)  # which scripts pass on
+    transposes = shape.element_bytes < 4 and not is_as_wanted
     extra = kernels.layout_change_seconds(shape, rates=rates) if transposes else 0.0
     own = learned = 0.0
     forward, backward = (
@@ -260,6 +261,7 @@ def _batch_norm(case: OpCase) -> OpSeconds:
         plane=prod(plane),
         element_bytes=case.element_bytes(case.result),
         is_native=case.precision is Precision.BF16,
+        by_pixels=bool(case.graph.images),
     )
     needed = case.needs_gradient(case.result)
     if case.rates.is_cpu or not plane:

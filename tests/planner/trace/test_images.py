@@ -8,8 +8,7 @@ import pytest
 
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
-from autopar.planner.trace.images import channels_last_inputs
-from tests.planner.subjects import zoo_file, zoo_graph
+from tests.planner.subjects import zoo_graph
 
 HEAD = """
 import torch
@@ -46,8 +45,8 @@ def test_a_view_over_channels_and_pixels_keeps_the_usual_order(
     path.write_text(HEAD.format(flatten=flatten), encoding="utf-8")
     file = load_model_file(str(path))
 
-    assert channels_last_inputs(file, trace(file)) == found
+    assert trace(file).images == found
 
 
 def test_a_model_without_convolutions_has_no_images() -> None:
-    assert channels_last_inputs(zoo_file("gpt2.py"), zoo_graph("gpt2.py")) == ()
+    assert zoo_graph("gpt2.py").images == ()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from autopar.planner.cluster.sheet import find_device
 from autopar.planner.costs.kernels.norms import (
     BatchNormShape,
     NormShape,
@@ -12,6 +13,8 @@ from autopar.planner.costs.kernels.norms import (
     norm_input_gradient_seconds,
     norm_weight_gradient_seconds,
 )
+from autopar.planner.costs.kernels.rates import rates_of
+from autopar.planner.precision import Precision
 from tests.planner.costs.kernels.compute_factories import round_rates
 
 WIDE = NormShape(rows=10_000, width=1_000, element_bytes=2)  # 20 MB
@@ -70,3 +73,20 @@ def test_a_batch_norm_takes_each_channel_in_one_thread_block(
     rates = round_rates()
     assert batch_norm_forward_seconds(shape, rates=rates) == pytest.approx(forward * 1e-6)
     assert batch_norm_backward_seconds(shape, rates=rates) == pytest.approx(backward * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("channels", "plane", "measured_seconds"),
+    # of an H200, forward and backward: benchmarks/results/on_gpu.md
+    [(64, 112 * 112, 0.5429e-3), (256, 56 * 56, 0.4278e-3), (2048, 7 * 7, 0.0845e-3)],
+)
+def test_a_batch_norm_by_pixels_takes_what_an_h200_takes(
+    channels: int, plane: int, measured_seconds: float
+) -> None:
+    shape = BatchNormShape(
+        images=64, channels=channels, plane=plane, element_bytes=2, is_native=True, by_pixels=True
+    )
+    rates = rates_of(find_device("h200"), Precision.BF16).own
+    taken = batch_norm_forward_seconds(shape, rates=rates)
+    taken += batch_norm_backward_seconds(shape, rates=rates)
+    assert taken == pytest.approx(measured_seconds, rel=0.25)
