@@ -176,7 +176,7 @@ def model_source(path: Path) -> Source:
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
         assigned("MODEL_FILES", tuple_of(*map(literal, names)), "that were planned"),
-        f"MODEL_DIGEST = {literal(source_digest(files))}  # of their text",
+        f"MODEL_DIGEST = {literal(source_digest(files))}  # of their code",
     ]
     return Source("\n".join(lines))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import hashlib
 import inspect
@@ -213,11 +214,30 @@ def _whose(file: str) -> _Of:
 
 
 def source_digest(paths: Iterable[Path]) -> str:
-    """Return a digest of files, in this order."""
+    """Return a digest of the code in files, in this order; comments and docstrings do not count."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        code = repr(_code(ast.parse(path.read_bytes())))
+        digest.update(hashlib.sha256(code.encode()).digest())
     return digest.hexdigest()[:16]
+
+
+def _code(node: Any) -> Any:
+    """Return a syntax tree as plain values, without positions and docstrings.
+
+    Fields without a value are left out, because other versions of Python have more of them.
+    """
+    if isinstance(node, list):
+        return [_code(one) for one in node if not _is_docstring(one)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ((name, _code(value)) for name, value in ast.iter_fields(node))
+    return type(node).__name__, [one for one in fields if one[1] is not None and one[1] != []]
+
+
+def _is_docstring(node: Any) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)
 
 
 def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, mesh: Mesh) -> None:

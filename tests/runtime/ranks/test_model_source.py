@@ -45,3 +45,21 @@ def test_forwards_of_a_model_that_has_changed_do_not_run(
     told = capsys.readouterr().err
     assert "net.py has changed since this script was written, which has classes" in told
     refuse_changes(module, ("net.py",), told.split('"')[1])  # as it says
+
+
+def test_comments_and_docstrings_are_no_change_and_code_is(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+
+    def digest(code: str) -> str:
+        path.write_text(code, encoding="utf-8")
+        return source_digest([path])
+
+    plain = digest("def f(x):\n    return x + 1\n")
+    assert (
+        digest('"""A file."""\n\n\ndef f(x):\n    """Add."""\n    # one\n    return x + 1\n')
+        == plain
+    )
+    assert digest("def f(x):\n    return (x\n        + 1)  # one more\n") == plain
+    assert digest("def f(x):\n    return x + 2\n") != plain
+    assert digest('def f(x):\n    return x + "1"\n') != plain
+    assert digest("def f(x, y=None):\n    return x + 1\n") != plain
