@@ -32,9 +32,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "LossScale adamw build_optimizer build_scheduler clip_by_global_norm sum_replicated "
             "warmup_cosine"
         ),
-        "autopar.runtime.pipeline": (
-            "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
-        ),
+        "autopar.runtime.pipeline": ("Pipeline Stage Tie build_schedule stage_at stage_indices"),
         "autopar.runtime.ranks": (
             "Axis Mesh warn_if_changed read_options refuse_changes seed_all start stop "
             "tell_errors_once"

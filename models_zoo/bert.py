@@ -51,8 +51,7 @@ class Embeddings(nn.Module):
         """Map two [batch, seq] to [batch, seq, dim]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.word(input_ids) + self.position(positions) + self.sentence(token_type_ids)
-        out: Tensor = self.dropout(self.norm(x))
-        return out
+        return self.dropout(self.norm(x))
 
 
 class Attention(nn.Module):
@@ -76,8 +75,7 @@ class Attention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
-        out: Tensor = self.output(y.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.output(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Block(nn.Module):
@@ -95,8 +93,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
         x = self.attention_norm(x + self.dropout(self.attention(x, visible)))
-        out: Tensor = self.mlp_norm(x + self.dropout(self.narrow(F.gelu(self.wide(x)))))
-        return out
+        return self.mlp_norm(x + self.dropout(self.narrow(F.gelu(self.wide(x)))))
 
 
 class Bert(nn.Module):

@@ -98,8 +98,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
         x = x + self.attn(self.ln_1(x))
-        out: Tensor = x + self.mlp(self.ln_2(x))
-        return out
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT2(nn.Module):
@@ -133,8 +132,7 @@ class GPT2(nn.Module):
         x = self.drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.h:
             x = block(x)
-        out: Tensor = self.lm_head(self.ln_f(x))
-        return out
+        return self.lm_head(self.ln_f(x))
 
 
 def build_model(

@@ -27,6 +27,11 @@ class Config:
     tied: bool = False
     rope_theta: float = 500000.0
 
+    @property
+    def head_dim(self) -> int:
+        """The channels of a head."""
+        return self.dim // self.heads
+
 
 SIZES = {
     "tiny": Config(layers=2, heads=4, kv_heads=2, dim=64, ffn=192, seq_len=64, vocab_size=256),
@@ -57,7 +62,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.heads
+        self.head_dim = config.head_dim
         self.q_proj = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
@@ -72,8 +77,7 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class MLP(nn.Module):
@@ -87,8 +91,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -104,8 +107,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
@@ -113,7 +115,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config = config
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
@@ -127,13 +129,11 @@ class Llama(nn.Module):
     def logits(self, input_ids: Tensor) -> Tensor:
         """Map [batch, seq] to [batch, seq, vocab]."""
         x: Tensor = self.embed_tokens(input_ids)
-        head_dim = self.config.dim // self.config.heads
         # Not a buffer: a model that was built on the meta device would find it empty.
-        cos, sin = rotary_table(input_ids.shape[1], head_dim, self.config.rope_theta, like=x)
+        cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         for block in self.layers:
             x = block(x, cos, sin)
-        out: Tensor = self.lm_head(self.norm(x))
-        return out
+        return self.lm_head(self.norm(x))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy per token, in nats."""

@@ -44,8 +44,7 @@ class Perceptron(nn.Module):
         x = images.flatten(1)
         for layer in self.hidden:
             x = F.relu(layer(x))
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def build_model(

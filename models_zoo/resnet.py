@@ -149,8 +149,7 @@ class ResNet(nn.Module):
         x = self.stem(images)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.fc(x.mean(dim=(2, 3)))
-        return out
+        return self.fc(x.mean(dim=(2, 3)))
 
 
 def build_model(

@@ -70,8 +70,7 @@ class Attention(nn.Module):
         q, k, v = self.heads(self.q(x)), self.heads(self.k(context)), self.heads(self.v(context))
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0)
-        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return out
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class RelativeBias(nn.Module):
@@ -115,8 +114,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
-        out: Tensor = self.wo(self.dropout(F.relu(self.wi(x))))
-        return out
+        return self.wo(self.dropout(F.relu(self.wi(x))))
 
 
 class EncoderBlock(nn.Module):
@@ -190,8 +188,7 @@ class T5(nn.Module):
         x, bias = self.dropout(self.shared(input_ids)), None
         for block in self.encoder:
             x, bias = block(x, bias)
-        out: Tensor = self.dropout(self.encoder_norm(x))
-        return out
+        return self.dropout(self.encoder_norm(x))
 
     def logits(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Map [batch, source] and [batch, target] to [batch, target, vocab]."""

@@ -74,8 +74,7 @@ class TransformerLM(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(seq, device=x.device, dtype=x.dtype)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
-        out: Tensor = self.decoder(x)
-        return out
+        return self.decoder(x)
 
 
 def read_words(path: str, vocab_size: int) -> Tokens:

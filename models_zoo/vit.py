@@ -49,8 +49,7 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x).view(batch, seq, 3, -1, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.proj(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class Block(nn.Module):
@@ -68,8 +67,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, seq, dim] to the same shape."""
         x = x + self.dropout(self.attention(self.norm_1(x)))
-        out: Tensor = x + self.dropout(self.fc_2(F.gelu(self.fc_1(self.norm_2(x)))))
-        return out
+        return x + self.dropout(self.fc_2(F.gelu(self.fc_1(self.norm_2(x)))))
 
 
 class ViT(nn.Module):
@@ -92,8 +90,7 @@ class ViT(nn.Module):
         x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1) + self.positions
         for block in self.layers:
             x = block(x)
-        out: Tensor = self.head(self.norm(x)[:, 0])
-        return out
+        return self.head(self.norm(x)[:, 0])
 
 
 def build_model(

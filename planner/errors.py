@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
@@ -70,3 +71,16 @@ def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
     """Return one error for all faults of one input."""
     found = faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)
     return InputError(found, where=where, fix=fix)
+
+
+class SourceSpan(NamedTuple):
+    """The position of an expression in a file; its end is exclusive."""
+
+    file: str
+    line: int
+    column: int  # in bytes, as Python counts them
+    end_line: int
+    end_column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"

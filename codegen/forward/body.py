@@ -28,6 +28,7 @@ from autopar.codegen.forward.text.expressions import (
     literal,
     method,
     text,
+    with_numbers,
 )
 from autopar.codegen.forward.text.lines import Body, Line, Repeats
 from autopar.planner.errors import InputError
@@ -279,7 +280,8 @@ class BodyBuilder(AtHand):
             return
         expression = rewritten(op, self)
         if expression is None:
-            expression = part_of_mean(op, printed(op, self._place(op)), self)
+            expression = self._with_settings(op, printed(op, self._place(op)))
+            expression = part_of_mean(op, expression, self)
         if op.name in self.split.weighed:
             number = self.split.weighed.index(op.name)
             expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))
@@ -299,9 +301,17 @@ class BodyBuilder(AtHand):
                 has_gradient=op.grad_enabled,
                 is_random=is_split_random(op, self.split),
                 hint=base_name(op.target),
-                names=tuple(self.tree.named.get(name, "") for name in op.outputs),
             )
         )
+
+    def _with_settings(self, op: Op, printed_op: SourceForm) -> SourceForm:
+        """Return a printed op with the author's attributes in place of float literals."""
+        found: dict[SourceForm, SourceForm] = {}
+        for _, value in op.arguments if self.scope != LOSS else ():
+            if isinstance(value, float):
+                own = self.owner.setting(op.call, op.spans, value)
+                found |= {literal(value): own} if own is not None else {}
+        return with_numbers(printed_op, found) if found else printed_op
 
     def alias(self, op: Op) -> None:
         """Make an op's result an alias of its input."""

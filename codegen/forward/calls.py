@@ -25,7 +25,7 @@ from autopar.codegen.forward.text.expressions import (
     sequence,
     text,
 )
-from autopar.codegen.forward.text.lines import Line, Pattern
+from autopar.codegen.forward.text.lines import Line, Pattern, held_in
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import (
@@ -104,12 +104,14 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Li
     if needs is None:
         return None
     other = body.split.lengths.function(function)
-    arguments = [
-        _function_argument(value, needs, body, more)
-        for value, more in zip(function.arguments, other.arguments, strict=True)
-    ]
+
+    def printed(value: Value, more: Value) -> Expression:
+        own = body.owner.setting(function.call, function.spans[:1], value)
+        return own or _function_argument(value, needs, body, more)
+
+    arguments = map(printed, function.arguments, other.arguments)
     keywords = tuple(
-        (key, _function_argument(value, needs, body, more))
+        (key, printed(value, more))
         for (key, value), (_, more) in zip(function.keywords, other.keywords, strict=True)
     )
     made = {tensor for op in ops for tensor in op.outputs}
@@ -117,13 +119,8 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Li
         results=_function_pattern(function.result, made, body),
         expression=call(name, *arguments, keywords=keywords),
         hint=function.name,
-        names=tuple(body.tree.named.get(tensor, "") for tensor in refs(function.result)),
         function=name,
     )
-
-
-def _place(function: FunctionCall) -> tuple[str, str]:
-    return function.module, function.name
 
 
 def _imported(function: FunctionCall) -> Imported:
@@ -131,7 +128,7 @@ def _imported(function: FunctionCall) -> Imported:
 
 
 def _reads_sizes(function: FunctionCall, body: AtHand) -> bool:
-    if _place(function) == LOSS_FUNCTION:
+    if (function.module, function.name) == LOSS_FUNCTION:
         return True
     return _imported(function) in size_reading_functions(body.split.modules)
 
@@ -145,7 +142,7 @@ def _has_size(value: Value) -> bool:
 
 def _name(function: FunctionCall, body: AtHand) -> str:
     """Return a function's name in the script, or "" if it cannot be imported."""
-    if _place(function) == LOSS_FUNCTION:
+    if (function.module, function.name) == LOSS_FUNCTION:
         return LOSS
     known, place = functions_at_hand(body.split.modules), _imported(function)
     others = [one for one in known if one.name == place.name and one != place]
@@ -274,18 +271,19 @@ def call_line(unit: str, body: AtHand) -> Line:
         for place, (name, value) in enumerate(_given(unit, body))
     ]
     results = _pattern(record.result, unit, body)
-    target = _target(unit, body)
     positional = [value for name, value in arguments if not name]
     keywords = tuple((name, value) for name, value in arguments if name)
     draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
     return Line(
         results=results,
-        expression=call(target, *positional, keywords=keywords),
-        is_ordered=any(is_random(op) for op in ops)
-        or any(op.writes or body.reads_written(op) for op in ops),
+        expression=call(_target(unit, body), *positional, keywords=keywords),
+        is_ordered=any(is_random(op) or op.writes or body.reads_written(op) for op in ops),
         has_gradient=any(op.grad_enabled for op in ops),
         is_random=any(is_split_random(op, body.split) for op in draws),
         hint=record.path.rpartition(".")[2],
+        names=tuple(
+            body.tree.names_in(body.scope, held.tensor, without=unit) for held in held_in(results)
+        ),
         module=record.path,
         arguments=tuple(arguments),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.ops import arguments as conversions
 from autopar.codegen.forward.ops.sizes import SizesAtHand
+from autopar.codegen.forward.reading.author_names import attributes_given, caller
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Container
 from autopar.codegen.forward.reading.split import SplitGraph
@@ -27,7 +29,7 @@ from autopar.codegen.forward.text.expressions import (
     text,
 )
 from autopar.codegen.forward.text.lines import Line, Pattern, held_in
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InputError, SourceSpan
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout
 from autopar.planner.graph.ops import Extent, ModuleCall, Op, TensorOrigin, Value, size
@@ -149,23 +151,30 @@ class Owner:
         rate = next(
             (v for v in (argument(op, "p"), argument(op, "dropout_p")) if v is not None), None
         )
-        name = self._number(op, "drop", rate) or self._number(op, "p", rate, exact=True)
-        return text(name) if name is not None else None
+        own = self.path_of(op.call)
+        if own is not None and self.split.modules[own].settings.get("p") == rate is not None:
+            return text(f"self{self.steps(own)}.p")
+        return self.setting(op.call, op.spans, rate)
 
     def scale(self, op: Op) -> SourceForm | None:
         """Return the module's attribute for the scale of attention, if it has one."""
-        name = self._number(op, "scal", argument(op, "scale"))
-        return text(name) if name is not None else None
+        return self.setting(op.call, op.spans, argument(op, "scale"))
 
-    def _number(self, op: Op, word: str, value: object, *, exact: bool = False) -> str | None:
-        if op.call == LOSS or value is None:
+    def setting(self, call: str, spans: Sequence[SourceSpan], value: Value) -> SourceForm | None:
+        """Return the attribute that is a number in an expression of a call's code, if any."""
+        path = self.path_of(caller(call, spans, self.split.graph))
+        if path is None or type(value) not in (int, float):
             return None
-        path = self.split.graph.calls[op.call].path
-        module = self.split.modules.get(path)
-        for name, number in module.numbers if module is not None else ():
-            if number == value and (name == word if exact else word in name):
-                return f"self{self.steps(path)}.{name}"
+        settings = self.split.modules[path].settings
+        for name in (name for span in spans for names in attributes_given(span) for name in names):
+            if name in settings and (type(settings[name]), settings[name]) == (type(value), value):
+                return text(f"self{self.steps(path)}.{name}")
         return None
+
+    def path_of(self, call: str) -> str | None:
+        """Return the path of a call's module, or None if it calls no module."""
+        record = self.split.graph.calls.get(call)
+        return record.path if record is not None and record.path in self.split.modules else None
 
     def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
         """Return the dtype or device of a parameter of this module, preferably one that ops read.
@@ -233,7 +242,8 @@ class AtHand:
         new = [held for held in held_in(pattern) if held.tensor not in self.have]
         if new:
             self.unpacked.add(source.partition("[")[0])
-            self.lines.append(Line(results=pattern, expression=text(source), names=names))
+            given = tuple((name,) if name else () for name in names)
+            self.lines.append(Line(results=pattern, expression=text(source), names=given))
             for held in new:
                 self.define(held)
             if isinstance(pattern, tuple) and all(
@@ -245,8 +255,10 @@ class AtHand:
 
     def add_line(self, line: Line) -> None:
         """Add a line, and make its results available."""
-        self.lines.append(line)
-        for held in held_in(line.results):
+        made = tuple(held_in(line.results))
+        names = tuple(self.tree.names_in(self.scope, held.tensor) for held in made)
+        self.lines.append(replace(line, names=line.names or names))
+        for held in made:
             self.define(held)
 
     def define(self, held: LocalTensor) -> None:

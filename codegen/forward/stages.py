@@ -7,8 +7,9 @@ a deep pipeline needs no more printed code than one of three stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
 from autopar.codegen.forward.classes import (
@@ -30,7 +31,13 @@ from autopar.codegen.forward.opened import (
 from autopar.codegen.forward.opening.cutting import Cutter, StagePiece
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, is_plain
-from autopar.codegen.forward.reading.modules import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE, Module
+from autopar.codegen.forward.reading.modules import (
+    FIRST_STAGE,
+    LAST_STAGE,
+    MIDDLE_STAGE,
+    Module,
+    is_free,
+)
 from autopar.codegen.forward.scope import NeedsInlineError, Owner
 from autopar.codegen.forward.text.expressions import Expression, LocalTensor, pieces
 from autopar.codegen.forward.text.lines import tuple_of
@@ -39,8 +46,9 @@ from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op, TensorOrigin, refs
 
-_POSITIONAL = ("x", "y", "z", "u", "v", "w")
+_POSITIONAL = ("x", "y", "z", "u", "v", "w", *(f"x{i}" for i in range(2, 100)))
 _BOUNDS = "self.first : self.end"
+_MOST_LISTED = 5  # layers, or runs of them, in a docstring
 
 
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageClass, ...]:
@@ -112,6 +120,7 @@ class _Printer:
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.last, self.returns_loss = cutter.last, cutter.returns_loss
         self.module = self.split.modules[ROOT]
+        self._names = [n for p in self.graph.parameters for n in (p.name, *p.aliases)]
 
     def draft(self, number: int) -> _Draft:
         """Print one stage."""
@@ -147,11 +156,12 @@ class _Printer:
         base = base_name(self.module)
         bounds: tuple[tuple[str, int], ...] = ()
         printed, name = draft.printed, self._name(draft.number)
-        title = f"Stage {draft.number + 1} of {self.last + 1} of {base}."
+        title = f"Stage {draft.number + 1} of {self.last + 1} of {base}{self._layers(draft.part)}."
         if not self.last:
             title = described(self.opening, ROOT)
         if is_shared and draft.form is not None and draft.bounds is not None:
-            printed, name, title = draft.form, MIDDLE_STAGE, f"Some layers of {base}."
+            title = f"A stage between the first and the last of {base}: layers `first` to `end`."
+            printed, name = draft.form, MIDDLE_STAGE
             bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
         fields = tuple(f"{key}: int" for key, _ in bounds)
         cls = OpenedClass(
@@ -174,6 +184,21 @@ class _Printer:
             bounds=bounds,
         )
 
+    def _layers(self, part: StagePiece) -> str:
+        """Return the modules with parameters that are whole in a stage, for its docstring."""
+        mine = {op.name for op in part.ops}
+        whole = {
+            call
+            for op in part.ops
+            for call in self.tree.chain(op)[2:]
+            if all(one.name in mine for one in self.tree.ops[call])
+        }
+        outer = [c for c in self.tree.chains if c in whole and self.tree.parent(c) not in whole]
+        paths = dict.fromkeys(self.graph.calls[call].path for call in outer)
+        learning = (path for path in paths if any(map(Owner(self.split, path).holds, self._names)))
+        words = [*runs_in_words(learning)]
+        return f": {', '.join(words)}" if words and len(words) <= _MOST_LISTED else ""
+
     def _name(self, number: int) -> str:
         if not self.last:
             return _whole_name(self.opening)
@@ -182,12 +207,12 @@ class _Printer:
 
     def _builder(self, part: StagePiece) -> BodyBuilder:
         keys = {name: batch_key(name) for name in self.graph.inputs}
-        names = [n for n in _POSITIONAL if n not in keys.values()]
-        names += [f"x{i}" for i in range(2, 100)]
         builder = BodyBuilder(self._opening_of(part), ROOT, ops=part.ops)
         written = self._written_storages(part)
-        for held, name in zip(part.takes, names, strict=False):
-            builder.bind(held, name)
+        for held in part.takes:
+            wishes = [*self.tree.names_in(ROOT, held.tensor), *_POSITIONAL]
+            taken = (*keys.values(), *builder.arguments.values())
+            builder.bind(held, next(n for n in wishes if n not in taken and is_free(n)))
             if self.graph.tensors[held.tensor].storage in written:
                 builder.copy(held)
         for name, key in keys.items():
@@ -312,3 +337,19 @@ def _with_result(module: Module, gives: int) -> Module:
         return replace(module, returns="Tensor" if module.returns == "Tensor" else module.returns)
     kind = "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
     return replace(module, returns=kind)
+
+
+def runs_in_words(paths: Iterable[str]) -> Iterator[str]:
+    """Yield names of modules, those with consecutive numbers as one: "layers 0 to 3"."""
+    for _, run in groupby(enumerate(paths), key=_place_of_run):
+        first, *others = [path for _, path in run]
+        stem, _, number = first.rpartition(".")
+        last = others[-1].rpartition(".")[2] if others else number
+        yield first if not others else f"{stem} {number} to {last}".strip()
+
+
+def _place_of_run(numbered: tuple[int, str]) -> tuple[str, int]:
+    """Return what consecutive modules of a list have in common."""
+    place, path = numbered
+    stem, _, number = path.rpartition(".")
+    return (stem, int(number) - place) if number.isdigit() else (path, -1)

@@ -127,7 +127,7 @@ def _divisor(
         held = LocalTensor(count, WHOLE)
         if follows[count] is Follows.MEAN:
             mean = binary(text(name), "/", parts, Binding.PRODUCT)
-            builder.add_line(Line(results=held, expression=mean, names=("mean",)))
+            builder.add_line(Line(results=held, expression=mean, names=(("mean",),)))
         else:
             builder.bind(held, name)
     for op in division.steps:

@@ -306,7 +306,7 @@ def _kept(plan: Plan) -> Source:
 def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
     """Return the call that clips gradients."""
     split = ", split=SPLITS" if has_splits else ""
-    tied = ", tied=tied.not_owned" if has_ties else ""
+    tied = ", tied=model.tied.not_owned" if has_ties else ""
     return Source(f"clip_by_global_norm({_parts(plan)}, clip, mesh{split}{tied})")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
@@ -240,8 +240,10 @@ def graph_hash(graph: Graph) -> str:
     for op in graph.ops:
         computed = (op.name, op.target, op.arguments, op.outputs, op.call, op.grad_enabled)
         digest.update(repr((computed, op.writes)).encode(errors="surrogatepass"))
-    named: tuple[Mapping[str, object], ...] = (graph.tensors, graph.constants, graph.calls)
-    rest = (graph.buffers, graph.inputs, graph.loss, graph.fixed_batch, graph.functions)
+    calls = [replace(one, spans=()) for one in graph.calls.values()]
+    functions = [replace(one, spans=()) for one in graph.functions]
+    named: tuple[Mapping[str, object], ...] = (graph.tensors, graph.constants)
+    rest = (calls, functions, graph.buffers, graph.inputs, graph.loss, graph.fixed_batch)
     parameters = [(one.name, one.aliases, one.shape, one.trainable) for one in graph.parameters]
     everything = (parameters, *(list(one.values()) for one in named), rest)
     digest.update(repr(everything).encode(errors="surrogatepass"))

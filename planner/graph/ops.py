@@ -15,7 +15,7 @@ from functools import total_ordering
 from itertools import zip_longest
 from math import prod
 
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InputError, SourceSpan
 
 
 @total_ordering
@@ -262,6 +262,7 @@ class ModuleCall:
     `has_unused` marks a call that computes something from activations that the loss does not depend
     on, `is_batch_norm` one of torch's batch norms, which share statistics over data ranks,
     `mode_is_set` one whose module was set to training or evaluation by the code around it.
+    `spans` are the expressions that call it: the innermost one first, the one in a forward last.
     """
 
     key: str
@@ -276,6 +277,7 @@ class ModuleCall:
     is_batch_norm: bool = False
     left: Left = Left.NOTHING
     mode_is_set: bool = False
+    spans: tuple[SourceSpan, ...] = ()
 
 
 LOSS_FUNCTION = ("", "loss")  # module and name of the model file's own loss function
@@ -286,7 +288,8 @@ class FunctionCall:
     """A call of a plain function in the model's code, such as `rotate(x, cos, sin)`.
 
     `module` and `name` are where Python finds the function, `call` is the module call that runs it,
-    `ops` are the names of its ops. Arguments and result have the form of those of a module call.
+    `ops` are the names of its ops. Arguments, result and spans have the form of those of a module
+    call.
     """
 
     module: str
@@ -296,6 +299,7 @@ class FunctionCall:
     keywords: tuple[tuple[str, Value], ...]
     result: Value
     ops: tuple[str, ...]
+    spans: tuple[SourceSpan, ...] = ()
 
 
 class GradientUse(StrEnum):
@@ -324,8 +328,8 @@ class OwnGradient:
 class Op:
     """An operation, its arguments by schema name, and the module call that ran it.
 
-    `location` is the line of the model that runs it. In a plain function, `callers` are the lines
-    that lead there, up to the one in the forward.
+    `spans` are the expressions of the model that run it: the innermost one first, then the calls
+    that lead to it, the one in a forward last.
     """
 
     name: str
@@ -334,10 +338,14 @@ class Op:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     call: str
-    location: str
     grad_enabled: bool
     writes: tuple[str, ...] = ()
-    callers: tuple[str, ...] = ()
+    spans: tuple[SourceSpan, ...] = ()
+
+    @property
+    def location(self) -> str:
+        """The line of the model that runs it, "" where no file of the model does."""
+        return str(self.spans[0]) if self.spans else ""
 
     def argument(self, name: str) -> Value:
         """Return an argument by its schema name."""

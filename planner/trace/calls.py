@@ -35,7 +35,7 @@ from autopar.planner.graph.ops import (
 )
 from autopar.planner.trace import record
 from autopar.planner.trace.export import ExportedTrace
-from autopar.planner.trace.nodes import constant, operands_of, storage_of
+from autopar.planner.trace.nodes import constant, operands_of, spans_of, storage_of
 from autopar.planner.trace.record import Attributes
 from autopar.planner.trace.symbols import Ledger, ModelNames
 
@@ -301,6 +301,7 @@ class Calls:
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
             left=self.recording.left_by(str(recorded)),
             mode_is_set=str(recorded) in self.recording.modes_set,
+            spans=spans_of(node),
         )
         template = self.recording.replays.get(str(recorded))
         run = str(recorded) if template is None else template.call
@@ -326,6 +327,7 @@ class Calls:
             keywords=tuple((key, structured(value)) for key, value in keywords.items()),
             result=None,
             ops=(),
+            spans=spans_of(node),
         )
         self._begun[recorded] = function, len(self.ops)
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.planner.errors import TraceError
+from autopar.planner.errors import SourceSpan, TraceError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import LOSS_CALL, Op, Ref, TensorOrigin, Value, refs
 from autopar.planner.rules.rule import OpKind
@@ -30,8 +30,8 @@ from autopar.planner.trace.nodes import (
     keeps_shapes,
     leaves_tensors,
     operands_of,
-    places,
     region_graph,
+    spans_of,
     storage_of,
     writers_of,
     written_arguments,
@@ -230,18 +230,20 @@ class _Converter:
                 inputs=inputs,
                 outputs=tuple(refs(tuple(outputs))),
                 call=scope.call,
-                location=self._location(node, scope),
-                callers=places(node)[1:],
                 grad_enabled=scope.grad_enabled,
                 writes=written,
+                spans=self._spans(node, scope),
             )
         )
         if not is_many and is_in_place:
             self.ledger.supersede(written, name)
 
+    def _spans(self, node: fx.Node, scope: Scope) -> tuple[SourceSpan, ...]:
+        return spans_of(node) or (self.loss_at if scope.call == LOSS_CALL else ())
+
     def _location(self, node: fx.Node, scope: Scope) -> str:
         """Return the line of an op."""
-        return next(iter(places(node)), self.loss_at if scope.call == LOSS_CALL else "")
+        return next(map(str, self._spans(node, scope)), "")
 
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool

@@ -12,15 +12,16 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from textwrap import dedent
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InputError, SourceSpan
 from autopar.planner.model.functions import global_hooks, plain_function
 
 _OWN = str(Path(__file__).resolve().parent.parent)
@@ -64,13 +65,40 @@ def calling_place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-def defined_at(function: Callable[..., Any] | None) -> str:
-    """Return file:line of a function's definition, or ""."""
+def calling_spans(step: CodeType) -> tuple[SourceSpan, ...]:
+    """Return the expressions of the model that are being evaluated, the innermost one first.
+
+    The last one is in the forward that runs, or in the loss function, which the step calls.
+    """
+    found: list[SourceSpan] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not step:
+        code = frame.f_code
+        if not is_library_file(code.co_filename):
+            found.append(_span(code, frame.f_lasti))
+            if code.co_name == "forward":
+                break
+        frame = frame.f_back
+    return tuple(found)
+
+
+@cache
+def _span(code: CodeType, instruction: int) -> SourceSpan:
+    positions = islice(code.co_positions(), instruction // 2, None)
+    line, end_line, column, end_column = (one or 0 for one in next(positions))
+    return SourceSpan(code.co_filename, line, column, end_line, end_column)
+
+
+def defined_at(function: Callable[..., Any] | None) -> tuple[SourceSpan, ...]:
+    """Return the line of a function's definition, or ()."""
     function = function and inspect.unwrap(function)
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    if code is None:
+        return ()
+    line = code.co_firstlineno
+    return (SourceSpan(code.co_filename, line, 0, line, 0),)
 
 
 # Wrappers of a model or of its parts, by the name of a class or base class: what they are, what is
@@ -214,7 +242,7 @@ def _refuse_global_hooks(where: str) -> None:
     for hook in global_hooks():
         raise InputError(
             "a hook is registered for all modules of the process",
-            where=defined_at(plain_function(hook)) or where,
+            where=next(map(str, defined_at(plain_function(hook))), where),
             expected="hooks of the model's own modules",
             fix="register it on the modules it is meant for: module.register_forward_hook(…)",
         )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopar.planner.errors import SourceSpan
 from autopar.planner.graph.ops import Constant, Value
 from autopar.planner.trace import record
-from autopar.planner.trace.model_checks import is_library_file
 
+SPANS = "autopar_spans"  # of the meta of a node
 _FEW = 64
 _DETACHES = "aten.detach_.default"  # in place, but does not change the values
 _DIGITS_OF_SINGLE = 9  # enough digits to distinguish all float32 numbers
@@ -93,26 +92,10 @@ def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
     return found
 
 
-def places(node: fx.Node) -> tuple[str, ...]:
-    """Return file:line of the innermost frame of the user, and of the frames around it.
-
-    The last one is in the forward that runs; the functions it calls are not modules.
-    """
-    return _places(node.meta.get("stack_trace") or "")
-
-
-@lru_cache
-def _places(stack: str) -> tuple[str, ...]:
-    found: list[str] = []
-    for filename, number, function in reversed(_FRAME.findall(stack)):
-        if not is_library_file(filename):
-            found.append(f"{filename}:{number}")
-            if function == "forward":
-                break
-    return tuple(found)
-
-
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
+def spans_of(node: fx.Node) -> tuple[SourceSpan, ...]:
+    """Return the expressions of the model that make a node, the innermost one first."""
+    spans: tuple[SourceSpan, ...] = node.meta.get(SPANS, ())
+    return spans
 
 
 def keeps_shapes(node: fx.Node) -> bool:

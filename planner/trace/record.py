@@ -361,6 +361,5 @@ def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
     nodes = [one.proxy.node for one in tracked if one is not None]
     if len(nodes) < len(tensors):
         return False
-    with patch.object(tracer, "record_stack_traces", False):  # nobody reads a marker's
-        tracer.create_node("call_function", op, (nodes, call), {}).meta["val"] = None
+    tracer.create_node("call_function", op, (nodes, call), {}).meta["val"] = None
     return True

@@ -6,7 +6,6 @@ Also records where a model changes or takes gradients, because printed code woul
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,28 +13,34 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import graph as autograd_graph
 from torch.fx.proxy import TracerBase
 
 from autopar.planner.graph.ops import GradientUse
 from autopar.planner.trace.build import TracedStep
 from autopar.planner.trace.left_behind import LeftBehind, left_behind
-from autopar.planner.trace.model_checks import calling_place, check_same_parameters
+from autopar.planner.trace.model_checks import calling_place, calling_spans, check_same_parameters
+from autopar.planner.trace.nodes import SPANS
 from autopar.planner.trace.record import TraceRecording
 from autopar.planner.trace.traps import attributes_kept
 
 
 @contextmanager
-def every_frame_told() -> Iterator[None]:
-    """Keep the full Python stack of each op."""
-    plain = TracerBase._filter_traceback_frames
+def expressions_noted() -> Iterator[None]:
+    """Record, for each node of a graph, the expressions of the model that make it.
 
-    def whole(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
-        self._record_forward_stack_traces_only = False
-        return plain(self, stack)
+    They replace the exporter's stack traces, which only have lines and take longer.
+    """
+    plain = TracerBase.create_node
 
-    with patch.object(TracerBase, "_filter_traceback_frames", whole):
+    def noting(self: TracerBase, *args: Any, **kwargs: Any) -> fx.Node:
+        self.record_stack_traces = False
+        node = plain(self, *args, **kwargs)
+        node.meta.setdefault(SPANS, calling_spans(TracedRun.loss_of.__code__))
+        return node
+
+    with patch.object(TracerBase, "create_node", noting):
         yield
 
 

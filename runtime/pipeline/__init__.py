@@ -10,6 +10,6 @@ from autopar.runtime.pipeline.schedules import (
     stage_at,
     stage_indices,
 )
-from autopar.runtime.pipeline.stage import Tie, TiedWeights
+from autopar.runtime.pipeline.stage import Tie
 
-__all__ = ["Pipeline", "Stage", "Tie", "TiedWeights", "build_schedule", "stage_at", "stage_indices"]
+__all__ = ["Pipeline", "Stage", "Tie", "build_schedule", "stage_at", "stage_indices"]

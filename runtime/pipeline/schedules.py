@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.model.parts import Crossing, Rows, StagePart
-from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
+from autopar.runtime.pipeline.stage import Shapes, Stage, Tie, TiedWeights, cut, stage_of
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 
@@ -259,11 +259,12 @@ def build_schedule(
     kind: str,
     stages: Sequence[Stage],
     microbatches: int,
+    ties: Sequence[Tie] = (),
 ) -> Pipeline:
     """Build the schedule `kind` over this rank's stages, in order.
 
     Stages of one rank must not share a parameter, because each would average its gradient. Give
-    each a copy, and tie the copies with `TiedWeights`.
+    each a copy, and name the copies in `ties`.
     """
     _check_disjoint(stages)
     if kind not in KINDS:
@@ -278,17 +279,25 @@ def build_schedule(
     if issubclass(chosen.torch_class, PipelineScheduleSingle):
         (own,) = stages
     made = chosen.torch_class(own, microbatches, loss_fn=_own_loss, scale_grads=False)
-    return Pipeline(made, stages)
+    return Pipeline(made, stages, ties)
 
 
 class Pipeline:
     """The stages of this rank under a schedule."""
 
     def __init__(
-        self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[Stage]
+        self,
+        schedule: PipelineScheduleSingle | PipelineScheduleMulti,
+        stages: Sequence[Stage],
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.schedule = schedule
-        self.stages = tuple(stages)
+        self.stages, self.ties = tuple(stages), tuple(ties)
+
+    @cached_property
+    def tied(self) -> TiedWeights:
+        """The weights that several stages hold; they are looked up once these have their values."""
+        return TiedWeights(self.stages[0].mesh, self.parts, self.ties)
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -345,7 +354,7 @@ def _check_disjoint(stages: Sequence[Stage]) -> None:
             if id(parameter) in seen:
                 raise RuntimeError(
                     f"{name} of stage {stage.stage_index} is also {seen[id(parameter)]}: "
-                    "give each stage its own copy and tie the copies with TiedWeights"
+                    "give each stage its own copy, and name the copies in the ties"
                 )
         for name, parameter in stage.submod.named_parameters():
             seen[id(parameter)] = f"{name} of stage {stage.stage_index}"

@@ -89,7 +89,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
                 "self.c_attn(sum_gradients(x, self.tensor))",
                 "self.c_attn(x)",
             ),
-            Edit("no sum of partials in attention", "sum_partials(x, self.tensor)", "x"),
+            Edit("no sum of partials in attention", "sum_partials(y, self.tensor)", "y"),
             Edit(
                 "no sum of gradients before the feed-forward",
                 "self.c_fc(sum_gradients(x, self.tensor))",
@@ -97,8 +97,8 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             ),
             Edit(
                 "no sum of partials in the feed-forward",
-                "sum_partials(F.linear(x, self.c_proj.weight), self.tensor)",
-                "F.linear(x, self.c_proj.weight)",
+                "sum_partials(F.linear(y, self.c_proj.weight), self.tensor)",
+                "F.linear(y, self.c_proj.weight)",
             ),
             Edit(
                 "queries, keys and values cut as one",
@@ -108,14 +108,14 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit(
                 "no dropout after attention",
                 "self.c_proj.bias  # partial sums over heads, added up\n"
-                "        return F.dropout(x, self.dropout, self.training)",
-                "self.c_proj.bias\n        return x",
+                "        return F.dropout(y, self.dropout, self.training)",
+                "self.c_proj.bias\n        return y",
             ),
             Edit(
                 "no dropout after the feed-forward",
                 "self.tensor) + self.c_proj.bias\n"
-                "        return F.dropout(x, self.dropout, self.training)",
-                "self.tensor) + self.c_proj.bias\n        return x",
+                "        return F.dropout(y, self.dropout, self.training)",
+                "self.tensor) + self.c_proj.bias\n        return y",
             ),
             Edit(
                 "no dropout of attention weights",
@@ -140,21 +140,21 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("sequence not gathered before the loss",
                  "gather(self.ln_f(x), 1, self.tensor)", "self.ln_f(x)"),
             Edit("partial sums sliced, not added up",
-                 "x = scatter_sum(x, 1, self.tensor)  # partial",
-                 "x = x.chunk(2, 1)[self.tensor.rank]  # partial"),
+                 "y = scatter_sum(y, 1, self.tensor)  # partial",
+                 "y = y.chunk(2, 1)[self.tensor.rank]  # partial"),
             Edit("the bias added by every rank",
                  "first_only(self.c_proj.bias, self.tensor)", "self.c_proj.bias"),
             Edit("positions of the first rank on all",
-                 "0, self.tensor)\n        # partial",
-                 "0, self.tensor) * 0\n        # partial"),
+                 "take_shard(positions, 0, self.tensor)",
+                 "take_shard(positions, 0, self.tensor) * 0"),
             Edit("one mask for all shards of the sequence",
                  "with split_randomness(self.tensor):\n            x = self.drop(x)",
                  "if True:\n            x = self.drop(x)"),
             Edit("the loss of a rank's own words", 'reduction="mean"', 'reduction="sum"'),
         ),
         "pp": (
-            Edit("gradients of tied weights not summed", "    tied.sum_gradients()\n"),
-            Edit("tied weights count twice in the norm", ", tied=tied.not_owned"),
+            Edit("gradients of tied weights not summed", "    model.tied.sum_gradients()\n"),
+            Edit("tied weights count twice in the norm", ", tied=model.tied.not_owned"),
             Edit("stages draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
             Edit("nothing is seeded", _SEEDING),
             Edit("no dropout after the embedding", "self.drop(self.wte(input_ids) + x)",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, graph_hash
 from autopar.planner.graph.ops import MODEL_DTYPE, Extent, ModuleCall, Op, Ref, Tensor, TensorOrigin
+from tests.planner.subjects import zoo_graph
 
 # name ← what it reads; "name = view" lies in the storage of what it reads first, "!" writes there
 WRITTEN = (
@@ -30,7 +32,7 @@ def graph_of(lines: tuple[tuple[str, str], ...]) -> Graph:
         storages[name] = storages[inputs[0]] if kind else name
         ops.append(
             Op(
-                name=name, target="aten.some.op", outputs=(name,), call="inner", location="",
+                name=name, target="aten.some.op", outputs=(name,), call="inner",
                 arguments=tuple((one, Ref(one)) for one in inputs), inputs=inputs,
                 grad_enabled=True, writes=inputs[:1] if kind == "!" else (),
             )
@@ -85,6 +87,19 @@ def test_makers_readers_and_writers_come_in_order() -> None:
     assert set(index.lying_in["a"]) == {"a", "part", "fill", "late"}
     assert list(map(index.is_written_later, ("x", "a", "fill", "late"))) == [0, 1, 1, 0]
     assert (index.made_at("x"), index.made_at("read"), index.last_read_at("read")) == (-1, 3, 5)
+
+
+def test_a_graph_has_one_hash_wherever_its_code_lies() -> None:
+    graph = zoo_graph("llama.py")
+    assert any(one.spans for one in graph.functions)
+    moved = replace(
+        graph,
+        ops=tuple(replace(one, spans=()) for one in graph.ops),
+        calls={key: replace(one, spans=()) for key, one in graph.calls.items()},
+        functions=tuple(replace(one, spans=()) for one in graph.functions),
+    )
+    assert graph_hash(moved) == graph_hash(graph)
+    assert graph_hash(replace(graph, ops=graph.ops[:-1])) != graph_hash(graph)
 
 
 def test_calls_are_known_with_those_around_them() -> None:

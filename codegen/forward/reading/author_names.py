@@ -1,215 +1,100 @@
-"""Reads the author's names from the source of forwards."""
+"""Reads the names that a model's source gives to values and numbers."""
 
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
 from pathlib import Path
 from textwrap import dedent
-from types import CodeType, FunctionType, MappingProxyType
-from typing import Any
+from types import MappingProxyType
 
+from autopar.planner.errors import SourceSpan
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import Op
-from autopar.planner.model.functions import nested_code, plain_function
-
-_Place = tuple[int, int]  # line, column
-
-
-def checks_sizes(source: str) -> bool:
-    """Whether a forward reads sizes and may raise an error."""
-    raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
-    return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
-
-
-def branches_in_training(source: str) -> bool:
-    """Whether a forward computes something else in training, with an `if`; dropout is no such case.
-
-    A condition that also asks for a library's own checkpointing does not count.
-    """
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:
-        return False
-    tests = (ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If))
-    return any("self.training" in test and "checkpoint" not in test for test in tests)
-
-
-def keeps_state(source: str) -> bool:
-    """Whether a forward reads an attribute before it sets it, and so depends on earlier calls."""
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:  # a lambda inside an expression
-        return False
-    first_set: dict[str, _Place] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and _attributes(node.target, ast.Store):
-            return True
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            for name, _ in _attributes(node, ast.Store):
-                end = (node.end_lineno or 0, node.end_col_offset or 0)
-                first_set[name] = min(end, first_set.get(name, end))
-    return any(
-        name in first_set and place < first_set[name] for name, place in _attributes(tree, ast.Load)
-    )
-
-
-def left_on_others(source: str) -> frozenset[str]:
-    """Return the attributes that a class, after its constructor, sets on other objects."""
-    return frozenset(
-        node.attr
-        for function in _methods(source)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
-    )
-
-
-def own_attributes(source: str) -> frozenset[str]:
-    """Return the attributes of its own that a class, after its constructor, reads."""
-    loads = (_attributes(function, ast.Load) for function in _methods(source))
-    return frozenset(name for found in loads for name, _ in found)
-
-
-def remembers(source: str) -> bool:
-    """Whether a class, after its constructor, reads attributes that it sets."""
-    stores = (_attributes(function, ast.Store) for function in _methods(source))
-    return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
-
-
-def _methods(source: str) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of a class except its constructor."""
-    try:
-        tree = ast.parse(dedent(source))
-    except SyntaxError:
-        return
-    for statement in tree.body[:1]:
-        for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
-            if isinstance(inner, ast.FunctionDef) and inner.name != "__init__":
-                yield inner
-
-
-def _attributes(tree: ast.AST, context: type[ast.expr_context]) -> list[tuple[str, _Place]]:
-    return [
-        (node.attr, (node.lineno, node.col_offset))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, context)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    ]
-
-
-_READING = frozenset({"shape", "size", "numel", "nelement", "len"})
-
-
-def reads_sizes(forward: Callable[..., Any], owner: type) -> bool:
-    """Whether a forward, or a user's method or function that it names, reads a size."""
-    waiting, met = [plain_function(forward)], set[CodeType]()
-    while waiting:
-        function = waiting.pop()
-        if not isinstance(function, FunctionType) or function.__code__ in met:
-            continue
-        met.add(function.__code__)
-        names = {name for code in nested_code(function.__code__) for name in code.co_names}
-        if names & _READING:
-            return True
-        waiting += [found for name in names for found in _meant(name, function, owner)]
-    return False
-
-
-def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
-    """Yield what a name in a function may refer to, outside of torch: a method or a global."""
-    method = inspect.getattr_static(owner, name, None)
-    for found in (getattr(method, "__func__", method), function.__globals__.get(name)):
-        if not str(getattr(found, "__module__", "torch")).startswith("torch"):
-            yield inspect.unwrap(found) if isinstance(found, FunctionType) else found
-
+from autopar.planner.graph.ops import LOSS_CALL, Op, refs
 
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
-# Names in source code for ops with another name in ATen.
-_ALSO: Mapping[str, str] = MappingProxyType(
-    {"to": "float type_as half bfloat16 double long int bool", "view": "reshape flatten unflatten"}
+_Where = tuple[int, int, int, int]  # line, column, end line, end column
+_FIELDS = ("values", "indices")  # of what torch.max and torch.topk return
+# Calls that may have no op, because they may return their argument.
+_IDLE = frozenset(
+    {"to", "float", "half", "bfloat16", "type_as", "contiguous", "expand", "view", "reshape"}
 )
-_OPERATORS: Mapping[type[ast.AST], str] = MappingProxyType(
-    {
-        ast.Add: "add", ast.Sub: "sub rsub", ast.Mult: "mul", ast.Div: "div reciprocal",
-        ast.MatMult: "matmul mm bmm", ast.Pow: "pow", ast.Mod: "remainder", ast.USub: "neg",
-        ast.FloorDiv: "floor_divide", ast.BitAnd: "__and__ bitwise_and logical_and",
-        ast.BitOr: "__or__ bitwise_or logical_or", ast.Invert: "bitwise_not logical_not",
-        ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
-    }
-)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """A statement that assigns the results of an operation to names."""
+def author_names(graph: Graph) -> Mapping[str, Sequence[tuple[str, str]]]:
+    """Return, for each tensor, the names that the model's source gives it, the innermost one first.
 
-    first: int
-    last: int
-    names: tuple[str, ...]
-    does: frozenset[str]  # possible names of the operation
-    is_function: bool  # the operation is a plain function, not a module
-
-    def is_by(self, target: str) -> bool:
-        """Whether an op is the last operation of the statement."""
-        name = target.split(".")[1] if "." in target else target
-        return not self.does.isdisjoint((name, name.rstrip("_"), *_ALSO.get(name, "").split()))
-
-
-def author_names(graph: Graph) -> Mapping[str, str]:
-    """Return the names that statements of the model's source give to tensors.
-
-    The last op of a statement makes the assigned value, if it is the statement's last operation: in
-    `x = self.norm(x[:, 0])` that is the module. A function's result has the name that its caller
-    gives.
+    Each name comes with the module call whose code gives it.
     """
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    spans = {span for op in graph.ops for span in op.spans}
+
+    def add(call: str, span: SourceSpan, tensors: Sequence[str], *, is_function: bool) -> None:
+        names = _names_at(span, spans)
+        if not is_function or len(names) == len(tensors):
+            for tensor, name in zip(tensors, names, strict=False):
+                found[tensor] += [(call, name)] if name else []
+
     own: dict[str, list[Op]] = defaultdict(list)
     for op in graph.ops:
-        own[op.call].append(op)
-    found: dict[str, str] = {}
-    for ops in own.values():
-        for lines in (_line_of_function, _line_of_forward):  # the caller's line first
-            for setting, run in groupby(ops, key=lambda op: _setting(lines(op))):
-                if setting is not None:
-                    made = _set_by(setting, tuple(run), graph)
-                    found |= zip(made, setting.names, strict=True) if made else ()
-    return MappingProxyType({tensor: name for tensor, name in found.items() if name})
+        own[caller(op.call, op.spans, graph)].append(op)
+    for call, ops in own.items():
+        for depth in range(max(len(op.spans) for op in ops), 0, -1):
+            for around, run in groupby(ops, key=lambda op: op.spans[-depth:]):
+                if len(around) == depth:
+                    made, is_function = _made(tuple(run), depth, graph)
+                    add(call, around[0], made, is_function=is_function)
+    for function in graph.functions:
+        for span in function.spans[:1]:
+            add(function.call, span, tuple(refs(function.result)), is_function=True)
+    for record in reversed(tuple(graph.calls.values())):  # the inner ones end first
+        parent = LOSS_CALL if record.parent is None else record.parent
+        if record.spans and parent == caller(parent, record.spans, graph):
+            add(parent, record.spans[0], tuple(refs(record.result)), is_function=True)
+    return MappingProxyType(found)
 
 
-def _line_of_function(op: Op) -> str:
-    return op.location if op.callers else ""
+def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
+    """Return the call whose code has the expression that runs something in a call.
+
+    The ops of torch's own modules have the expression that calls the outermost of these modules.
+    """
+    while spans and call in graph.calls and graph.calls[call].spans == spans:
+        parent = graph.calls[call].parent
+        call = LOSS_CALL if parent is None else parent
+    return call
 
 
-def _line_of_forward(op: Op) -> str:
-    return op.callers[-1] if op.callers else op.location
+def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], bool]:
+    """Return the results of an expression that runs some ops, and whether it calls a function.
 
-
-def _set_by(setting: _Setting, ops: Sequence[Op], graph: Graph) -> tuple[str, ...]:
-    """Return the tensors that a statement names, or () if unclear."""
-    made = ops[-1].outputs
-    if setting.is_by(ops[-1].target):
-        return made if len(made) == len(setting.names) else ()
-    if not setting.is_function or len(setting.names) != 1:
-        return ()
-    inside, readers = {op.name for op in ops}, graph.index.readers
-    left = [
+    They are the results of the last op, or of a function all results that other code reads.
+    """
+    if all(len(op.spans) == depth for op in run):
+        return run[-1].outputs, False
+    inside, readers = {op.name for op in run}, graph.index.readers
+    return [
         name
-        for op in ops
+        for op in run
         for name in op.outputs
-        if any(reader.name not in inside for reader in readers[name])
-    ]
-    return tuple(left) if len(left) == 1 else ()
+        if name == graph.loss or any(reader.name not in inside for reader in readers[name])
+    ], True
+
+
+def _names_at(span: SourceSpan, made: Set[SourceSpan]) -> tuple[str, ...]:
+    """Return the names that an expression gives to its results."""
+    file = _file_names(span.file)
+    names, around = file.names.get(span[1:], ()), file.idle.get(span[1:])
+    while not names and around is not None and SourceSpan(span.file, *around) not in made:
+        names, around = file.names.get(around, ()), file.idle.get(around)
+    return names
 
 
 def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
@@ -229,27 +114,35 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
     )
 
 
-@cache
-def _setting(location: str) -> _Setting | None:
-    """Return the innermost assignment at file:line."""
-    file, _, line = location.rpartition(":")
-    if not line.isdigit():
-        return None
-    around = [one for one in _settings(file) if one.first <= int(line) <= one.last]
-    return min(around, key=lambda one: one.last - one.first, default=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileNames:
+    """The names that the expressions of a file give, by the position of the expression."""
+
+    names: Mapping[_Where, tuple[str, ...]]
+    idle: Mapping[_Where, _Where]  # argument of a call that may do nothing → that call
+    given: Mapping[_Where, tuple[tuple[str, ...], ...]]  # see attributes_given
 
 
 @cache
-def _settings(file: str) -> tuple[_Setting, ...]:
+def _file_names(file: str) -> _FileNames:
     try:
         tree = ast.parse("".join(linecache.getlines(_present(file))))
     except (SyntaxError, ValueError):
-        return ()
-    return tuple(_settings_in(tree))
+        return _FileNames(names={}, idle={}, given={})
+    names = {where: name for node, name in _named(tree) for where in _wheres(node)}
+    idle = {
+        where: _wheres(node)[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in _IDLE
+        for where in _wheres(node.func.value)
+    }
+    return _FileNames(names=names, idle=idle, given=dict(_given(tree)))
 
 
 def _present(file: str) -> str:
-    """Return the current path of a plan's file: projects move, and packages differ.
+    """Return the current path of a traced file: projects move, and packages differ.
 
     It is loaded, because the model is built. Of several files with its name, the most similar path
     is taken.
@@ -267,43 +160,122 @@ def _present(file: str) -> str:
     return max(named, key=alike, default=file)
 
 
-def _settings_in(tree: ast.AST) -> Iterator[_Setting]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, does = node.targets[0], _does(node.value)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            target, does = node.target, _does(node.value)
-        elif isinstance(node, ast.AugAssign):
-            target, does = node.target, _OPERATORS.get(type(node.op), "")
-        else:
-            continue
-        yield _Setting(
-            first=node.lineno,
-            last=node.end_lineno or node.lineno,
-            names=_names(target),
-            does=frozenset(does.split()),
-            is_function=isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name),
-        )
+def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
+    """Return, for each argument of an expression, the attributes of `self` that it may be.
+
+    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable stands for the assigned values.
+    """
+    return _file_names(span.file).given.get(span[1:], ())
 
 
-def _names(target: ast.AST) -> tuple[str, ...]:
-    """Return the assigned variables; "" for names that a script cannot use."""
-    parts = target.elts if isinstance(target, ast.Tuple) else (target,)
-    names = [part.id if isinstance(part, ast.Name) else "" for part in parts]
-    return tuple(name if _USABLE.fullmatch(name) else "" for name in names)
+def _given(tree: ast.AST) -> Iterator[tuple[_Where, tuple[tuple[str, ...], ...]]]:
+    nodes = list(ast.walk(tree))
+    variables: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            variables[node.targets[0].id] += _attributes_in(node.value, {})
+    for node in nodes:
+        match node:
+            case ast.Call(args=args, keywords=keywords):
+                values = [*args, *(one.value for one in keywords)]
+            case ast.BinOp(left=left, right=right):
+                values = [left, right]
+            case _:
+                continue
+        given = tuple(_attributes_in(value, variables) for value in values)
+        if any(given):
+            yield from ((where, given) for where in _wheres(node))
 
 
-def _does(value: ast.expr) -> str:
-    """Return the possible name of an expression's outermost operation."""
+def _attributes_in(value: ast.expr, variables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     match value:
-        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+        case ast.IfExp(body=body, orelse=orelse):
+            return (*_attributes_in(body, variables), *_attributes_in(orelse, variables))
+        case ast.Name(id=name):
+            return variables.get(name, ())
+        case ast.Attribute():
+            first, _, rest = ast.unparse(value).partition(".")
+            return (rest,) if first == "self" else ()
+    return ()
+
+
+def _named(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, tuple[str, ...]]]:
+    """Yield expressions with the names of their results; better names come later."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and not _is_of_torch(node.func):
+            yield from ((one.value, _names(ast.Name(one.arg or ""))) for one in node.keywords)
+    unpacks = {
+        node.value.id: _names(node.targets[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Name)
+        and isinstance(node.targets[0], ast.Tuple)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.AugAssign():
+                yield node, _names(node.target)
+            case ast.Assign(targets=[*_, target], value=value):
+                yield from _set(target, value, unpacks)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                yield from _set(target, value, unpacks)
+            case ast.NamedExpr(target=target, value=value):
+                yield from _set(target, value, unpacks)
+
+
+def _set(
+    target: ast.expr, value: ast.expr, unpacks: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[ast.expr, tuple[str, ...]]]:
+    """Yield the expressions whose results an assignment names, with these names."""
+    match target, value:
+        case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
+            for one, other in zip(targets, values, strict=True):
+                yield from _set(one, other, unpacks)
+        case _, ast.IfExp(body=body, orelse=orelse):
+            yield from _set(target, body, unpacks)
+            yield from _set(target, orelse, unpacks)
+        case _, ast.Subscript(value=ast.Call() as whole, slice=ast.Constant(value=int(place))):
+            yield value, _names(target)
+            yield whole, (*[""] * place, *_names(target))
+        case _, ast.Attribute(value=whole, attr=attr) if attr in _FIELDS:
+            yield whole, (*[""] * _FIELDS.index(attr), *_names(target))
+        case ast.Tuple(), _:
+            yield target, _names(target)  # torch iterates over a tensor that is unpacked
+            yield value, _names(target)
+        case ast.Name(id=name), _:
+            yield value, unpacks.get(name, _names(target))
+        case _:
+            yield value, _names(target)
+
+
+def _is_of_torch(function: ast.expr) -> bool:
+    return re.match(r"(torch|F|nn)\.", ast.unparse(function)) is not None
+
+
+def _names(target: ast.expr) -> tuple[str, ...]:
+    """Return the assigned names; "" for names that a script cannot use."""
+    parts = target.elts if isinstance(target, ast.Tuple) else (target,)
+    return tuple(name if _USABLE.fullmatch(name) else "" for name in map(_name, parts))
+
+
+def _name(target: ast.expr) -> str:
+    match target:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
-        case ast.BinOp(op=operator) | ast.UnaryOp(op=operator):
-            return _OPERATORS.get(type(operator), "")
-        case ast.Compare(ops=[operator]):
-            return _OPERATORS.get(type(operator), "")
-        case ast.Subscript():
-            return "slice select index"
-        case ast.IfExp(body=body):
-            return _does(body)
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            return name
     return ""
+
+
+def _wheres(node: ast.expr | ast.AugAssign) -> tuple[_Where, ...]:
+    """Return the positions that Python may report for an expression while it runs.
+
+    A method call on several lines begins at the name of the method.
+    """
+    end = node.end_lineno or node.lineno, node.end_col_offset or 0
+    places = [(node.lineno, node.col_offset, *end)]
+    named = node.func if isinstance(node, ast.Call) else node
+    if isinstance(named, ast.Attribute) and named.lineno != named.end_lineno:
+        start = (named.end_col_offset or 0) - len(named.attr)
+        places.append((named.end_lineno or 0, start, *end))
+    return tuple(places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -80,11 +80,21 @@ class CallTree:
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call, including inner calls
-    named: Mapping[str, str]  # tensors named by the model's author
+    names: Mapping[str, Sequence[tuple[str, str]]]  # of tensors, each with the call that gives it
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
         return self.chains[op.call]
+
+    def names_in(self, call: str, tensor: str, *, without: str | None = None) -> tuple[str, ...]:
+        """Return the names of a tensor in the code of a call and its inner calls, except one.
+
+        The names of the outermost code come first.
+        """
+        chains = (
+            (name, self.chains[giver]) for giver, name in reversed(self.names.get(tensor, ()))
+        )
+        return tuple(dict.fromkeys(n for n, own in chains if call in own and without not in own))
 
     def parent(self, call: str) -> str:
         """Return the call around a call."""
@@ -154,7 +164,7 @@ def call_tree(graph: Graph) -> CallTree:
         chains=MappingProxyType(chains),
         inside=MappingProxyType({call: tuple(own) for call, own in children.items()}),
         ops=MappingProxyType({LOSS: graph.ops, **index.ops_in}),
-        named=author_names(graph),
+        names=author_names(graph),
     )
 
 

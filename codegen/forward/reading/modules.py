@@ -10,26 +10,27 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from torch import Tensor, autograd, nn
 
-from autopar.codegen.forward.reading.author_names import (
+from autopar.codegen.forward.reading.author_names import unpacked
+from autopar.codegen.forward.reading.forward_source import (
     branches_in_training,
     checks_sizes,
     keeps_state,
     left_on_others,
+    numbers_read,
     own_attributes,
     reads_sizes,
     remembers,
-    unpacked,
 )
 from autopar.codegen.forward.text.expressions import is_identifier
 from autopar.codegen.forward.text.lines import IMPORTED
 from autopar.codegen.known_names import KNOWN
 from autopar.planner.graph.ops import Value
-from autopar.planner.model.functions import forward_hooks, plain_function
+from autopar.planner.model.functions import forward_hooks, nested_code, plain_function
 from autopar.planner.trace.record import plain_functions
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
@@ -131,6 +132,7 @@ class Module:
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
+    settings: Mapping[str, int | float]  # these, and numbers inside attributes: "config.eps"
     unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
     trains: bool = True  # set by the constructor; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
@@ -174,7 +176,11 @@ def modules_of(model: nn.Module) -> Modules:
     firsts: dict[int, str] = {}
     kinds = {type(module) for module in model.modules()}
     homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
-    left = frozenset[str]().union(*map(left_on_others, sources.values()))
+    read = {kind: numbers_read(source) for kind, source in sources.items()}
+    files = {id(_names(module)): module for module in model.modules()}.values()
+    functions = (one.__code__ for module in files for one in _plain_functions(module))
+    called = {name for one in functions for code in nested_code(one) for name in code.co_names}
+    left = left_on_others(sources.values(), called)
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         hooks = tuple(map(plain_function, forward_hooks(module)))
@@ -188,6 +194,9 @@ def modules_of(model: nn.Module) -> Modules:
             class_name=kind.__name__,
             container=_container(module),
             numbers=tuple(_numbers(module)),
+            settings=MappingProxyType(
+                {**dict(_numbers(module)), **dict(_settings(module, read[kind]))}
+            ),
             trains=module.training,
             is_importable=_is_importable(kind),
             remembers=remembers(sources[kind]),
@@ -320,3 +329,15 @@ def _numbers(module: nn.Module) -> list[tuple[str, int | float]]:
         for name, value in vars(module).items()
         if type(value) in (int, float) and is_identifier(name) and not name.startswith("_")
     ]
+
+
+def _settings(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers inside a module's attributes that are no modules: "config.eps"."""
+    for name in sorted(names):
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+            if isinstance(found, (nn.Module, Tensor)):
+                break
+        if type(found) in (int, float):
+            yield name, found

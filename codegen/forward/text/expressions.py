@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from keyword import iskeyword, issoftkeyword
@@ -241,6 +241,22 @@ def replaced(
         for part in expression.parts
     )
     return SourceForm(parts, expression.level)
+
+
+def with_numbers(form: SourceForm, known: Mapping[SourceForm, SourceForm]) -> SourceForm:
+    """Return a form with literals replaced by the expressions known for them."""
+    parts = tuple(
+        Slot(
+            known[part.expression]
+            if part.expression in known
+            else with_numbers(part.expression, known),
+            part.level,
+        )
+        if isinstance(part, Slot) and isinstance(part.expression, SourceForm)
+        else part
+        for part in form.parts
+    )
+    return SourceForm(parts, form.level)
 
 
 def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:

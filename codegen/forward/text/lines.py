@@ -77,7 +77,7 @@ class Line:
     is_random: bool = False
     reason: str = ""
     hint: str = ""
-    names: tuple[str, ...] = ()  # the author's names of the results, or ""
+    names: tuple[tuple[str, ...], ...] = ()  # the author's names of each result
     module: str | None = None
     function: str = ""
     only_evaluates: bool = False  # runs in evaluations only

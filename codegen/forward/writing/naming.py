@@ -50,7 +50,10 @@ class Shape:
 
 
 def shapes_of(
-    statements: Sequence[Statement], split: SplitGraph, frame: Set[str]
+    statements: Sequence[Statement],
+    split: SplitGraph,
+    frame: Set[str],
+    arguments: Mapping[LocalTensor, str],
 ) -> Iterator[Shape]:
     """Name the sizes of a value that are used more than once."""
     facts = [
@@ -71,7 +74,8 @@ def shapes_of(
             is_used = f"shape[{position}]" in used
             same.append(sizes.get(size, "") if is_used else "")
             is_new = is_used and not same[-1]
-            name = _fresh(split.axes.text(size.dim), taken) if is_new else ""
+            whose = "local" if held.layout.dim == position else arguments.get(held, "")
+            name = _fresh(split.axes.text(size.dim), whose, taken) if is_new else ""
             names.append(name)
             taken.add(name)
             if is_new:
@@ -79,16 +83,16 @@ def shapes_of(
         yield Shape(held=held, names=tuple(names), same=tuple(same))
 
 
-def _fresh(axis: str, taken: set[str]) -> str:
+def _fresh(axis: str, whose: str, taken: set[str]) -> str:
     name = identifier(re.sub(r"_\d+$", "", axis))
     is_one = re.fullmatch(r"\w+", axis) is not None
     stem = "size" if re.fullmatch(r"x?\d*", name) else name if is_one else "length"
-    return next(n for n in chain([stem], (f"{stem}{i}" for i in count(2))) if n not in taken)
+    wishes = [stem, f"{whose}_{stem}" if is_identifier(whose) else stem]
+    return next(n for n in chain(wishes, (f"{stem}{i}" for i in count(2))) if n not in taken)
 
 
 _ATTENTION = "F.scaled_dot_product_attention"
 _LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
-_TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up", "weight"})
 _CASTS = frozenset({"to", "float", "type_as", "contiguous"})
 _SHAPES = frozenset({"expand", "flatten", "permute", "reshape", "transpose", "unsqueeze", "view"})
 _VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
@@ -140,8 +144,17 @@ class _Namer:
         self.names = dict(arguments)
         self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
         self.frame |= body.containers
-        self.shapes = tuple(shapes_of(statements, split, self.frame))
-        self.hints = dict(self._hints())
+        self.shapes = tuple(shapes_of(statements, split, self.frame, arguments))
+        self.given = {
+            held: names
+            for line in body.lines
+            for held, names in zip(held_in(line.results), line.names, strict=False)
+        }
+        loops = (s.line for s in statements if isinstance(s.line, Loop))
+        self.carried = {start: end for loop in loops for start, end in loop.carried}
+        self.taken_as: dict[LocalTensor, str] = {}
+        self.part_of: dict[LocalTensor, str] = {}
+        self._find_readers()
         self.last = self._last_uses()
         self.reserved = {name for shape in self.shapes for name in shape.names}
         self.reserved |= self.frame - set(arguments.values())  # batch, of batch["tokens"]
@@ -165,15 +178,13 @@ class _Namer:
         for start, end in loop.carried:
             name = self.names[start]
             is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
-            self.names[end] = name if is_free else self._free(number, [], read)
+            self.names[end] = name if is_free else self._free(number, self._authors(end), read)
 
     def _name(self, held: LocalTensor, statement: Statement, number: int, position: int) -> None:
         others = {self.names[h] for h in held_in(statement.results) if h in self.names}
-        wishes = self._wishes(held, statement, number, position)
-        if self.split.graph.tensors[held.tensor].requires_grad:
-            wishes += _USUAL
-        name = self._free(number, wishes, others)
-        self.names[held] = name
+        wishes = [*self._authors(held), *self._wholes(held)]
+        wishes += self._followed(held, statement, number, position)
+        self.names[held] = self._free(number, wishes, others)
 
     def _free(self, number: int, wishes: Sequence[str], others: set[str]) -> str:
         busy = {
@@ -181,89 +192,55 @@ class _Namer:
             for held, name in self.names.items()
             if self.last.get(held, -1) > number or name in others
         }
-        stem = wishes[0] if wishes else "y"
         busy |= self.reserved | others | IMPORTED
+        wishes = [name for name in wishes if not hasattr(builtins, name)]
+        stem = wishes[0] if wishes else "y"
         numbered = (f"{stem}{i}" for i in count(2))
-        usual = _USUAL if len(stem) == 1 else ()
-        return next(name for name in chain(wishes, usual, numbered) if name not in busy)
+        return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
-    def _wishes(
-        self, held: LocalTensor, statement: Statement, number: int, position: int
-    ) -> list[str]:
-        hint, author = self.hints.get(held), _author_name(held, statement)
-        wishes = [author] if author and not hasattr(builtins, author) else []
-        return [
-            *wishes,
-            *([hint] if hint is not None else self._guesses(held, statement, number, position)),
-        ]
+    def _authors(self, held: LocalTensor) -> Sequence[str]:
+        """Return the author's names of a value, first those after the next iteration of a loop."""
+        goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
+        return (*goes_on, *self.given.get(held, ()))
 
-    def _guesses(
+    def _wholes(self, held: LocalTensor) -> Sequence[str]:
+        """Return the names of a value at its reader: the parameter, or the result made from it."""
+        return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
+
+    def _followed(
         self, held: LocalTensor, statement: Statement, number: int, position: int
-    ) -> list[str]:
-        line = statement.line
+    ) -> Sequence[str]:
+        """Return the name of the value that this one is a reshaped form or a part of."""
         before = next((p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None)
-        is_call = line.module is not None
-        if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
-            return [f"{self._stem(before, held)}{position + 1}"]
-        if _is_call_of(statement.expression, _LOSSES):
-            return ["loss"]
-        if _is_call_of(statement.expression, (_ATTENTION,)):
-            return ["y"]
-        telling = _hint(statement).removesuffix("_proj")
-        if telling in _TELLING:
-            return [identifier(telling)]
-        ends_here = before is not None and self.last.get(before, -1) <= number
-        is_next = _is_reshaping(statement) or (before is not None and self._are_alike(before, held))
-        if before is not None and ends_here and is_next:
-            name = self.names[before]
-            return [name] if is_identifier(name) and not hasattr(builtins, name) else []
-        return self._wishes_by_type(held, line.hint)
+        if before is None:
+            return []
+        name = self.names[before]
+        name = name if is_identifier(name) else identifier(name.rpartition("[")[2])  # batch["x"]
+        if isinstance(statement.results, tuple) and statement.line.module is None:
+            return [f"{name}{position + 1}"] if len(statement.results) > 1 else [name]
+        ends_here = self.last.get(before, -1) <= number
+        is_next = _is_reshaping(statement) or self._are_alike(before, held)
+        return [name] if ends_here and is_next else []
 
     def _are_alike(self, one: LocalTensor, other: LocalTensor) -> bool:
         dims = self.split.axes.dims
         return dims[one.tensor] == dims[other.tensor]
 
-    def _stem(self, whole: LocalTensor | None, part: LocalTensor) -> str:
-        """Return the stem for the names of a value's parts: the value's name, if it is similar."""
-        tensors = self.split.graph.tensors
-        if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
-            return "part"
-        name = self.names.get(whole, "part")
-        return name if is_identifier(name) else identifier(name.rpartition("[")[2])  # of batch["x"]
-
-    def _wishes_by_type(self, held: LocalTensor, hint: str) -> list[str]:
-        tensor = self.split.graph.tensors[held.tensor]
-        if tensor.dtype == "bool":
-            return ["mask"]
-        if hint.startswith("arange"):
-            return ["positions"]
-        if tensor.dtype.startswith("int"):
-            return ["ids"]
-        return []
-
-    def _hints(self) -> Iterator[tuple[LocalTensor, str]]:
-        found: dict[LocalTensor, str] = {}
+    def _find_readers(self) -> None:
+        """Find the names of values at their readers; the last of several readers counts."""
+        readers = Counter(held for s in self.statements for held in _read(s))
         for statement in reversed(self.statements):
-            for held, hint in zip(
-                _operands(statement.expression, (_ATTENTION,)), "qkv", strict=False
-            ):
-                found.setdefault(held, hint)
-            for held in _first_operands(statement.expression, _LOSSES):
-                found.setdefault(held, "logits")
-            for name, held in self._passed(statement):
-                found.setdefault(held, name)
-            wanted = [found.get(held) for held in held_in(statement.results)]
-            first = next(
-                (p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None
-            )
-            if first is None or first in self.names or len(wanted) != 1:
-                continue
-            (held,) = held_in(statement.results)
-            is_turned = wanted[0] in ("q", "k", "v") and self._are_alike(first, held)
-            if is_turned or _is_reshaping(statement):
-                name = _author_name(held, statement) or wanted[0] or ""
-                found |= {first: name} if name and first not in found else {}
-        yield from found.items()
+            attended = _operands(statement.expression, (_ATTENTION,))
+            scored = _first_operands(statement.expression, _LOSSES)
+            taken = [*zip("qkv", attended, strict=False), *(("logits", one) for one in scored)]
+            for name, held in (*taken, *self._passed(statement)):
+                self.taken_as.setdefault(held, name)
+            made = list(held_in(statement.results))
+            if len(made) == 1:
+                names = [*self._authors(made[0]), *self._wholes(made[0])]
+                for held in _read(statement):
+                    if names and readers[held] == 1:
+                        self.part_of[held] = names[0]
 
     def _passed(self, statement: Statement) -> Iterator[tuple[str, LocalTensor]]:
         """Yield the values passed to modules, with the modules' parameter names."""
@@ -295,28 +272,15 @@ class _Namer:
         return last
 
 
-def _author_name(held: LocalTensor, statement: Statement) -> str:
-    """Return the author's name of a value, or of the value that it reshapes or casts."""
-    made = list(held_in(statement.line.results))
-    if len(statement.line.names) == len(made) > 1:
-        return statement.line.names[made.index(held)]
-    for line in reversed(statement.lines):
-        if len(line.names) == 1 and line.names[0]:
-            return line.names[0]
-        if line.hint not in _SHAPES | _CASTS:
-            break
-    return ""
+def _read(statement: Statement) -> set[LocalTensor]:
+    """Return the values that a statement reads."""
+    found = pieces(statement.expression)
+    return {piece if isinstance(piece, LocalTensor) else piece.held for piece in found}
 
 
 def _is_reshaping(statement: Statement) -> bool:
     """Whether a statement only reshapes or casts a value."""
     return all(line.hint in _SHAPES | _CASTS for line in statement.lines)
-
-
-def _hint(statement: Statement) -> str:
-    """Return a statement's outermost operation that is not a cast."""
-    hints = [line.hint for line in reversed(statement.lines)]
-    return next((hint for hint in hints if hint not in _CASTS), hints[0])
 
 
 def _is_call_of(expression: Expression, functions: tuple[str, ...]) -> bool:

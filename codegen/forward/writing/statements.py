@@ -290,8 +290,10 @@ def _loop(
     results = {end for _, end in carried}
     variable = _variable(modules, last.module or "")
     arguments = [(name, value) for name, value in first.arguments]
+    kept = _kept(last.results, results | later)
+    names = zip(held_in(last.results), last.names, strict=True)
     return Loop(
-        results=_kept(last.results, results | later),
+        results=kept,
         expression=call(
             text(variable),
             *[value for name, value in arguments if not name],
@@ -301,6 +303,7 @@ def _loop(
         has_gradient=first.has_gradient,
         is_random=first.is_random,
         hint=first.hint,
+        names=tuple(own for held, own in names if held in held_in(kept)),
         module=first.module,
         arguments=first.arguments,
         header=f"for {variable} in {_container(first, last, owner, slice_text)}:",

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from annotated_types import Ge, Le
 from pydantic import JsonValue
 
+from autopar.planner.errors import SourceSpan
 from autopar.planner.files import FigureNumber, Rows, Share
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import (
@@ -55,10 +56,9 @@ class OpRow(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     call: str
-    location: str
     grad_enabled: bool
     writes: tuple[str, ...]
-    callers: tuple[str, ...] = ()
+    spans: tuple[SourceSpan, ...] = ()
 
 
 class TensorRow(NamedTuple):
@@ -111,6 +111,7 @@ class CallRow(NamedTuple):
     is_batch_norm: bool = False
     left: Left = Left.NOTHING
     mode_is_set: bool = False
+    spans: tuple[SourceSpan, ...] = ()
 
 
 class FunctionRow(NamedTuple):
@@ -123,6 +124,7 @@ class FunctionRow(NamedTuple):
     keywords: tuple[tuple[str, JsonValue], ...]
     result: JsonValue
     ops: tuple[str, ...]
+    spans: tuple[SourceSpan, ...] = ()
 
 
 class OwnGradientRow(NamedTuple):

@@ -28,7 +28,7 @@ Why this plan: of 5 ways to arrange the training none is faster than 48.89 ms; c
 its step.
 Layers are laid out more simply than in the fastest way, 1.29% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 43f29ae91878580d, plan 4c40d54e24e2f666.
+# Written by autopar 0.2.0, which keeps changes by hand: 7bd2be1163a1c71e, plan 29bf355c39fc572f.
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 of each row
 PREDICTED = ("h100-sxm", 0.04952, 0.1461)  # device, seconds of a step, MFU
 MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # that were planned
-MODEL_DIGEST = "c02da646044de0c5"  # of their text
+MODEL_DIGEST = "5dc09595970e3b31"  # of their code
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -142,7 +142,7 @@ class TensorParallelSelfAttention(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Do what SelfAttention does, on this rank's share."""
-        seq2 = x.shape[1]
+        local_seq = x.shape[1]
         x = gather(x, 1, self.tensor)  # shards of seq gathered: split along heads from here on
         batch, seq, _ = x.shape
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
@@ -154,10 +154,10 @@ class TensorParallelSelfAttention(SelfAttention):
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
         # from shards of heads to shards of seq
-        x = exchange(y, 1, 2, self.tensor, gather_parts=((12, 1),)).transpose(1, 2)
-        x = self.c_proj(x.reshape(batch, seq2, -1))
+        y = exchange(y, 1, 2, self.tensor, gather_parts=((12, 1),)).transpose(1, 2)
+        y = self.c_proj(y.reshape(batch, local_seq, -1))
         with split_randomness(self.tensor):
-            return F.dropout(x, self.dropout, self.training)
+            return F.dropout(y, self.dropout, self.training)
 
 
 class TensorParallelGPT2(GPT2):
@@ -220,8 +220,8 @@ REPLICATED = (
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
     """Build the model without memory, cut as planned, and return how to make its weights."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
-    take_classes(model, CLASSES, mesh.tensor)
     shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    take_classes(model, CLASSES, mesh.tensor)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[REPLICATED])
     return model, recipe
 

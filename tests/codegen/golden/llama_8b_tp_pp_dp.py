@@ -30,7 +30,7 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 9dd7ef7342090eed, plan d1154bc9f0efc58f.
+# Written by autopar 0.2.0, which keeps changes by hand: 43474862b293cdce, plan 6021a0ca12f11f87.
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
 PREDICTED = ("h100-sxm", 1.094, 0.3708)  # device, seconds of a step, MFU
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
-MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
+MODEL_DIGEST = "20c2535ae7ba3105"  # of their code
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -172,14 +172,14 @@ class TensorParallelAttention(Attention):
 
 
 class FirstStage(Llama):
-    """Stage 1 of 4 of Llama."""
+    """Stage 1 of 4 of Llama: embed_tokens, layers 0 to 2."""
 
     tensor: Axis
 
     def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:
         """Map the batch to what the next stage takes."""
         x = self.embed_tokens(input_ids)
-        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
+        cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         x = take_shard(x, 1, self.tensor)  # each rank takes its shard of seq
         for block in self.layers[:3]:
             x = block(x, cos, sin)
@@ -187,27 +187,27 @@ class FirstStage(Llama):
 
 
 class MiddleStage(Llama):
-    """Some layers of Llama."""
+    """A stage between the first and the last of Llama: layers `first` to `end`."""
 
     first: int
     end: int
 
     def forward(self, x: Tensor, *, input_ids: Tensor, **_: Tensor) -> Tensor:
         """Map what the stage before gives to what the next stage takes."""
-        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
+        cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         for block in self.layers[self.first : self.end]:
             x = block(x, cos, sin)
         return x
 
 
 class LastStage(Llama):
-    """Stage 4 of 4 of Llama."""
+    """Stage 4 of 4 of Llama: layers 10 to 11, norm, lm_head."""
 
     tensor: Axis
 
     def forward(self, x: Tensor, *, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Map what the stage before gives to the loss."""
-        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
+        cos, sin = rotary_table(input_ids.shape[1], self.head_dim, self.rope_theta, like=x)
         for block in self.layers[10:]:
             x = block(x, cos, sin)
         # shards of seq gathered: split along vocab from here on

@@ -24,7 +24,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 85% of its step.
 The next best, dp 8, no sharding, takes 23.75 ms (+1.2%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 9272b13893cbf97d, plan 86c040b40c62df80.
+# Written by autopar 0.2.0, which keeps changes by hand: 94230fd5ee74d4f6, plan ed928b16adca8068.
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ SAMPLES_PER_STEP = GLOBAL_BATCH  # a row is one
 PREDICTED = ("h100-sxm", 0.02347, 0.06698)  # device, seconds of a step, MFU
 IMAGES = ("images",)  # they lie pixel by pixel (channels_last), as a GPU convolves them
 MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # that were planned
-MODEL_DIGEST = "3ad148f107d2127f"  # of their text
+MODEL_DIGEST = "28733290967f22f2"  # of their code
 
 # -------------------------------------------------------------------------------- the model
 

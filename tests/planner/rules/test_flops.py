@@ -105,7 +105,7 @@ class _Sized:
 
     def __init__(self, target: str, shapes: Mapping[str, tuple[int, ...]], **given: Value) -> None:
         self.op = Op(
-            name="op", target=target, inputs=tuple(shapes), outputs=("out",), call="", location="",
+            name="op", target=target, inputs=tuple(shapes), outputs=("out",), call="",
             arguments=(*((name, Ref(name)) for name in shapes), *given.items()), grad_enabled=True,
         )  # fmt: skip
         self._shapes = shapes

@@ -15,7 +15,6 @@ def _op(target: str, **arguments: Value) -> Op:
         inputs=(),
         outputs=("out",),
         call="",
-        location="",
         grad_enabled=True,
     )
 

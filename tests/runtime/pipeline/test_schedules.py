@@ -200,7 +200,7 @@ def test_recomputation_changes_nothing(kind: str, zero: int, mode: Mode) -> None
 
 def test_stages_of_one_rank_that_share_a_parameter_are_refused() -> None:
     (message,) = set(run_on_ranks(share_a_parameter, 2))
-    assert "give each stage its own copy and tie the copies with TiedWeights" in message
+    assert "give each stage its own copy, and name the copies in the ties" in message
 
 
 def share_a_parameter() -> str:

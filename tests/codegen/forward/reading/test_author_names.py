@@ -80,9 +80,69 @@ def test_names_that_scripts_need_themselves_are_not_taken() -> None:
 
 
 def test_what_goes_into_a_module_is_not_called_what_comes_out() -> None:
-    names = set(author_names(trace(file_of(Spoken))).values())
-    assert {"features", "distance", "total"} <= names
-    assert "first" not in names
+    graph = trace(file_of(Spoken))
+    made = {name: op for op in graph.ops for name in op.outputs}
+    named = {
+        name: made[tensor].target.split(".")[1]
+        for tensor, given in author_names(graph).items()
+        for _, name in given
+    }
+    assert {"features", "distance", "total"} <= named.keys()
+    assert named["first"] == "layer_norm"
+    assert named["out"] == "linear"
+
+
+class Writing(nn.Module):
+    """Sets variables in every way that Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids.float()
+        query, key = (part(x).sin() for part in self.parts)
+        weights, places = (query * key).topk(2)
+        largest = key.max(dim=-1).indices
+        scores = (
+            self.mixed(query, scale=key.exp())
+            .softmax(-1)
+        )  # fmt: skip
+        halves = scores.chunk(2, dim=-1)
+        left, right = halves
+        first, second = left.cos(), right.sin()
+        scores += (shift := first.mean()) * 2
+        x = self.block(scores)
+        for _ in range(2):
+            x = x.tan()
+        total: Tensor = x.sum() + weights.sum() + places.sum() + largest.sum() + second.sum()
+        return total + shift
+
+    def mixed(self, query: Tensor, *, scale: Tensor) -> Tensor:
+        product = query * scale
+        return product / product.abs().amax()
+
+
+def test_every_way_to_set_a_variable_gives_its_name_to_the_value_alone() -> None:
+    graph = trace(file_of(Writing))
+    made = {name: op for op in graph.ops for name in op.outputs}
+    named: dict[str, set[str]] = {}
+    for tensor, given in author_names(graph).items():
+        for _, name in given:
+            op = made[tensor]
+            named.setdefault(name, set()).add(
+                f"{op.target.split('.')[1]}{op.outputs.index(tensor)}"
+            )
+    assert named == {
+        "x": {"to0", "tanh0", "tan0"},
+        "query": {"sin0"}, "key": {"sin0"},
+        "weights": {"topk0"}, "places": {"topk1"}, "largest": {"max1"},
+        "scale": {"exp0"}, "product": {"mul0"},
+        "scores": {"softmax0", "add_0"},
+        "left": {"chunk0"}, "right": {"chunk1"},
+        "total": {"add0"}, "first": {"cos0"}, "second": {"sin0"}, "shift": {"mean0"},
+    }  # fmt: skip
 
 
 def test_what_a_forward_unpacks_is_called_as_it_does() -> None:
@@ -153,14 +213,21 @@ def test_a_variable_does_not_take_the_name_of_what_is_handed_on() -> None:
     assert " angles = " not in renaming
 
 
+def _elsewhere(file: str) -> str:
+    return re.sub(r"^.*(/forward/reading/)", r"/elsewhere\1", file)
+
+
 def test_names_stay_what_they_are_where_a_project_has_moved() -> None:
     graph = trace(file_of(Spoken))
     moved = [
-        replace(op, location=re.sub(r"^.*(/forward/reading/)", r"/elsewhere\1", op.location))
+        replace(op, spans=tuple(span._replace(file=_elsewhere(span.file)) for span in op.spans))
         for op in graph.ops
     ]
     assert any(op.location.startswith("/elsewhere/") for op in moved)
-    assert author_names(replace(graph, ops=tuple(moved))) == author_names(graph)
+    alone = replace(graph, calls={}, functions=())  # their places have not moved
+    there = replace(alone, ops=tuple(replace(op, call="(loss)") for op in moved))
+    here = replace(alone, ops=tuple(replace(op, call="(loss)") for op in graph.ops))
+    assert author_names(there) == author_names(here) != {}
 
 
 def test_variables_that_are_unpacked_are_found_in_source_alone() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.codegen.forward.reading.author_names import (
+from autopar.codegen.forward.reading.forward_source import (
     keeps_state,
     left_on_others,
     own_attributes,
@@ -51,16 +51,27 @@ CLASS = """
         def forward(self, x):
             self.width = x.shape[1]
             self.child.rows, x.note = len(x), self.width
+            self.reset()
             return self.child(x)
+
+        def reset(self):
+            self.child.steps = 0
+
+        def set_input_embeddings(self, value):
+            self.child.table = value
 """
 
 
 def test_what_a_built_class_leaves_on_others_is_told_from_its_own() -> None:
-    assert left_on_others(CLASS) == {"rows", "note"}
-    assert own_attributes(CLASS) == {"child", "width"}
+    assert left_on_others([CLASS], set()) == {"rows", "note", "steps"}
+    assert own_attributes(CLASS) == {"child", "width", "reset"}
+
+
+def test_a_method_that_a_function_calls_by_name_is_run_in_a_step() -> None:
+    assert "table" in left_on_others([CLASS], {"set_input_embeddings"})
 
 
 @pytest.mark.parametrize("source", ["", "x = 1", "class Broken(:"])
 def test_what_is_no_class_leaves_nothing(source: str) -> None:
-    assert not left_on_others(source)
+    assert not left_on_others([source], set())
     assert not own_attributes(source)

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.codegen.forward.reading.author_names import reads_sizes
+from autopar.codegen.forward.reading.forward_source import reads_sizes
 
 
 def halved(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class _Writer:
         self.ops.append(
             Op(
                 name=name, target=target, arguments=tuple(arguments.items()), inputs=inputs,
-                outputs=(name,), call="", location="", grad_enabled=True,
+                outputs=(name,), call="", grad_enabled=True,
             )
         )  # fmt: skip
         return self.tensor(name, shape, TensorOrigin.OP, grad=grad)

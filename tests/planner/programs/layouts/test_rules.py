@@ -19,7 +19,7 @@ VIEW, GELU = "aten.view.default", "aten.gelu.default"
 def merges(target: str, axis: str, taken: tuple[Dim, ...], given: tuple[Dim, ...]) -> bool:
     op = Op(
         name="y", target=target, arguments=(), inputs=("x",), outputs=("y",), call="",
-        location="", grad_enabled=True,
+        grad_enabled=True,
     )  # fmt: skip
     return _merges(
         op, axis, GraphAxes(names=NAMES, dims={"x": taken, "y": given}, ops={}, conflicts=())
