@@ -17,8 +17,8 @@ from typing import Unpack
 from autopar.codegen.emit import emit
 from autopar.codegen.proof.comparison import TrainingComparison
 from autopar.codegen.proof.verification import read_script_of, verify
-from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.script.script_file import refuse_overwriting
+from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.script.render import refuse_overwriting
 from autopar.codegen.subject import with_model
 from autopar.options import MachineOptions
 from autopar.planner.costs.prediction import Arrangement, Prediction

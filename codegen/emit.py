@@ -7,8 +7,14 @@ from pathlib import Path
 
 from autopar import runtime
 from autopar.codegen.script.model_calls import absent_notes
-from autopar.codegen.script.render import check_script, render, with_checksum
-from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting, write_text
+from autopar.codegen.script.render import (
+    FILE_NAME,
+    check_script,
+    refuse_overwriting,
+    render,
+    with_checksum,
+    write_text,
+)
 from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import PlannedSubject, subject_of
 from autopar.planner.errors import InputError

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.emit import emit, emit_with_notes, write_standalone
-from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting
+from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import model_spec, with_model
 from autopar.console import results, tell_note
 from autopar.options import CACHE

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.script.script_file import refuse_overwriting, write_text
+from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.script.render import refuse_overwriting, write_text
 from autopar.commands import plan_options as options
 from autopar.console import print_json, results
 from autopar.notes import note_fewer

@@ -22,7 +22,7 @@ from autopar.codegen.proof.verification import (
     step_flops,
     verify,
 )
-from autopar.codegen.script.script_file import FILE_NAME, refuse_overwriting
+from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG

@@ -16,8 +16,8 @@ from typing import Annotated
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
-from autopar.codegen.script.script_file import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.subject import check_unchanged, model_spec
 from autopar.console import tell_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError

@@ -23,7 +23,7 @@ from autopar.codegen.proof.plain import Task, task_of, train_alone
 from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.script_rank import Job
-from autopar.codegen.script.script_file import FILE_NAME
+from autopar.codegen.script.render import FILE_NAME
 from autopar.codegen.subject import model_spec, subject_of
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import InputError

@@ -1,4 +1,4 @@
-"""Renders a script from its view, checks its text, and adds its checksum."""
+"""Renders a script from its view, checks its text, adds its checksum, and writes it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,7 +19,11 @@ from autopar.codegen.forward.text.lines import from_line, imports_of
 from autopar.codegen.known_names import KNOWN, KNOWN_ALONE
 from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.codegen.script.script_view import ScriptView
+from autopar.planner.errors import InputError
+from autopar.planner.files import check_writable, read_given, write_whole
 from autopar.planner.plan.plan import Plan, StoredPlan
+
+FILE_NAME = "train.py"
 
 
 def source(value: object) -> Source:
@@ -257,3 +262,31 @@ def render(view: ScriptView) -> Source:
     template = environment().get_template(TEMPLATE)
     body = template.render(view=view, imports=Source())
     return Source(template.render(view=view, imports=script_imports(body)))
+
+
+def refuse_overwriting(
+    path: Path, *, fix: str = "choose another name with -o, or overwrite it with --force"
+) -> None:
+    """Raise if a file would be overwritten that is not an unchanged script of autopar."""
+    check_writable(path)
+    if not path.exists():
+        return
+    try:
+        is_ours = is_unchanged(read_given(path, what="the script"))
+    except InputError:
+        is_ours = False
+    if not is_ours:
+        raise InputError(
+            "a file that autopar did not write, or that was changed since, is in the way",
+            where=str(path),
+            fix=fix,
+        )
+
+
+def write_text(text: str, folder: Path, *, force: bool = False) -> Path:
+    """Write a script's text into a folder as train.py, and return its path."""
+    path = folder / FILE_NAME
+    if not force:
+        refuse_overwriting(path)
+    write_whole(path, text, what="the script")
+    return path
