@@ -12,8 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from torch import nn
-
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout
@@ -173,7 +171,7 @@ class _Reader:
         """The calls of each class that may be opened; the loss function counts as a class."""
         found: dict[str, list[str]] = defaultdict(list)
         for call in (LOSS_CALL, *self.graph.calls):
-            if not self._is_small(call):
+            if call not in self.small:
                 found[self._class_name(call)].append(call)
         return found
 
@@ -188,22 +186,33 @@ class _Reader:
     def _class_name(self, call: str) -> str:
         return call if call == LOSS_CALL else self.graph.calls[call].class_name
 
-    def _is_small(self, call: str) -> bool:
-        """Whether a call is printed inline in its caller: a module of PyTorch without children."""
-        if call == LOSS_CALL or self.graph.calls[call].parent is None:
-            return False
-        name = self.graph.calls[call].class_name
-        return hasattr(nn, name) and (name == nn.Sequential.__name__ or not self.children.get(call))
+    @cached_property
+    def small(self) -> frozenset[str]:
+        """The calls printed inline in their callers: of modules of PyTorch without children.
+
+        Such a module runs its ops by the same expression of the author that calls it.
+        """
+        ops_in = self.graph.index.ops_in
+        return frozenset(
+            key
+            for key, call in self.graph.calls.items()
+            if call.parent is not None
+            and (
+                call.class_name == "Sequential"
+                if self.children.get(key)
+                else call.spans and all(op.spans == call.spans for op in ops_in.get(key, ()))
+            )
+        )
 
     def _chain(self, call: str) -> tuple[str, ...]:
         """Return the calls around an op that may be opened: the loss, then from the outside in."""
         around = reversed(self.graph.index.around(call))
-        return (LOSS_CALL, *(one for one in around if not self._is_small(one)))
+        return (LOSS_CALL, *(one for one in around if one not in self.small))
 
     def _class_lines(self, calls: Sequence[str]) -> float:
         """Return the lines of an opened class: one statement per line of the author."""
         statements = {op.location for op in self.own_ops.get(calls[0], ())}
-        called = [one for one in self.children.get(calls[0], ()) if not self._is_small(one)]
+        called = [one for one in self.children.get(calls[0], ()) if one not in self.small]
         return _CLASS_LINES + len(statements) + len(set(map(self._class_name, called)))
 
     def _around_layers(self) -> frozenset[str]:
@@ -232,7 +241,7 @@ class _Reader:
         for place, choice in enumerate(node.choices):
             layout = choice.strategy
             if self._changes(node.op, layout):
-                is_other = is_vocabulary_split(node.op, layout) or self._is_small(node.op.call)
+                is_other = is_vocabulary_split(node.op, layout) or node.op.call in self.small
                 lines = _FUNCTION_LINES if is_other else 0.0
                 found[lines] = (*found.get(lines, ()), place)
         return found
