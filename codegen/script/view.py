@@ -19,10 +19,10 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.fewer_rows import fewer_rows
 from autopar.codegen.script.layer_lists import (
     StageTables,
     crossing_names,
+    crossings_follow_rows,
     layer_lists,
     recomputations,
     stage_tables,
@@ -51,6 +51,7 @@ from autopar.codegen.script.settings_lines import (
     ScriptSetting,
     docstring,
     evaluating,
+    has_batch_norm,
     lines,
     planned,
     scales_loss,
@@ -61,6 +62,8 @@ from autopar.codegen.script.settings_lines import (
 from autopar.codegen.subject import PlannedSubject
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.findings.rows import meeting_rows, parts_have_weights
+from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
@@ -319,12 +322,34 @@ def _reading(plan: Plan, subject: PlannedSubject) -> Source:
     """Return the call that yields a rank's microbatches."""
     arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
     if plan.model.has_dataset:
-        arguments += ["dataset=dataset", "skip=skip", *fewer_rows(plan, subject)]
+        arguments += ["dataset=dataset", "skip=skip", *_fewer_rows(plan, subject)]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")
     if subject.opened.own_rows:
         arguments.append("rows_over=axis")
     return Source(call("read_batches", *arguments).in_few_lines(before=11, indent=4))
+
+
+def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
+    """Yield arguments of `read_batches`, if not every number of rows works."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    least = least_rows(plan.graph, data=plan.arrangement.data)
+    if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
+        yield "fewest=MICROBATCH"
+    elif least > 1:
+        yield f"fewest={least}"
+    if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
+        yield "repeats=False"
+
+
+def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
+    """Whether code of the script only works for the planned number of rows."""
+    opened = subject.opened
+    is_printed = bool(opened.classes or opened.stages or opened.loss)
+    is_fixed = plan.graph.fixed_batch is not None and is_printed
+    is_pipelined = plan.arrangement.pipeline > 1
+    follows = not is_pipelined or crossings_follow_rows(opened, subject.axes)
+    return is_fixed or opened.splits_rows or not follows
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

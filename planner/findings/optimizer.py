@@ -30,8 +30,8 @@ from autopar.planner.findings.optimizer_call import (
     check_step,
     make_on_stand_ins,
     own_tensors,
+    schedule_end,
 )
-from autopar.planner.findings.schedule_probe import schedule_end
 from autopar.planner.findings.traits import OptimizerTraits, Reach
 from autopar.planner.findings.writes import check_stepped_state
 from autopar.planner.graph.graph import Graph

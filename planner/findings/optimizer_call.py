@@ -1,4 +1,4 @@
-"""Calls build_optimizer with its argument, on small stand-ins.
+"""Calls build_optimizer with its argument, on small stand-ins, and tries its schedule.
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips
@@ -8,6 +8,7 @@ parameters without a gradient, whereas zero gradients would decay them.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InputError, text_of
+from autopar.planner.findings.traits import ScheduleEnd
 from autopar.planner.graph.graph import Graph
+from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.outside import outside_of
 
 
 def learning_parameters(graph: Graph) -> frozenset[str]:
@@ -128,3 +132,31 @@ def own_tensors(optimizer: Any) -> tuple[str, ...]:
             if any(one.shape in shapes and id(one) not in given for one in tensors):
                 found.append(name)
     return tuple(found)
+
+
+TRIED_STEPS = 100  # a script's default
+
+
+def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:
+    """Step a schedule; return where it fails, or None. Raises if the first step fails."""
+    before = outside_of(model_file.path).snapshot()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about an optimizer that is not stepped
+            for step in range(1, TRIED_STEPS + 1):
+                try:
+                    scheduler.step()
+                except Exception as error:
+                    return _ended(step, error, model_file)
+    finally:
+        before.put_back()
+    return None
+
+
+def _ended(step: int, error: Exception, model_file: ModelFile) -> ScheduleEnd:
+    said = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0]
+    where = user_location(error, model_file.path)
+    if step == 1:
+        found = f"the first step of build_scheduler's schedule fails: {said}"
+        raise InputError(found, where=where) from None
+    return ScheduleEnd(step, said, where)

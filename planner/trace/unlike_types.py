@@ -1,19 +1,13 @@
-"""Types that do not match: of buffers in 16 bits, of inputs; checks of torch that are left out.
+"""Types that do not fit, checks of torch without an answer, and models that notice a trace.
 
-Finds the fp32 buffers that a model can train with in 16 bits only if they have 16 bits, too.
+A buffer keeps its fp32 beside parameters in 16 bits. If the model adds it to activations
+(x + self.positions), these become fp32, and torch multiplies no fp32 by weights in 16 bits. So the
+fewest buffers that make types fit are cast to 16 bits, as model.to(torch.bfloat16) does with all.
 
-A buffer keeps its type beside parameters in 16 bits. Where the model adds it to activations as it
-is (x + self.positions), these become fp32, and torch multiplies no fp32 by weights in 16 bits.
-model.to(torch.bfloat16) has such buffers in 16 bits; so have plans, and tell it.
+gaussian_nll_loss asks a tensor for its truth before it computes; here it is computed without.
 
-Computes what torch's gaussian_nll_loss does behind its check of the variances' sign.
-
-The check asks a tensor for its truth within the function, where nothing can answer for it.
-
-Keeps a model from noticing that it is traced, so that it does what it does in training.
-
-Libraries ask torch whether a graph is being made, and if so do what holds for any input: masks of
-their own where training has `is_causal`, a check left out. Planned would be what nobody runs.
+Libraries ask torch whether a graph is being made, and then compute in another way than in training:
+with masks of their own instead of `is_causal`, or without a check. Here torch answers no.
 """
 
 from __future__ import annotations
