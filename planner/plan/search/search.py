@@ -343,7 +343,8 @@ class Explorer:
         if answer.is_final or item.effort + 1 == len(EFFORTS):
             return [Unproved(bound=bound)]
         again = replace(item, effort=item.effort + 1, thriftier=())
-        return [SearchNode(bound=bound, rank=rank, item=again, is_deep=False)]
+        is_last = again.effort + 1 == len(EFFORTS)
+        return [SearchNode(bound=bound, rank=rank, item=again, is_deep=False, is_last=is_last)]
 
     def value(self, candidate: Candidate) -> float:
         """Return the value that the objective minimises: bytes or seconds (also for cost)."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, islice
 
 import numpy as np
@@ -41,11 +40,13 @@ _NEAR = 1.1  # times the best: moving one layer does not make up for more
 class Effort:
     """The effort for one arrangement."""
 
+    simulations: int  # of the schedule, to find chains that bound divisible layers
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
     program_seconds: float  # for all programs of it
     gap: float  # relative: bound and best need not be closer
     most_columns: int  # of a program; a larger one is not solved
+    is_last: bool = False  # then open arrangements are solved in whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,15 +78,20 @@ class Chooser:
         )
         self._pricer = CutPricer(self.columns)
         self._priced: dict[Cut, CutAnswer] = {}
+        self._divisible: dict[int, Divisible] = {}  # by the most layers of a stage
 
     def ask(self, cutoff_seconds: float, effort: Effort) -> None:
         """Search from now on below a cutoff, with another effort."""
         self.cutoff, self.effort, self.report = cutoff_seconds, effort, NOTHING_SOLVED
 
-    @cached_property
     def divisible(self) -> Divisible:
-        """The program of divisible layers."""
-        return Divisible(self.question, self.columns.transfers, self.chains)
+        """Return the program of divisible layers for cuts below the aim."""
+        longest = _longest_that_matters(self, 1)
+        if longest not in self._divisible:
+            self._divisible[longest] = Divisible(
+                self.question, self.columns.transfers, self.chains, longest=longest
+            )
+        return self._divisible[longest]
 
     @property
     def top(self) -> float:
@@ -208,10 +214,22 @@ class Chooser:
         return most * self.question.shape.microbatches or 1.0
 
 
-QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
-THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
-EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
+QUICK = Effort(simulations=12, moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
+THOROUGH = Effort(
+    simulations=12, moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000
+)
+EXACT = Effort(
+    simulations=60,
+    moves=8,
+    cuts=60,
+    program_seconds=5.0,
+    gap=1e-7,
+    most_columns=1_000,
+    is_last=True,
+)
 
+_ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share
+_MOST_STAGES = 16  # of the program of whole numbers; more take too long
 _MOST_INTERVALS = 100  # of parts: a larger program with memory rows branches for a long time
 
 
@@ -266,24 +284,35 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
         starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
     for cut in starts[: 1 + effort.moves]:
         chooser.improve(cut, most_moves=effort.moves)
-    if not effort.cuts:
+    if effort.moves:  # the chains of these cuts are now known
+        bound = max(bound, _divided(chooser).bound_seconds + chooser.once)
+    if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
     longest = _longest_that_matters(chooser, 1)
-    if longest * question.shape.stages > _MOST_INTERVALS:
-        return chooser.answer(min(bound, chooser.top), is_final=True)
-    different = question.different_intervals(longest)
-    intervals = list(islice(different, _MOST_INTERVALS + 1))
-    is_small = len(intervals) <= _MOST_INTERVALS
-    if is_small:
-        bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
-    return chooser.answer(min(bound, chooser.top), is_final=not is_small)
+    if longest * question.shape.stages <= _MOST_INTERVALS:
+        intervals = list(islice(question.different_intervals(longest), _MOST_INTERVALS + 1))
+        if len(intervals) <= _MOST_INTERVALS:
+            bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
+    return chooser.answer(min(max(bound, _in_whole_numbers(chooser, bound)), chooser.top))
+
+
+def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
+    """Return a lower bound of cuts with whole layers on each rank; not more than asked for."""
+    asked = (1.0 - _ASKED) * chooser.top
+    if bound_seconds >= asked or chooser.question.shape.stages > _MOST_STAGES:
+        return bound_seconds
+    divided = chooser.divisible().solve_whole(below_seconds=asked - chooser.once)
+    if divided.lengths:
+        cut = nearest_cut(chooser.question, [*accumulate(divided.lengths)][:-1])
+        chooser.improve(cut, most_moves=chooser.effort.moves)
+    return divided.bound_seconds + chooser.once
 
 
 def _divided(chooser: Chooser) -> Divided:
     """Return the lower bound with divisible layers."""
-    return chooser.divisible.solve(
+    return chooser.divisible().solve(
         enough_seconds=chooser.aim - chooser.once,
-        time_limit_seconds=chooser.effort.program_seconds,
+        most_simulated=chooser.effort.simulations,
         hasty=not chooser.effort.moves,
     )
 
