@@ -35,7 +35,7 @@ _GROWING_OPTIONS = {
     "output_flag": False,
     "threads": 1,
     "presolve": "off",
-    "simplex_iteration_limit": 100_000,
+    "simplex_iteration_limit": 5_000,
     "mip_max_nodes": 200,
     "mip_heuristic_effort": 0.0,
     "mip_max_improving_sols": 1,

@@ -28,7 +28,7 @@ class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
     `is_deep`: whether a search without a leaf may go deeper from here. `is_last`: whether the node
-    is expanded only if all other nodes are, and its bound decides what is proved.
+    is expanded only if no other node may be better than the best leaf.
     """
 
     bound: float
@@ -126,8 +126,7 @@ def best_first(
         if is_late():
             is_complete = bool(passed)
             break
-        decides = last and last[0][0] < unproved
-        if not queue or (decides and _is_leaf(queue[0][4]) and last[0][0] < queue[0][0]):
+        if not queue or (last and _is_leaf(queue[0][4]) and last[0][0] < queue[0][0]):
             _, _, number = heapq.heappop(last)
         elif found or not dive or dive[0][1] > _FAR * queue[0][0]:
             _, _, _, number, top = heapq.heappop(queue)

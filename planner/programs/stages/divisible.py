@@ -1,6 +1,4 @@
-"""Bounds the stages by a linear program whose layers are divisible.
-
-Bounds a pipeline as if its layers were divisible: what no cut beats, where ranks share memory.
+"""Bounds all cuts of a pipeline by a linear program whose layers are divisible.
 
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
@@ -11,9 +9,9 @@ Bounds a pipeline as if its layers were divisible: what no cut beats, where rank
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
     chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
 
-The least T. Rows come one by one: the moment at which a rank holds too much in the optimum; and the
-longest chain of the schedule, simulated with what stages take there, until that is hardly longer
-than T − G. Chains hold whatever the stages take, so those that other questions have found come
+T is minimised. Rows are added one by one: the peak at which a rank holds too much in the optimum,
+and the longest chain of the schedule, simulated with the optimum's times of stages, until that is
+hardly longer than T − G. Chains hold for any times of stages, so those of other questions are added
 first.
 """
 
