@@ -228,11 +228,10 @@ class Explorer:
 
     def roots(self) -> list[SearchNode[SearchItem]]:
         """Return the points with their bounds."""
+        bound = self.bounds.of_point
         return [
-            SearchNode(
-                bound=self.bounds.of_point(point), rank=simplicity(point), item=SearchPoint(point)
-            )
-            for point in self.points
+            SearchNode(bound=bound(one), rank=simplicity(one), item=SearchPoint(one))
+            for one in self.points
         ]
 
     def _is_enough(self, passed: int) -> bool:

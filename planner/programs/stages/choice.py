@@ -282,9 +282,10 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
     starts = [even_cut(question)]
     if divided.lengths:
         starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
-    for cut in starts[: 1 + effort.moves]:
+    is_wide = effort.is_last and question.shape.stages > _MOST_STAGES
+    for cut in () if is_wide else starts[: 1 + effort.moves]:
         chooser.improve(cut, most_moves=effort.moves)
-    if effort.moves:  # the chains of these cuts are now known
+    if effort.moves and not is_wide:  # the chains of these cuts are now known
         bound = max(bound, _divided(chooser).bound_seconds + chooser.once)
     if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
