@@ -28,7 +28,8 @@ class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
     `is_deep`: whether a search without a leaf may go deeper from here. `is_last`: whether the node
-    is expanded only if no other node may be better than the best leaf.
+    is expanded only if no other node may be better than the best leaf. `only_proves`: whether the
+    node has no better leaf, and is dropped once something else limits what is proved.
     """
 
     bound: float
@@ -36,6 +37,7 @@ class SearchNode(Generic[Item]):
     item: Item
     is_deep: bool = True
     is_last: bool = False
+    only_proves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,9 @@ def best_first(
             is_complete = bool(passed)
             break
         if not queue or (last and _is_leaf(queue[0][4]) and last[0][0] < queue[0][0]):
-            _, _, number = heapq.heappop(last)
+            bound, _, number = heapq.heappop(last)
+            if nodes[number][0].only_proves and bound >= unproved:
+                del nodes[number]
         elif found or not dive or dive[0][1] > _FAR * queue[0][0]:
             _, _, _, number, top = heapq.heappop(queue)
             if isinstance(top, FoundLeaf):

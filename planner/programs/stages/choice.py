@@ -20,6 +20,7 @@ from itertools import accumulate, islice
 
 import numpy as np
 
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.paths import Chain, Chains, first_chains, longest_chains
 from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
@@ -282,10 +283,10 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
     starts = [even_cut(question)]
     if divided.lengths:
         starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
-    is_wide = effort.is_last and question.shape.stages > _MOST_STAGES
-    for cut in () if is_wide else starts[: 1 + effort.moves]:
+    only_proves = effort.is_last and is_wide(question.arrangement)
+    for cut in () if only_proves else starts[: 1 + effort.moves]:
         chooser.improve(cut, most_moves=effort.moves)
-    if effort.moves and not is_wide:  # the chains of these cuts are now known
+    if effort.moves and not only_proves:  # the chains of these cuts are now known
         bound = max(bound, _divided(chooser).bound_seconds + chooser.once)
     if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
@@ -297,10 +298,15 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
     return chooser.answer(min(max(bound, _in_whole_numbers(chooser, bound)), chooser.top))
 
 
+def is_wide(arrangement: Arrangement) -> bool:
+    """Whether an arrangement has too many stages for more than bounds with the last effort."""
+    return arrangement.pipeline * arrangement.stages_per_rank > _MOST_STAGES
+
+
 def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
     """Return a lower bound of cuts with whole layers on each rank; not more than asked for."""
     asked = (1.0 - _ASKED) * chooser.top
-    if bound_seconds >= asked or chooser.question.shape.stages > _MOST_STAGES:
+    if bound_seconds >= asked or is_wide(chooser.question.arrangement):
         return bound_seconds
     divided = chooser.divisible().solve_whole(below_seconds=asked - chooser.once)
     if divided.lengths:
