@@ -340,12 +340,8 @@ class Explorer:
         only_proves = is_last and is_wide(item.arrangement)
         if answer.is_final or again.effort == len(EFFORTS) or (only_proves and self._is_choosing):
             return [Unproved(bound=bound)]
-        return [
-            SearchNode(
-                bound=bound, rank=rank, item=again, is_deep=False, is_last=is_last,
-                only_proves=only_proves,
-            )
-        ]  # fmt: skip
+        kinds = {"is_deep": False, "is_last": is_last, "only_proves": only_proves}
+        return [SearchNode(bound=bound, rank=rank, item=again, **kinds)]
 
     def value(self, candidate: Candidate) -> float:
         """Return the value that the objective minimises: bytes or seconds (also for cost)."""

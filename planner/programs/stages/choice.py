@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 import numpy as np
@@ -42,6 +42,7 @@ class Effort:
     """The effort for one arrangement."""
 
     simulations: int  # of the schedule, to find chains that bound divisible layers
+    starts: int  # cuts of divisible layers whose borders are moved
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
     program_seconds: float  # for all programs of it
@@ -215,18 +216,12 @@ class Chooser:
         return most * self.question.shape.microbatches or 1.0
 
 
-QUICK = Effort(simulations=12, moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
-THOROUGH = Effort(
-    simulations=12, moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000
-)
-EXACT = Effort(
-    simulations=60,
-    moves=8,
-    cuts=60,
-    program_seconds=5.0,
-    gap=1e-7,
-    most_columns=1_000,
-    is_last=True,
+QUICK = Effort(
+    simulations=12, starts=0, moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0,
+)  # fmt: skip
+THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
+EXACT = replace(
+    THOROUGH, simulations=60, starts=1, cuts=60, program_seconds=5.0, gap=1e-7, is_last=True
 )
 
 _ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share
@@ -280,14 +275,15 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
-    starts = [even_cut(question)]
-    if divided.lengths:
-        starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
     only_proves = effort.is_last and is_wide(question.arrangement)
-    for cut in () if only_proves else starts[: 1 + effort.moves]:
-        chooser.improve(cut, most_moves=effort.moves)
-    if effort.moves and not only_proves:  # the chains of these cuts are now known
-        bound = max(bound, _divided(chooser).bound_seconds + chooser.once)
+    if not only_proves:
+        chooser.improve(even_cut(question), most_moves=effort.moves)
+    for _ in range(0 if only_proves else effort.starts):
+        if divided.lengths:
+            cut = nearest_cut(question, [*accumulate(divided.lengths)][:-1])
+            chooser.improve(cut, most_moves=effort.moves)
+        divided = _divided(chooser)  # the chains of these cuts are now known
+        bound = max(bound, divided.bound_seconds + chooser.once)
     if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
     longest = _longest_that_matters(chooser, 1)
