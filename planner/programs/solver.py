@@ -30,6 +30,17 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.errors import AutoparError, ExitCode
 
 _INTEGER = 1  # highspy.HighsVarType.kInteger
+_FEASIBLE = 2  # highspy.SolutionStatus.kSolutionStatusFeasible
+_GROWING_OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "presolve": "off",
+    "simplex_iteration_limit": 20_000,
+    "mip_max_nodes": 500,
+    "mip_heuristic_effort": 0.0,
+    "mip_max_improving_sols": 1,
+    "mip_feasibility_tolerance": 1e-9,
+}
 _TOLERANCE = 1e-9
 _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": _TOLERANCE,
@@ -255,6 +266,14 @@ class _ProgramRow(NamedTuple):
     factors: Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeNumbers:
+    """The result of a search for whole numbers below a limit: none are below the bound."""
+
+    bound: float
+    are_found: bool
+
+
 class GrowingProgram:
     """Columns ≥ 0, rows over them; minimises the first column.
 
@@ -263,11 +282,12 @@ class GrowingProgram:
 
     def __init__(self) -> None:
         self._highs = highspy.Highs()
-        for name, value in (("output_flag", False), ("threads", 1), ("presolve", "off")):
+        for name, value in _GROWING_OPTIONS.items():
             self._highs.setOptionValue(name, value)
         self._columns = 0
         self._rows: list[_ProgramRow] = []  # not yet given to HiGHS, which adds many as fast as one
         self._values: Floats = np.zeros(0)
+        self._whole: list[int] = []  # not yet given to HiGHS
         self.least = self.column()
 
     def column(self) -> int:
@@ -287,10 +307,15 @@ class GrowingProgram:
         """Add a row of factors that are not zero."""
         self._rows.append(_ProgramRow(least, most, columns, factors))
 
-    def solve(self, *, time_limit_seconds: float) -> float | None:
-        """Return the optimum; infinite if infeasible; None after a time-out."""
+    def whole(self, columns: Iterable[int]) -> None:
+        """Restrict columns to whole numbers in `solve_whole`."""
+        self._whole += columns
+
+    def solve(self) -> float | None:
+        """Return the optimum; infinite if infeasible; None at the limit of iterations."""
         self._hand_over()
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + time_limit_seconds)
+        self._highs.setOptionValue("solve_relaxation", True)
+        self._highs.changeColBounds(self.least, 0.0, inf)
         self._highs.run()
         status = self._highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -299,6 +324,23 @@ class GrowingProgram:
             return None
         self._values = np.array(self._highs.getSolution().col_value)
         return float(self._values[self.least])
+
+    def solve_whole(self, *, below: float) -> WholeNumbers:
+        """Look for whole numbers with the first column below a limit.
+
+        The search ends with the first solution, and at a limit of nodes.
+        """
+        self._hand_over()
+        self._highs.setOptionValue("solve_relaxation", False)
+        self._highs.changeColBounds(self.least, 0.0, below)
+        self._highs.run()
+        if self._highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            return WholeNumbers(bound=below, are_found=False)
+        info = self._highs.getInfo()
+        are_found = info.primal_solution_status == _FEASIBLE
+        if are_found:
+            self._values = np.array(self._highs.getSolution().col_value)
+        return WholeNumbers(bound=max(0.0, min(below, info.mip_dual_bound)), are_found=are_found)
 
     def values(self, columns: Sequence[int] | Numbers) -> Floats:
         """Return columns of the last optimum."""
@@ -311,6 +353,10 @@ class GrowingProgram:
         if new:
             self._highs.addVars(new, np.zeros(new), np.full(new, inf))
             self._highs.changeColCost(self.least, 1.0)
+        if self._whole:
+            kinds = np.full(len(self._whole), _INTEGER, dtype=np.uint8)
+            self._highs.changeColsIntegrality(len(kinds), np.array(self._whole), kinds)
+            self._whole.clear()
         if self._rows:
             least, most, columns, factors = zip(*self._rows, strict=True)
             sizes = [len(one) for one in columns]

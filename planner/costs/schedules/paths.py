@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from autopar.planner.costs.schedules.orders import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind, Numbers
 from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of, rank_of
 from autopar.planner.costs.schedules.simulation import (
     Flags,
@@ -74,6 +74,7 @@ class Chains:
     def __init__(self, first: Iterable[Chain]) -> None:
         self._every: dict[object, Chain] = {}
         self._counts: Floats | None = None  # the counts of all chains, a row for each
+        self._ends: Numbers = np.zeros(0, dtype=np.int64)  # the rank that each ends on, or -1
         self.add(first)
 
     def __iter__(self) -> Iterator[Chain]:
@@ -86,12 +87,17 @@ class Chains:
                 self._every[one.key] = one
                 self._counts = None
 
-    def lengths(self, times: Floats) -> Floats:
-        """Return the length of each chain; each is a lower bound of the schedule."""
+    def lengths(self, times: Floats, reductions: Floats | None = None) -> Floats:
+        """Return the length of each chain; each is a lower bound of the schedule.
+
+        A chain that ends on a rank is followed by that rank's reductions.
+        """
         if self._counts is None:
-            self._counts = np.array([one.counts.ravel() for one in self._every.values()])
+            every = self._every.values()
+            self._counts = np.array([one.counts.ravel() for one in every])
+            self._ends = np.array([-1 if one.rank is None else one.rank for one in every])
         found: Floats = self._counts @ times.ravel()
-        return found
+        return found if reductions is None else found + np.append(reductions, 0.0)[self._ends]
 
 
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
@@ -102,7 +108,11 @@ def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     """
     if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))
-    return tuple(_through_rank(kind, shape, rank) for rank in range(shape.ranks))
+    ranks = range(shape.ranks)
+    whole = (
+        [] if SCHEDULES[kind].splits_backward else [_through_rank(kind, shape, r) for r in ranks]
+    )
+    return (*whole, *(_to_end_of_rank(kind, shape, rank) for rank in ranks))
 
 
 def longest_chains(
@@ -203,19 +213,23 @@ def _with_ends(
 
 
 def _through_rank(kind: ScheduleKind, shape: PipelineShape, rank: int) -> Chain:
+    counts = _to_end_of_rank(kind, shape, rank).counts.copy()
+    counts[:rank, 1] += 1.0
+    counts[:rank, TRANSFER] += 1.0
+    return Chain(counts=counts)
+
+
+def _to_end_of_rank(kind: ScheduleKind, shape: PipelineShape, rank: int) -> Chain:
     counts = _empty(shape)
     counts[:rank, 0] = 1.0
     counts[:rank, TRANSFER] = 1.0
     splits = SCHEDULES[kind].splits_backward
-    if not splits:
-        counts[:rank, 1] += 1.0
-        counts[:rank, TRANSFER] += 1.0
     for stage in range(shape.stages):
         if rank_of(kind, stage, shape.ranks) == rank:
             counts[stage, 0] = shape.microbatches
             counts[stage, 2:TRANSFER] = shape.microbatches if splits else 0.0
             counts[stage, 1] = 0.0 if splits else shape.microbatches
-    return Chain(counts=counts)
+    return Chain(counts=counts, rank=rank)
 
 
 def _traced(

@@ -156,6 +156,22 @@ class DataBound:
         reduced = self._reduced(gradient_bytes)
         return self._overlapped(computing_seconds, reduced) - computing_seconds
 
+    def each_reduction(self, gradient_bytes: int, most_bytes: int) -> float:
+        """Return the least that a layer adds to the reductions of a stage's last backward.
+
+        A byte takes at least as long as in one reduction of the most bytes that a stage can have.
+        """
+        if self.arrangement.data == 1 or self.is_in_every_pass or not most_bytes:
+            return 0.0
+        return gradient_bytes * self._reduced(most_bytes) / most_bytes
+
+    def each_first_gather(self, parameter_bytes: int, most_bytes: int) -> float:
+        """Return the least that a layer adds to the gathers before a stage's first forward."""
+        arrangement = self.arrangement
+        if arrangement.data == 1 or not arrangement.zero.gathers_updated or not most_bytes:
+            return 0.0
+        return parameter_bytes * self._gather(most_bytes) / most_bytes
+
     @property
     def _gathers_always(self) -> bool:
         return self.arrangement.zero.divides_parameters and self.arrangement.data > 1

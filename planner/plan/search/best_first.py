@@ -27,13 +27,17 @@ Rank = tuple[float, ...]
 class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
-    `is_deep`: whether a search without a leaf may go deeper from here.
+    `is_deep`: whether a search without a leaf may go deeper from here. `is_last`: whether the node
+    is expanded only if no other node may be better than the best leaf. `only_proves`: whether the
+    node has no better leaf, and is dropped once something else limits what is proved.
     """
 
     bound: float
     rank: Rank
     item: Item
     is_deep: bool = True
+    is_last: bool = False
+    only_proves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,10 @@ class Outcome(Generic[Item, Leaf]):
         return max(0.0, best - self.bound) / best if best else 0.0
 
 
+def _is_leaf(entry: object) -> bool:
+    return isinstance(entry, FoundLeaf)
+
+
 def best_first(
     roots: Iterable[SearchNode[Item]],
     expand: Callable[[Item], Iterable[SearchNode[Item] | FoundLeaf[Leaf] | Unproved]],
@@ -83,6 +91,7 @@ def best_first(
     """
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []
+    last: list[tuple[float, Rank, int]] = []
     nodes: dict[
         int, tuple[SearchNode[Item], float, int]
     ] = {}  # waiting nodes, with their lower bounds and depths
@@ -105,6 +114,9 @@ def best_first(
             return
         bound = max(entry.bound, floor)
         nodes[number] = entry, bound, depth
+        if entry.is_last:
+            heapq.heappush(last, (bound, entry.rank, number))
+            return
         heapq.heappush(queue, (bound, 0, entry.rank, number, entry))
         if not found and entry.is_deep:
             heapq.heappush(dive, (-depth, bound, entry.rank, number))
@@ -112,11 +124,15 @@ def best_first(
     for root in roots:
         push(root, 0.0, 0)
     is_complete = True
-    while queue and not enough(len(passed)):
+    while (queue or last) and not enough(len(passed)):
         if is_late():
             is_complete = bool(passed)
             break
-        if found or not dive or dive[0][1] > _FAR * queue[0][0]:
+        if not queue or (last and _is_leaf(queue[0][4]) and last[0][0] < queue[0][0]):
+            bound, _, number = heapq.heappop(last)
+            if nodes[number][0].only_proves and bound >= unproved:
+                del nodes[number]
+        elif found or not dive or dive[0][1] > _FAR * queue[0][0]:
             _, _, _, number, top = heapq.heappop(queue)
             if isinstance(top, FoundLeaf):
                 passed.append(top)
@@ -130,7 +146,8 @@ def best_first(
                 push(child, bound, depth + 1)
     queue = [entry for entry in queue if isinstance(entry[4], FoundLeaf) or entry[3] in nodes]
     first = passed[0].value if passed else float("inf")
-    best_possible = min([first, unproved, *(entry[0] for entry in queue)])
+    left = [*(entry[0] for entry in queue), *(entry[0] for entry in last)]
+    best_possible = min([first, unproved, *left])
     return Outcome(
         found=tuple(sorted(found, key=lambda leaf: (leaf.value, leaf.rank))),
         waiting=tuple(replace(node, bound=bound) for node, bound, _ in nodes.values()),

@@ -68,6 +68,7 @@ from autopar.planner.plan.search.simpler import (
     Known,
     Simplicity,
     complexity,
+    complexity_of,
     simplest_leaf,
 )
 from autopar.planner.plan.search.space import Choices
@@ -79,7 +80,7 @@ from autopar.planner.plan.solving.candidate import (
     recomputes,
 )
 from autopar.planner.plan.solving.costing import PriceBook, Prices, SearchSubject, model_flops
-from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
+from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, is_wide
 
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
@@ -136,11 +137,6 @@ def search(
             seconds=time.perf_counter() - began,
         ),
     )
-
-
-def complexity_of(candidate: Candidate) -> Complexity:
-    """Return the complexity of a solved plan."""
-    return complexity(candidate.arrangement, recomputes=recomputes(candidate))
 
 
 class Explorer:
@@ -228,11 +224,10 @@ class Explorer:
 
     def roots(self) -> list[SearchNode[SearchItem]]:
         """Return the points with their bounds."""
+        bound = self.bounds.of_point
         return [
-            SearchNode(
-                bound=self.bounds.of_point(point), rank=simplicity(point), item=SearchPoint(point)
-            )
-            for point in self.points
+            SearchNode(bound=bound(one), rank=simplicity(one), item=SearchPoint(one))
+            for one in self.points
         ]
 
     def _is_enough(self, passed: int) -> bool:
@@ -340,10 +335,13 @@ class Explorer:
                 again = replace(item, effort=0, thriftier=())
                 self._left_out.append(SearchNode(bound=bound, rank=rank, item=again))
             return []
-        if answer.is_final or item.effort + 1 == len(EFFORTS):
-            return [Unproved(bound=bound)]
         again = replace(item, effort=item.effort + 1, thriftier=())
-        return [SearchNode(bound=bound, rank=rank, item=again, is_deep=False)]
+        is_last = again.effort + 1 == len(EFFORTS)
+        only_proves = is_last and is_wide(item.arrangement)
+        if answer.is_final or again.effort == len(EFFORTS) or (only_proves and self._is_choosing):
+            return [Unproved(bound=bound)]
+        kinds = {"is_deep": False, "is_last": is_last, "only_proves": only_proves}
+        return [SearchNode(bound=bound, rank=rank, item=again, **kinds)]
 
     def value(self, candidate: Candidate) -> float:
         """Return the value that the objective minimises: bytes or seconds (also for cost)."""

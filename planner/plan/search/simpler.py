@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
+from autopar.planner.plan.solving.candidate import Candidate, recomputes
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
@@ -31,6 +32,11 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
         int(arrangement.compressed_gradients),
         int(recomputes),
     )
+
+
+def complexity_of(candidate: Candidate) -> Complexity:
+    """Return the complexity of a solved plan."""
+    return complexity(candidate.arrangement, recomputes=recomputes(candidate))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

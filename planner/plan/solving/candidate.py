@@ -286,10 +286,9 @@ class ArrangementSolver:
                 price = replace(price, growth=self._growth(candidate))
                 one = self._predicted_again(replace(candidate, lines=price))
             found = self.costing.solution(one.inside)
-            if found.layouts == own_layouts:
+            if found.layouts == own_layouts or not self._fits(one):
                 break
-            is_short = one.prediction.step_seconds <= within_seconds
-            if is_short and self._fits(one) and not found.splits_nothing:
+            if one.prediction.step_seconds <= within_seconds and not found.splits_nothing:
                 return one
         return candidate
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 import numpy as np
 
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.paths import Chain, Chains, first_chains, longest_chains
 from autopar.planner.costs.steps.stage_load import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
@@ -41,11 +41,14 @@ _NEAR = 1.1  # times the best: moving one layer does not make up for more
 class Effort:
     """The effort for one arrangement."""
 
+    simulations: int  # of the schedule, to find chains that bound divisible layers
+    starts: int  # cuts of divisible layers whose borders are moved
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
     program_seconds: float  # for all programs of it
     gap: float  # relative: bound and best need not be closer
     most_columns: int  # of a program; a larger one is not solved
+    is_last: bool = False  # then open arrangements are solved in whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,15 +80,20 @@ class Chooser:
         )
         self._pricer = CutPricer(self.columns)
         self._priced: dict[Cut, CutAnswer] = {}
+        self._divisible: dict[int, Divisible] = {}  # by the most layers of a stage
 
     def ask(self, cutoff_seconds: float, effort: Effort) -> None:
         """Search from now on below a cutoff, with another effort."""
         self.cutoff, self.effort, self.report = cutoff_seconds, effort, NOTHING_SOLVED
 
-    @cached_property
     def divisible(self) -> Divisible:
-        """The program of divisible layers."""
-        return Divisible(self.question, self.columns.transfers, self.chains)
+        """Return the program of divisible layers for cuts below the aim."""
+        longest = _longest_that_matters(self, 1)
+        if longest not in self._divisible:
+            self._divisible[longest] = Divisible(
+                self.question, self.columns.transfers, self.chains, longest=longest
+            )
+        return self._divisible[longest]
 
     @property
     def top(self) -> float:
@@ -208,10 +216,16 @@ class Chooser:
         return most * self.question.shape.microbatches or 1.0
 
 
-QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
-THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
-EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
+QUICK = Effort(
+    simulations=12, starts=0, moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0,
+)  # fmt: skip
+THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
+EXACT = replace(
+    THOROUGH, simulations=60, starts=1, cuts=60, program_seconds=5.0, gap=1e-7, is_last=True
+)
 
+_ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share
+_MOST_STAGES = 16  # of the program of whole numbers; more take too long
 _MOST_INTERVALS = 100  # of parts: a larger program with memory rows branches for a long time
 
 
@@ -261,29 +275,47 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
-    starts = [even_cut(question)]
-    if divided.lengths:
-        starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
-    for cut in starts[: 1 + effort.moves]:
-        chooser.improve(cut, most_moves=effort.moves)
-    if not effort.cuts:
+    only_proves = effort.is_last and is_wide(question.arrangement)
+    if not only_proves:
+        chooser.improve(even_cut(question), most_moves=effort.moves)
+    for _ in range(0 if only_proves else effort.starts):
+        if divided.lengths:
+            cut = nearest_cut(question, [*accumulate(divided.lengths)][:-1])
+            chooser.improve(cut, most_moves=effort.moves)
+        divided = _divided(chooser)  # the chains of these cuts are now known
+        bound = max(bound, divided.bound_seconds + chooser.once)
+    if not effort.is_last or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
     longest = _longest_that_matters(chooser, 1)
-    if longest * question.shape.stages > _MOST_INTERVALS:
-        return chooser.answer(min(bound, chooser.top), is_final=True)
-    different = question.different_intervals(longest)
-    intervals = list(islice(different, _MOST_INTERVALS + 1))
-    is_small = len(intervals) <= _MOST_INTERVALS
-    if is_small:
-        bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
-    return chooser.answer(min(bound, chooser.top), is_final=not is_small)
+    if longest * question.shape.stages <= _MOST_INTERVALS:
+        intervals = list(islice(question.different_intervals(longest), _MOST_INTERVALS + 1))
+        if len(intervals) <= _MOST_INTERVALS:
+            bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
+    return chooser.answer(min(max(bound, _in_whole_numbers(chooser, bound)), chooser.top))
+
+
+def is_wide(arrangement: Arrangement) -> bool:
+    """Whether an arrangement has too many stages for more than bounds with the last effort."""
+    return arrangement.pipeline * arrangement.stages_per_rank > _MOST_STAGES
+
+
+def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
+    """Return a lower bound of cuts with whole layers on each rank; not more than asked for."""
+    asked = (1.0 - _ASKED) * chooser.top
+    if bound_seconds >= asked or is_wide(chooser.question.arrangement):
+        return bound_seconds
+    divided = chooser.divisible().solve_whole(below_seconds=asked - chooser.once)
+    if divided.lengths:
+        cut = nearest_cut(chooser.question, [*accumulate(divided.lengths)][:-1])
+        chooser.improve(cut, most_moves=chooser.effort.moves)
+    return divided.bound_seconds + chooser.once
 
 
 def _divided(chooser: Chooser) -> Divided:
     """Return the lower bound with divisible layers."""
-    return chooser.divisible.solve(
+    return chooser.divisible().solve(
         enough_seconds=chooser.aim - chooser.once,
-        time_limit_seconds=chooser.effort.program_seconds,
+        most_simulated=chooser.effort.simulations,
         hasty=not chooser.effort.moves,
     )
 

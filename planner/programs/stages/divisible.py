@@ -1,29 +1,31 @@
-"""Bounds the stages by a linear program whose layers are divisible.
-
-Bounds a pipeline as if its layers were divisible: what no cut beats, where ranks share memory.
+"""Bounds all cuts of a pipeline by a linear program whose layers are divisible.
 
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
-    stages_are_not_empty   Σ x  ≥  1
+    stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  what an action takes  +  Σ seconds · x
-    chains_are_no_longer   Σ count · t  ≤  L
-    memory_is_kept         Σ (state + held · saved) · x  ≤  the rank's limit, at its full moments
+    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (parts.py)
+    reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
+                           R of a stage  ≥  its reduction  −  its last backward
+    gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
+    chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
 
-The least L. Rows come one by one: the moment at which a rank holds too much in the optimum; and the
-longest chain of the schedule, simulated with what stages take there, until that is hardly longer
-than L. Chains hold whatever the stages take, so those that other questions have found come first.
+T is minimised. Rows are added one by one: the peak at which a rank holds too much in the optimum,
+and the longest chain of the schedule, simulated with the optimum's times of stages, until that is
+hardly longer than T − G. Chains hold for any times of stages, so those of other questions are added
+first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
-from autopar.planner.costs.prediction import LayerCost
-from autopar.planner.costs.schedules.orders import ActionKind, Numbers
+from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.costs.schedules.paths import (
     KINDS,
     TRANSFER,
@@ -35,130 +37,13 @@ from autopar.planner.costs.schedules.paths import (
 from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.bounds import DataBound
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    most_tensor_bytes,
-)
 from autopar.planner.programs.solver import GrowingProgram, Term
-from autopar.planner.programs.stages.offers import fullest
+from autopar.planner.programs.stages.parts import LayerPiece, MemoryRow, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 
-_SLACK = 1e-6  # of a rank's memory: allows for rounding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerPiece:
-    """Layers of a class in one mode; `is_split`: with a split backward."""
-
-    number: int  # of the class
-    cost: LayerCost
-    is_split: bool
-    state_bytes: float
-    working_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PieceOnStage:
-    """A piece on a stage."""
-
-    stage: int
-    piece: LayerPiece
-    column: int  # of the program
-
-
-def parts_of(question: StageQuestion, program: GrowingProgram) -> list[list[PieceOnStage]]:
-    """Return each stage's possible pieces, with columns; layer i is on stage i or before."""
-    last, stages = len(question.classes) - 1, question.shape.stages
-    pieces = cache(partial(_pieces, question))
-    parts = []
-    for stage, kind in enumerate(question.kinds):
-        own = dict.fromkeys(question.classes[stage : last + 2 - stages + stage])
-        found = (piece for number in own for piece in pieces(kind, number, stage > 0))
-        parts.append(
-            [PieceOnStage(stage=stage, piece=one, column=program.column()) for one in found]
-        )
-    return parts
-
-
-def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -> list[LayerPiece]:
-    """Return the pieces of a class on a kind of rank; the first stage splits no backward."""
-    arrangement = question.arrangement
-    splits = has_before and SCHEDULES[arrangement.schedule].splits_backward
-    costs = [question.layer(kind, number)[mode] for mode in question.modes_of(kind, number)]
-    return [
-        LayerPiece(
-            number=number,
-            cost=cost,
-            is_split=is_split,
-            state_bytes=float(layer_state_bytes(cost, arrangement)),
-            working_bytes=float(cost.transient_bytes + layer_unsharded_bytes(cost, arrangement)),
-        )
-        for cost in costs
-        for is_split in ((True, False) if splits and not cost.recompute_seconds else (False,))
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryRow:
-    """Σ bytes · x ≤ remaining memory, as fractions of a rank's limit."""
-
-    columns: Numbers
-    shares: Floats
-    most: float
-
-
-class RankMoments:
-    """A rank's memory at each of its peaks, per layer of each piece on its stages."""
-
-    def __init__(
-        self, question: StageQuestion, rank: int, parts: Sequence[Sequence[PieceOnStage]]
-    ) -> None:
-        arrangement, moments = question.arrangement, question.moments[rank]
-        stages, places = question.stages_of[rank], list(fullest(moments))
-        own = [(place, part) for place, stage in enumerate(stages) for part in parts[stage]]
-        pieces = [part.piece for _, part in own]
-        at = np.array([place for place, _ in own])
-        is_split = np.array([one.is_split for one in pieces])
-        saved = np.array([float(one.cost.saved_bytes) for one in pieces])
-        deferred = np.array([float(one.cost.deferred_bytes) for one in pieces])
-        state = np.array([one.state_bytes for one in pieces])
-        split = saved * moments.forwarded[places][:, at] + deferred * moments.halfway[places][:, at]
-        whole = saved * moments.unanswered[places][:, at]
-        working = np.array(
-            [min(part.piece.working_bytes for part in parts[stage]) for stage in stages]
-        )
-        limit = most_tensor_bytes(question.limit_bytes[rank], arrangement, question.constants)
-        self._columns = np.array([part.column for _, part in own])
-        self._held = (state + np.where(is_split, split, whole)) / limit
-        self._most = 1.0 - working[moments.running[places]] / limit + _SLACK
-        self._added: set[int] = set()
-
-    @property
-    def likely(self) -> int:
-        """The peak that is largest if all pieces are equally many."""
-        return int(np.argmax(self._held.sum(axis=1) - self._most))
-
-    def row_at(self, moment: int) -> MemoryRow:
-        """Return the row of a moment."""
-        self._added.add(moment)
-        held = np.flatnonzero(self._held[moment])
-        return MemoryRow(
-            columns=self._columns[held],
-            shares=self._held[moment, held],
-            most=float(self._most[moment]),
-        )
-
-    def exceeded(self, program: GrowingProgram) -> Iterator[MemoryRow]:
-        """Yield the row of the most exceeded moment in the optimum, if any."""
-        over = self._held @ program.values(self._columns) - self._most
-        worst = int(np.argmax(over))
-        if over[worst] > _SLACK and worst not in self._added:
-            yield self.row_at(worst)
-
-
-_MOST_PROGRAMS = 40
-_MOST_SIMULATED = 12  # simulations to find new chains
+_MOST_PROGRAMS = 100
+_MOST_CHAINS = 8  # added at once
+_MOST_WHOLE = 12  # programs of whole numbers
 _CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is close enough
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
@@ -177,103 +62,165 @@ class Divided:
 class Divisible:
     """The program of one question."""
 
-    def __init__(self, question: StageQuestion, transfers: Sequence[float], chains: Chains) -> None:
+    def __init__(
+        self,
+        question: StageQuestion,
+        transfers: Sequence[float],
+        chains: Chains,
+        *,
+        longest: int,
+    ) -> None:
         self.question, self.chains = question, chains
         arrangement, groups = question.arrangement, question.groups
         self._data = DataBound(arrangement, groups, question.constants)
         self._action = question.constants.action_seconds
+        layers = [question.layer(question.kinds[0], number) for number in question.classes]
+        plain = [modes[Recompute.NONE] for modes in layers]
+        self._gradients = sum(one.gradient_bytes for one in plain)
+        self._parameters = sum(one.parameter_bytes for one in plain)
         self.program = GrowingProgram()
-        self.parts = parts_of(question, self.program)
+        self.parts = parts_of(question, self.program, longest)
         self.unit = self._unit()
         self._sending = min(transfers[:-1], default=0.0) / self.unit
-        self._simulated = 0
+        self._left = 0  # simulations
+        self._is_whole = False
         self._added: set[object] = set()
         self._layers_are_used_up()
         self._times = np.array(self._stages_take())  # the column of [stage, kind of action]
+        self._reductions = self._reductions_outlast()  # the column of each stage
+        self._gather = self._gathers_come_first()
         self._memories = [
-            RankMoments(question, rank, self.parts) for rank in range(question.shape.ranks)
+            RankMoments(question, rank, self.parts, self.program)
+            for rank in range(question.shape.ranks)
         ]
         self._keep_memory(one.row_at(one.likely) for one in self._memories)
 
-    def solve(
-        self, *, enough_seconds: float, time_limit_seconds: float, hasty: bool = False
-    ) -> Divided:
+    def solve(self, *, enough_seconds: float, most_simulated: int, hasty: bool = False) -> Divided:
         """Return the optimum, or a bound of it that suffices.
 
         With `hasty`, it stops if the bound rises too slowly to suffice in the end.
         """
         for chain in first_chains(self.question.arrangement.schedule, self.question.shape):
             self._add_chain(chain)
+        self._left = most_simulated
         lengths: tuple[float, ...] = ()
         bound = 0.0
         for _ in range(_MOST_PROGRAMS):
-            found = self.program.solve(time_limit_seconds=time_limit_seconds)
+            found = self.program.solve()
             if found is None:
                 break
             if found == float("inf"):
                 return Divided(lengths=(), bound_seconds=found)
             raised = found * self.unit - bound
-            bound = max(bound, found * self.unit)
-            lengths = tuple(
-                float(self.program.values([part.column for part in own]).sum())
-                for own in self.parts
-            )
-            left = _MOST_SIMULATED - self._simulated
-            is_far = hasty and self._simulated and bound + left * raised < enough_seconds
+            bound, lengths = max(bound, found * self.unit), self._lengths()
+            is_begun = self._left < most_simulated
+            is_far = hasty and is_begun and bound + self._left * raised < enough_seconds
             if bound >= enough_seconds or is_far or not self._tighten():
                 break
         return Divided(lengths=lengths, bound_seconds=bound)
 
+    def solve_whole(self, *, below_seconds: float) -> Divided:
+        """Return a lower bound with whole numbers of layers per rank, at most `below_seconds`."""
+        self._numbers_are_whole()
+        self._left = _MOST_WHOLE
+        lengths: tuple[float, ...] = ()
+        bound = 0.0
+        for _ in range(_MOST_WHOLE):
+            found = self.program.solve_whole(below=below_seconds / self.unit)
+            bound = max(bound, found.bound * self.unit)
+            if not found.are_found:
+                break
+            lengths = self._lengths()
+            if not self._tighten():
+                break
+        return Divided(lengths=lengths, bound_seconds=min(bound, below_seconds))
+
+    def _lengths(self) -> tuple[float, ...]:
+        return tuple(float(self.program.values(own.columns).sum()) for own in self.parts)
+
+    def _numbers_are_whole(self) -> None:
+        """Σ x of a rank in one mode ∈ Z; a stage splits the backwards of all layers, or none."""
+        if self._is_whole:
+            return
+        self._is_whole = True
+        for stages in self.question.stages_of:
+            ways: dict[int, list[Term]] = defaultdict(list)
+            for one in (one for stage in stages for one in self.parts[stage].pieces):
+                ways[id(one.piece.cost)].append((one.column, 1.0))
+            for terms in ways.values():
+                number = self.program.column()
+                self.program.whole([number])
+                self.program.add([*terms, (number, -1.0)], most=0.0, least=0.0)
+        for own in self.parts:
+            split = [(one.column, 1.0) for one in own.pieces if one.piece.is_split]
+            others = [(one.column, 1.0) for one in own.pieces if not one.piece.is_split]
+            if split and others:
+                splits, most = self.program.column(), float(own.most_layers)
+                self.program.whole([splits])
+                self.program.add([(splits, 1.0)], most=1.0)
+                self.program.add([*split, (splits, -most)], most=0.0)
+                self.program.add([*others, (splits, most)], most=most)
+
     def _tighten(self) -> bool:
-        """Add a violated memory row, else a longer chain; returns whether there was any."""
+        """Add violated memory rows, else longer chains; returns whether there were any."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)
         times[:, :TRANSFER] = self.program.values(self._times)
         longest = self._longest(times)
-        if longest is None and self._simulated < _MOST_SIMULATED:
+        if not longest and self._left:
             self._find_longest(times)
             longest = self._longest(times)
-        return longest is not None and self._add_chain(longest)
+        added = [self._add_chain(one) for one in longest]
+        return any(added)
 
-    def _longest(self, times: Floats) -> Chain | None:
-        """Return the longest known chain, if it is longer than the optimum."""
-        lengths = self.chains.lengths(times)
-        place = int(np.argmax(lengths))
-        known = float(self.program.values([self.program.least])[0]) * (1 + _CLOSE)
-        return list(self.chains)[place] if lengths[place] > known else None
+    def _longest(self, times: Floats) -> list[Chain]:
+        """Return the longest known chains, of those longer than the optimum."""
+        lengths = self.chains.lengths(times, self._reduced())
+        least, gather = self.program.values([self.program.least, self._gather]).tolist()
+        places = np.argsort(-lengths, kind="stable")[:_MOST_CHAINS]
+        is_longer = lengths[places] > least * (1 + _CLOSE) - gather
+        every = list(self.chains)
+        return [every[place] for place in places[is_longer].tolist()]
 
     def _find_longest(self, times: Floats) -> None:
         """Simulate the schedule with the optimum's times of stages."""
         question = self.question
-        self._simulated += 1
+        self._left -= 1
         self.chains.add(
             longest_chains(
                 question.arrangement.schedule,
                 question.shape,
                 [_seconds_of(row) for row in (times[:, :TRANSFER] * self.unit).tolist()],
                 transfer_seconds=[self._sending * self.unit] * (question.shape.stages - 1),
-                reduction_seconds=[0.0] * question.shape.ranks,
+                reduction_seconds=(self._reduced() * self.unit).tolist(),
             )
         )
+
+    def _reduced(self) -> Floats:
+        """Return by how much the reductions of each rank lengthen its step in the optimum."""
+        found = self.program.values(self._reductions)
+        return np.array([found[list(stages)].sum() for stages in self.question.stages_of])
 
     def _unit(self) -> float:
         """Return a rough step time, so that the program's numbers are near one."""
         question = self.question
         count, share = len(question.classes), question.shape.microbatches / question.shape.ranks
-        costs = {id(part.piece): part.piece.cost for own in self.parts for part in own}.values()
+        pieces = {id(part.piece): part.piece for own in self.parts for part in own.pieces}
+        costs = [one.cost for one in pieces.values()]
         each = max(one.forward_seconds + one.backward_seconds for one in costs)
         return share * count * each or 1.0
 
     def _layers_are_used_up(self) -> None:
         counts = np.bincount(self.question.classes)
         classes: dict[int, list[Term]] = defaultdict(list)
-        for part in (one for own in self.parts for one in own):
+        for part in (one for own in self.parts for one in own.pieces):
             classes[part.piece.number].append((part.column, 1.0))
         for number, terms in classes.items():
             self.program.add(terms, most=float(counts[number]), least=float(counts[number]))
         for own in self.parts:
-            self.program.add([(one.column, -1.0) for one in own], most=-1.0)
+            terms = [(column, 1.0) for column in own.columns]
+            self.program.add(terms, most=float(own.most_layers), least=1.0)
 
     def _stages_take(self) -> list[list[int]]:
         splits = SCHEDULES[self.question.arrangement.schedule].splits_backward
@@ -281,8 +228,8 @@ class Divisible:
         table = []
         for stage, own in enumerate(self.parts):
             row = [self.program.column() for _ in range(TRANSFER)]
-            columns = np.array([part.column for part in own])
-            seconds = np.array([seconds_of(part.piece) for part in own]) / self.unit
+            columns = np.array(own.columns)
+            seconds = np.array([seconds_of(part.piece) for part in own.pieces]) / self.unit
             for kind, total in enumerate(row):
                 taken = np.flatnonzero(seconds[:, kind])
                 is_empty = kind == _WEIGHTS and not (splits and stage)
@@ -306,6 +253,45 @@ class Divisible:
         weights = cost.weight_gradient_seconds + self._data.gradients(cost.gradient_bytes)
         return forward, backward, backward - weights, weights
 
+    def _reductions_outlast(self) -> list[int]:
+        """A reduction slows the backward beside it, and may take longer than that.
+
+        Nothing is computed beside the reduction of a stage's first layer, whose gradients are last.
+        """
+        found, slowing = [], self._data.slowing
+        for stage, own in enumerate(self.parts):
+            column = self.program.column()
+            found.append(column)
+            seconds = {one.column: self._reduction(one.piece.cost) for one in own.pieces}
+            first, latest = self.question.windows[stage]
+            starts = dict.fromkeys(self.question.classes[first : latest + 1])
+            alone = (1.0 - slowing) * min(
+                self._reduction(one.piece.cost) for one in own.pieces if one.piece.number in starts
+            )
+            slowed = [(place, slowing * each) for place, each in seconds.items()]
+            outlasting = [
+                (one.column, seconds[one.column] - one.piece.cost.backward_seconds / self.unit)
+                for one in own.pieces
+            ]
+            self.program.add([(column, -1.0), *slowed], most=-alone)
+            self.program.add([(column, -1.0), *outlasting], most=0.0)
+        return found
+
+    def _reduction(self, cost: LayerCost) -> float:
+        return self._data.each_reduction(cost.gradient_bytes, self._gradients) / self.unit
+
+    def _gathers_come_first(self) -> int:
+        """The rank that starts first waits for the parameters of each of its stages."""
+        gather = self.program.column()
+        for stage in self.question.stages_of[self.question.ranks[0]]:
+            terms = [(gather, -1.0)]
+            for one in self.parts[stage].pieces:
+                size = one.piece.cost.parameter_bytes
+                gathered = self._data.each_first_gather(size, self._parameters)
+                terms.append((one.column, gathered / self.unit))
+            self.program.add(terms, most=0.0)
+        return gather
+
     def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:
         """Add memory rows; returns whether there were any."""
         every = list(rows)
@@ -314,15 +300,18 @@ class Divisible:
         return bool(every)
 
     def _add_chain(self, chain: Chain) -> bool:
-        """Add L ≥ Σ count · t, unless it is known."""
+        """Add T ≥ G + Σ count · t + Σ R of the rank that the chain ends on, unless it is known."""
         if chain.key in self._added:
             return False
         self._added.add(chain.key)
         counts = chain.counts[:, :TRANSFER]
         passed = np.nonzero(counts)
-        columns = np.append(self._times[passed], self.program.least)
+        ended = [] if chain.rank is None else self.question.stages_of[chain.rank]
+        reductions = [self._reductions[stage] for stage in ended]
+        columns = [*self._times[passed], *reductions, self._gather, self.program.least]
+        factors = [*counts[passed], *[1.0] * len(reductions), 1.0, -1.0]
         sent = float(chain.counts[:, TRANSFER].sum()) * self._sending
-        self.program.add_row(columns, np.append(counts[passed], -1.0), most=-sent)
+        self.program.add_row(np.array(columns), np.array(factors), most=-sent)
         return True
 
 

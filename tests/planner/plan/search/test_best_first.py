@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
+from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved, best_first
 
 Tree = tuple[float, tuple["Tree", ...]]  # a bound's slack below the best leaf, or a leaf's value
 
@@ -100,3 +100,21 @@ def test_who_watches_sees_bounds_of_the_best_leaf_that_end_at_it(subtrees: list[
     outcome = best_first([_node(root)], _expand, watch=seen.append)
     assert seen == sorted(seen)
     assert max(seen) <= outcome.found[0].value
+
+
+def test_nodes_that_only_prove_are_expanded_while_they_limit_what_is_proved() -> None:
+    nodes = [
+        SearchNode(bound=bound, rank=(), item=bound, is_last=True, only_proves=True)
+        for bound in (3.0, 1.0, 2.0)
+    ]
+    expanded: list[float] = []
+
+    def expand(item: float) -> list[FoundLeaf[str] | Unproved]:
+        if not item:
+            return [FoundLeaf(value=9.0, rank=(), leaf="")]
+        expanded.append(item)
+        return [Unproved(bound=item + 1.5)]
+
+    outcome = best_first([SearchNode(bound=0.0, rank=(), item=0.0), *nodes], expand)
+    assert expanded == [1.0, 2.0]
+    assert outcome.bound == 2.5

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, best_first
-from autopar.planner.plan.search.search import Explorer, complexity_of
+from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.simpler import (
     Complexity,
     Known,
     Simplicity,
     complexity,
+    complexity_of,
     simplest_leaf,
 )
 from autopar.planner.plan.solving.candidate import Candidate

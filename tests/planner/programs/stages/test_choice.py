@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
+from itertools import count
+from statistics import median
 
 import pytest
 
@@ -40,6 +43,12 @@ PIPELINES = tuple(
 WHOLE = tuple((zero, room, seed) for zero in Zero for room in (0.9, 0.6) for seed in (1, 2))
 RANDOM = range(500)
 FEW = range(100)
+SEVERAL = (
+    ScheduleKind.INTERLEAVED_1F1B,
+    ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
+    ScheduleKind.ZERO_BUBBLE_V,
+)
+IN_WHOLE_NUMBERS = replace(EXACT, most_columns=0)  # as for models too large for all intervals
 
 
 @cache
@@ -111,6 +120,28 @@ def test_between_bound_and_best_lies_the_truth(seeds: range, effort: Effort) -> 
         if truth < math.inf:
             closest = max(closest, answer.bound_seconds / truth)
     assert closest * 1.02 > 1.0  # a bound two percent higher would have been noticed
+
+
+def random_several(seed: int) -> StageCase:
+    """Return a case whose ranks have several stages, which share memory that presses."""
+    kind, room = SEVERAL[seed % len(SEVERAL)], (1.0, 0.85, 0.7, 0.55)[seed // 3 % 4]
+    cases = (random_case(each, kind=kind, most_layers=5, room=room) for each in count(seed * 1_000))
+    return next(case for case in cases if case.question.shape.stages_per_rank > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", cells((range(24), RANDOM), (range(24),)), ids=len)
+def test_the_bound_in_whole_numbers_is_below_all_cuts_of_several_stages(seeds: range) -> None:
+    shares = []
+    for case in map(random_several, seeds):
+        truth = brute_force(case).seconds
+        answer = choose_stages(case.question, effort=IN_WHOLE_NUMBERS)
+        assert answer.bound_seconds <= truth * ROUNDING
+        assert found_seconds(answer) * ROUNDING >= truth
+        if truth < math.inf:
+            shares.append(answer.bound_seconds / truth)
+    assert max(shares) * 1.02 > 1.0  # a bound two percent higher would have been noticed
+    assert median(shares) > 0.85
 
 
 @pytest.mark.parametrize("seed", range(8))

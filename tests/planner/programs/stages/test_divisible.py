@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import median
 
 import pytest
@@ -22,26 +23,43 @@ KINDS = (
 ROOMS = (2.0, 0.8, 0.6)
 
 
-def bound_of(case: StageCase) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What no cut beats: of divisible layers, and where ranks have whole numbers of layers."""
+
+    divided: float
+    whole: float
+
+
+def bounds_of(case: StageCase, truth: float) -> Bounds:
     chains = Chains(first_chains(case.question.arrangement.schedule, case.question.shape))
     chooser = Chooser(case.question, EXACT, chains)
-    program = Divisible(case.question, chooser.columns.transfers, chains)
-    divided = program.solve(enough_seconds=math.inf, time_limit_seconds=10.0)
-    return divided.bound_seconds + chooser.once
+    longest = len(case.question.classes)
+    program = Divisible(case.question, chooser.columns.transfers, chains, longest=longest)
+    divided = program.solve(enough_seconds=math.inf, most_simulated=60).bound_seconds
+    asked = 1.02 * truth if truth < math.inf else 2.0 * divided
+    whole = program.solve_whole(below_seconds=asked - chooser.once).bound_seconds
+    return Bounds(divided=divided + chooser.once, whole=whole + chooser.once)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", cells((range(10), range(10, 120)), (range(10),)), ids=len)
 @pytest.mark.parametrize("kind", cells(KINDS, KINDS[:1]))
-def test_no_cut_is_below_that_of_divisible_layers(kind: ScheduleKind) -> None:
-    shares = []
-    for seed in range(10):
+def test_no_cut_is_below_that_of_divisible_or_whole_layers(
+    kind: ScheduleKind, seeds: range
+) -> None:
+    shares: list[Bounds] = []
+    for seed in seeds:
         for room in ROOMS:
             case = random_case(seed, kind=kind, most_layers=5, room=room)
             if case.question.shape.stages_per_rank == 1:
                 continue
-            truth, bound = brute_force(case).seconds, bound_of(case)
-            assert bound <= truth * (1 + 1e-6)
+            truth = brute_force(case).seconds
+            bounds = bounds_of(case, truth)
+            assert bounds.divided <= truth * (1 + 1e-6)
+            assert bounds.whole <= truth * (1 + 1e-6)
             if truth < math.inf:
-                shares.append(bound / truth)
-    assert median(shares) > 0.8  # four layers on four stages are far from divisible
-    assert max(shares) * 1.02 > 1.0  # a bound two percent higher would have been noticed
+                shares.append(Bounds(divided=bounds.divided / truth, whole=bounds.whole / truth))
+    assert median(one.divided for one in shares) > 0.8  # four layers on four stages are not parts
+    assert max(one.divided for one in shares) * 1.02 > 1.0  # a bound 2 % higher would be noticed
+    assert max(one.whole for one in shares) * 1.01 > 1.0
