@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.forward.reading.calls import ROOT, leaves
-from autopar.codegen.known_names import KNOWN_ALONE
 from autopar.codegen.proof.verification import GivenScript
-from autopar.codegen.python_text import WIDTH, Source, call, literal, prose
+from autopar.codegen.python_text import (
+    KNOWN_ALONE,
+    WIDTH,
+    Source,
+    call,
+    literal,
+    prose,
+)
 from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.render import (
     check_plain_loop,

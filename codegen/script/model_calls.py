@@ -14,8 +14,8 @@ from typing import Any
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.forward.text.expressions import is_identifier
-from autopar.codegen.known_names import KNOWN
 from autopar.codegen.python_text import (
+    KNOWN,
     Bracketed,
     Source,
     assigned,

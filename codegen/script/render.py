@@ -16,8 +16,14 @@ from types import MappingProxyType
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from autopar.codegen.forward.text.lines import from_line, imports_of
-from autopar.codegen.known_names import KNOWN, KNOWN_ALONE
-from autopar.codegen.python_text import Source, identifier, literal, remark
+from autopar.codegen.python_text import (
+    KNOWN,
+    KNOWN_ALONE,
+    Source,
+    identifier,
+    literal,
+    remark,
+)
 from autopar.codegen.script.script_view import ScriptView
 from autopar.planner.errors import InputError
 from autopar.planner.files import check_writable, read_given, write_whole
