@@ -243,9 +243,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint to the nearest known name, or an empty text."""
-    small = {one.casefold(): one for one in known}
-    near = difflib.get_close_matches(name.casefold(), small, n=1, cutoff=0.5)
-    return f"did you mean {small[near[0]]!r}?" if near else ""
+    word, small = name.casefold(), {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(word, small, n=3, cutoff=0.5)
+    best = max(near, key=lambda one: _likeness(one, word), default="")
+    return f"did you mean {small[best]!r}?" if near else ""
+
+
+def _likeness(one: str, word: str) -> tuple[float, bool, bool]:
+    """Return how alike two words are: by difflib, then of the same letters, then the first one."""
+    ratio = difflib.SequenceMatcher(None, one, word).ratio()
+    return ratio, sorted(one) == sorted(word), one[:1] == word[:1]
 
 
 def refuse_unknown(table: Mapping[str, object], known: Iterable[str], *, where: str) -> None:

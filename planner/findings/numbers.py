@@ -54,6 +54,7 @@ def _reads_parameter(op: Op, graph: Graph) -> bool:
 
 
 SLOW = 0.02  # of the seconds of a microbatch: a smaller loss hardly matters
+LEAST_LOSS_SECONDS = 1e-3  # of a microbatch: small models are not trained for their speed
 _ALIGNED = 8  # elements of 16 bits, 16 bytes
 _PADDED = 64  # to whole rows of tiles
 
@@ -98,7 +99,8 @@ def unaligned(
                 one, seconds=one.seconds + seconds, aligned_seconds=one.aligned_seconds + could
             )
     worst = max(found.values(), key=lambda one: one.seconds - one.aligned_seconds, default=None)
-    if worst is None or worst.seconds - worst.aligned_seconds < SLOW * total:
+    lost = 0.0 if worst is None else worst.seconds - worst.aligned_seconds
+    if worst is None or lost < max(LEAST_LOSS_SECONDS, SLOW * total):
         return None
     return replace(worst, total_seconds=total)
 

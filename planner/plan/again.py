@@ -117,6 +117,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
+        "tolerance": 0,  # simpler layouts of the smaller model may be other ones
         "global_batch": count * block,
         "pins.pp": arranged.pipeline,
         "pins.dp": arranged.data,
@@ -211,6 +212,7 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
     """
     arranged, batch = plan.arrangement, plan.model.batch
     same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
+    same["compile"] = arranged.compile.value
     declared = (
         *plan.constraints,
         *(

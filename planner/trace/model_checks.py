@@ -68,7 +68,8 @@ def calling_place() -> str:
 def calling_spans(step: CodeType) -> tuple[SourceSpan, ...]:
     """Return the expressions of the model that are being evaluated, the innermost one first.
 
-    The last one is in the forward that runs, or in the loss function, which the step calls.
+    The last one is in the forward that runs, or in the loss function, which the step calls. None if
+    the step is not running: passes of the exporter copy nodes later.
     """
     found: list[SourceSpan] = []
     frame: FrameType | None = sys._getframe(1)
@@ -79,7 +80,7 @@ def calling_spans(step: CodeType) -> tuple[SourceSpan, ...]:
             if code.co_name == "forward":
                 break
         frame = frame.f_back
-    return tuple(found)
+    return tuple(found) if frame is not None else ()
 
 
 @cache

@@ -88,7 +88,7 @@ MISTAKES = {
     "an option without its value": planning("--pin", "'--no-verify' is not of the form key=value"),
     "a value for a flag": planning("--force=yes", "option '--force' does not take a value"),
     "spaces around an equals sign": planning("--arg depth = 3", "unexpected extra argument"),
-    "float32 for fp32": planning("--precision float32", "one of fp32, bf16 … did you mean 'fp32'?"),
+    "float32 for fp32": planning("--precision float32", "one of fp32, tf32 … did you mean 'fp32'?"),
     "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
     "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
     "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),

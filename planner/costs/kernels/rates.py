@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.errors import InputError
@@ -140,17 +140,25 @@ def read_compute_constants() -> ComputeConstants:
         gpu_gemm=gemm["gpu"],
         cpu_gemm=gemm["cpu"],
         attention=AttentionConstants(**table["attention"]),
-        access={kind: AccessConstants(**row) for kind, row in table["access"].items()},
-        norm={kind: NormConstants(**row) for kind, row in table["norm"].items()},
-        batch_norm={kind: BatchNormConstants(**row) for kind, row in table["batch_norm"].items()},
-        alignment={
-            loads: tuple((int(size), share) for size, share in row.items())
-            for loads, row in table["alignment"].items()
-        },
-        architectures=MappingProxyType(
-            {name: Architecture(**row) for name, row in table["architecture"].items()}
-        ),
+        access=_rows(table["access"], AccessConstants),
+        norm=_rows(table["norm"], NormConstants),
+        batch_norm=_rows(table["batch_norm"], BatchNormConstants),
+        alignment=_rows(table["alignment"], _shares),
+        architectures=_rows(table["architecture"], Architecture),
     )
+
+
+Constants = TypeVar("Constants")
+
+
+def _rows(
+    table: Mapping[str, dict[str, Any]], row: Callable[..., Constants]
+) -> Mapping[str, Constants]:
+    return MappingProxyType({name: row(**values) for name, values in table.items()})
+
+
+def _shares(**by_size: float) -> tuple[tuple[int, float], ...]:
+    return tuple((int(size), share) for size, share in by_size.items())
 
 
 class Tile(NamedTuple):

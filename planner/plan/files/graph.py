@@ -157,6 +157,7 @@ class GraphDocument:
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
     fixed_at: str = ""
+    images: tuple[str, ...] = ()
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""

@@ -41,7 +41,7 @@ def test_the_date_is_no_part_of_the_hash() -> None:
         (TEXT.replace("samples = 9", "samples = 0"), "ops.0.samples"),
         (TEXT.replace("samples = 9", "sample = 9"), "ops.0.sample"),
         (TEXT.replace("shape = [8, 16]", "shape = [8.5, 16]"), "ops.0.key.operands.0.shape"),
-        (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "'fp32', 'bf16'"),
+        (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "'fp32', 'tf32', 'bf16'"),
         (TEXT.replace('"gloo"', '"mpi"'), "'nccl' or 'gloo'"),
         (TEXT.replace('"all-reduce"', '"all-out"'), "'all-reduce', 'all-gather'"),
         (TEXT.replace("step_seconds = 6e-05", "step_seconds = nan"), "hosts.0.times.step_seconds"),

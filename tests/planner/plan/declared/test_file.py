@@ -71,7 +71,7 @@ def test_a_declaration_knows_its_line() -> None:
         ("[pins]\ntp = 2\npt = 2", "did you mean 'tp'", "line 3"),
         ("[pin]\ntp = 2", "did you mean 'pins'", "line 1"),
         ("preicsion = 'bf16'", "did you mean 'precision'", "line 1"),
-        ("precision = 'fp8'", "one of fp32, bf16", "line 1"),
+        ("precision = 'fp8'", "one of fp32, tf32, bf16", "line 1"),
         ("objective = 'speed'", "one of step-time, memory, cost", "line 1"),
         ("[pins]\ntp = 0", "0 is not a count", "line 2"),
         ("[pins]\ntp = true", "True is not a count", "line 2"),
