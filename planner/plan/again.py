@@ -212,7 +212,6 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
     """
     arranged, batch = plan.arrangement, plan.model.batch
     same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
-    same["compile"] = arranged.compile.value
     declared = (
         *plan.constraints,
         *(

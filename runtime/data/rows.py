@@ -296,8 +296,8 @@ def _copied(batch: Row, device: torch.device, dtype: torch.dtype) -> Row:
     steps.wait_stream(copies)
     for value in moved.values():
         value.record_stream(steps)  # so that its memory is not reused too early
-    on_device = {k: _moved(v, device, dtype) for k, v in batch.items() if v.is_cuda}
-    return {key: (moved | on_device)[key] for key in batch}
+    moved |= {k: _moved(v, device, dtype) for k, v in batch.items() if v.is_cuda}
+    return {key: moved[key] for key in batch}
 
 
 @cache

@@ -7,9 +7,11 @@ next of the models that it goes with.
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from autopar.codegen.emit import emit
 from autopar.planner.errors import AutoparError
 from autopar.runtime.ranks.mesh import start
 from tests.cells import cells
@@ -18,6 +20,7 @@ from tests.codegen.kinds import plan_of as plan_of_kind
 from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
 from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable
 from tests.codegen.padding import Padding, padded
+from tests.codegen.plans import pinned_plan
 from tests.planner.subjects import zoo_file
 from tests.runtime.data.reading import read_rows
 
@@ -55,6 +58,12 @@ def test_a_script_trains_as_one_process_does(model: str, kind: str) -> None:
     assert not wanted or split_axes(model, plan_of(model, kind)).intersection(wanted)
     worst = worst_of(compare_cell(model, kind), "float64")
     assert worst.largest <= TOLERANCE["float64"], worst
+
+
+def test_images_that_lie_by_pixels_are_learnt_alike() -> None:
+    plan = pinned_plan("resnet.py", data=2, global_batch=4, device="h100-sxm")
+    assert "channels_last=IMAGES" in emit(plan, destination=Path("train.py"))
+    assert compare(plan, steps=2).is_within(1e-9)
 
 
 def test_synthetic_batches_are_learnt_alike() -> None:
