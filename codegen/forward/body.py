@@ -17,7 +17,7 @@ from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AtHand
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     LocalTensor,
@@ -30,7 +30,7 @@ from autopar.codegen.forward.text.expressions import (
     text,
     with_numbers,
 )
-from autopar.codegen.forward.text.lines import Body, Line, Repeats
+from autopar.codegen.text.lines import Body, Line, Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin

@@ -15,7 +15,7 @@ from autopar.codegen.forward.reading.modules import (
     size_reading_functions,
 )
 from autopar.codegen.forward.scope import AtHand, NeedsInlineError
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
     SourceForm,
@@ -25,7 +25,7 @@ from autopar.codegen.forward.text.expressions import (
     sequence,
     text,
 )
-from autopar.codegen.forward.text.lines import Line, Pattern, held_in
+from autopar.codegen.text.lines import Line, Pattern, held_in
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import (

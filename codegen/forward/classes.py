@@ -13,7 +13,8 @@ from autopar.codegen.forward.opening.opening import Opening, splits_rows
 from autopar.codegen.forward.reading.calls import LOSS, as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import Argument, Module
 from autopar.codegen.forward.scope import NeedsInlineError
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
     call,
@@ -25,14 +26,13 @@ from autopar.codegen.forward.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.forward.text.lines import (
+from autopar.codegen.text.lines import (
     Body,
     Pattern,
     tuple_of,
     wrapped_definition,
     wrapped_del,
 )
-from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Mapped, Ref, Value, refs

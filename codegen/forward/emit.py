@@ -30,7 +30,7 @@ from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import NeedsInlineError
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
-from autopar.codegen.forward.text.lines import imports_of
+from autopar.codegen.text.lines import imports_of
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.ops import GradientUse, refs

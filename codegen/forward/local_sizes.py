@@ -8,7 +8,7 @@ from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AtHand
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     LocalTensor,

@@ -18,7 +18,8 @@ from autopar.codegen.forward.reading.calls import (
 )
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.scope import NeedsInlineError
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
     Slot,
@@ -30,8 +31,7 @@ from autopar.codegen.forward.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.forward.text.lines import Body, Line, Pattern, tuple_of, wrapped_definition
-from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.text.lines import Body, Line, Pattern, tuple_of, wrapped_definition
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, Value, refs

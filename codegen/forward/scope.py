@@ -12,7 +12,7 @@ from autopar.codegen.forward.reading.author_names import attributes_given, calle
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Container
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Fact,
@@ -28,7 +28,7 @@ from autopar.codegen.forward.text.expressions import (
     string,
     text,
 )
-from autopar.codegen.forward.text.lines import Line, Pattern, held_in
+from autopar.codegen.text.lines import Line, Pattern, held_in
 from autopar.planner.errors import InputError, SourceSpan
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout

@@ -39,9 +39,9 @@ from autopar.codegen.forward.reading.modules import (
     is_free,
 )
 from autopar.codegen.forward.scope import NeedsInlineError, Owner
-from autopar.codegen.forward.text.expressions import Expression, LocalTensor, pieces
-from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.writing.statements import Loop, rolled
+from autopar.codegen.text.expressions import Expression, LocalTensor, pieces
+from autopar.codegen.text.lines import tuple_of
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op, TensorOrigin, refs

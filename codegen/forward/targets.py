@@ -12,7 +12,8 @@ from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, CallTree
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Fact,
@@ -25,8 +26,7 @@ from autopar.codegen.forward.text.expressions import (
     method,
     text,
 )
-from autopar.codegen.forward.text.lines import Line
-from autopar.codegen.forward.writing.writer import Style, written
+from autopar.codegen.text.lines import Line
 from autopar.planner.findings.loss import (
     Division,
     Follows,

@@ -15,14 +15,6 @@ from torch import Tensor
 
 from autopar.codegen.forward.reading.calls import ROOT, leaves
 from autopar.codegen.proof.verification import GivenScript
-from autopar.codegen.python_text import (
-    KNOWN_ALONE,
-    WIDTH,
-    Source,
-    call,
-    literal,
-    prose,
-)
 from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.render import (
     check_plain_loop,
@@ -32,6 +24,14 @@ from autopar.codegen.script.render import (
 )
 from autopar.codegen.script.settings_lines import ScriptSetting, lines
 from autopar.codegen.subject import PlannedSubject
+from autopar.codegen.text.values import (
+    KNOWN_ALONE,
+    WIDTH,
+    Source,
+    call,
+    literal,
+    prose,
+)
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
 from autopar.planner.model.model_file import ModelFile

@@ -9,16 +9,6 @@ from itertools import takewhile
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import CrossingTensor, OpenedSource, StageClass
-from autopar.codegen.python_text import (
-    Bracketed,
-    Source,
-    assigned,
-    call,
-    identifier,
-    literal,
-    table,
-    tuple_of,
-)
 from autopar.codegen.script.parameter_tables import (
     aliases_of,
     names_with_aliases,
@@ -28,6 +18,16 @@ from autopar.codegen.script.parameter_tables import (
 )
 from autopar.codegen.script.script_view import Recomputation
 from autopar.codegen.subject import PlannedSubject
+from autopar.codegen.text.values import (
+    Bracketed,
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    table,
+    tuple_of,
+)
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.prediction import Compile, Recompute
 from autopar.planner.errors import InputError

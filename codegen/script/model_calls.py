@@ -13,8 +13,12 @@ from typing import Any
 
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.targets import DIVISOR
-from autopar.codegen.forward.text.expressions import is_identifier
-from autopar.codegen.python_text import (
+from autopar.codegen.script.parameter_tables import half_buffers
+from autopar.codegen.script.render import sorted_imports
+from autopar.codegen.script.settings_lines import sums_rows
+from autopar.codegen.subject import PlannedSubject
+from autopar.codegen.text.expressions import is_identifier
+from autopar.codegen.text.values import (
     KNOWN,
     Bracketed,
     Source,
@@ -25,10 +29,6 @@ from autopar.codegen.python_text import (
     remark,
     tuple_of,
 )
-from autopar.codegen.script.parameter_tables import half_buffers
-from autopar.codegen.script.render import sorted_imports
-from autopar.codegen.script.settings_lines import sums_rows
-from autopar.codegen.subject import PlannedSubject
 from autopar.planner.errors import InputError
 from autopar.planner.findings.rows import meeting_rows
 from autopar.planner.graph.graph import Graph, batch_key

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from autopar.codegen.python_text import (
+from autopar.codegen.text.values import (
     Bracketed,
     Source,
     assigned,

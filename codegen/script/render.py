@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from autopar.codegen.forward.text.lines import from_line, imports_of
-from autopar.codegen.python_text import (
+from autopar.codegen.script.script_view import ScriptView
+from autopar.codegen.text.lines import from_line, imports_of
+from autopar.codegen.text.values import (
     KNOWN,
     KNOWN_ALONE,
     Source,
@@ -24,7 +25,6 @@ from autopar.codegen.python_text import (
     literal,
     remark,
 )
-from autopar.codegen.script.script_view import ScriptView
 from autopar.planner.errors import InputError
 from autopar.planner.files import check_writable, read_given, write_whole
 from autopar.planner.plan.plan import Plan, StoredPlan

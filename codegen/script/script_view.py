@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.codegen.python_text import Source
+from autopar.codegen.text.values import Source
 
 
 @dataclass(frozen=True, slots=True)

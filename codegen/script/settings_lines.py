@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from textwrap import wrap
 
-from autopar.codegen.python_text import WIDTH, Source, identifier, literal, prose, remark
+from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose, remark
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement, Provenance

@@ -9,16 +9,6 @@ from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.forward.targets import DIVISOR
-from autopar.codegen.python_text import (
-    Source,
-    assigned,
-    call,
-    identifier,
-    literal,
-    row,
-    table,
-    tuple_of,
-)
 from autopar.codegen.script.layer_lists import (
     StageTables,
     crossing_names,
@@ -60,6 +50,16 @@ from autopar.codegen.script.settings_lines import (
     synchronises_batch_norms,
 )
 from autopar.codegen.subject import PlannedSubject
+from autopar.codegen.text.values import (
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    row,
+    table,
+    tuple_of,
+)
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.findings.rows import meeting_rows, parts_have_weights

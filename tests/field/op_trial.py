@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.codegen.forward.ops.arguments import PrintedPlace
 from autopar.codegen.forward.ops.special_ops import gives_many, printed
-from autopar.codegen.forward.text.expressions import Binding, rendered, text
+from autopar.codegen.text.expressions import Binding, rendered, text
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import AutoparError
 from autopar.planner.graph.graph import Graph

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, is_plain
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.text.expressions import LocalTensor
+from autopar.codegen.text.expressions import LocalTensor
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
 from autopar.planner.graph.ops import Op, TensorOrigin, refs

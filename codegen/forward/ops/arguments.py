@@ -13,7 +13,7 @@ from torch.nn import functional
 from autopar.codegen.forward.ops import table
 from autopar.codegen.forward.ops.sizes import SizesAtHand
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
     Slot,

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import combinations_with_replacement
 
 from autopar.codegen.forward.reading.split import SplitGraph, parts_of_dim
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Fact,

@@ -15,7 +15,7 @@ from autopar.codegen.forward.ops.arguments import (
     function_call,
     schema_of,
 )
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Slot,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.codegen.forward.text.expressions import Binding
+from autopar.codegen.text.expressions import Binding
 
 
 @dataclass(frozen=True, slots=True)

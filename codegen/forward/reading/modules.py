@@ -26,9 +26,9 @@ from autopar.codegen.forward.reading.forward_source import (
     reads_sizes,
     remembers,
 )
-from autopar.codegen.forward.text.expressions import is_identifier
-from autopar.codegen.forward.text.lines import IMPORTED
-from autopar.codegen.python_text import KNOWN
+from autopar.codegen.text.expressions import is_identifier
+from autopar.codegen.text.lines import IMPORTED
+from autopar.codegen.text.values import KNOWN
 from autopar.planner.graph.ops import Value
 from autopar.planner.model.functions import forward_hooks, nested_code, plain_function
 from autopar.planner.trace.record import plain_functions

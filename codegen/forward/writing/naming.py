@@ -11,7 +11,8 @@ from itertools import chain, count
 
 from autopar.codegen.forward.ops.sizes import Wanted, wanted
 from autopar.codegen.forward.reading.split import SplitGraph
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.forward.writing.statements import Loop, Statement
+from autopar.codegen.text.expressions import (
     Expression,
     Fact,
     LocalTensor,
@@ -21,8 +22,7 @@ from autopar.codegen.forward.text.expressions import (
     is_identifier,
     pieces,
 )
-from autopar.codegen.forward.text.lines import IMPORTED, Body, Line, held_in
-from autopar.codegen.forward.writing.statements import Loop, Statement
+from autopar.codegen.text.lines import IMPORTED, Body, Line, held_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.reading.modules import Container, Modules
 from autopar.codegen.forward.scope import Owner
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.text.expressions import (
     Expression,
     Fact,
     LocalTensor,
@@ -22,7 +22,7 @@ from autopar.codegen.forward.text.expressions import (
     replaced,
     text,
 )
-from autopar.codegen.forward.text.lines import Body, Line, Pattern, held_in
+from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
 _HEAVIEST = 6  # operations in one statement
 _MOST_UNPACKED = 3  # results of a module's call, if one is used

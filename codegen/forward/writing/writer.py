@@ -9,7 +9,9 @@ from textwrap import wrap
 
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import Owner
-from autopar.codegen.forward.text.expressions import (
+from autopar.codegen.forward.writing.naming import Shape, ValueNames, named, values_to_keep
+from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, statements
+from autopar.codegen.text.expressions import (
     Binding,
     Expression,
     Fact,
@@ -19,9 +21,7 @@ from autopar.codegen.forward.text.expressions import (
     rendered,
     replaced,
 )
-from autopar.codegen.forward.text.lines import WIDTH, Body, Pattern, wrapped
-from autopar.codegen.forward.writing.naming import Shape, ValueNames, named, values_to_keep
-from autopar.codegen.forward.writing.statements import Loop, Statement, rolled, statements
+from autopar.codegen.text.lines import WIDTH, Body, Pattern, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import split_graph
-from autopar.codegen.forward.text.expressions import comment, identifier, is_identifier, string
+from autopar.codegen.text.expressions import comment, identifier, is_identifier, string
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import namespace, take_classes
 from tests.codegen.forward.small_models import Hostile, file_of

@@ -3,8 +3,8 @@
 import pytest
 from jinja2 import UndefinedError
 
-from autopar.codegen.python_text import Source
 from autopar.codegen.script.render import environment
+from autopar.codegen.text.values import Source
 
 
 @pytest.mark.parametrize("value", ["text", 1, None, ("a",)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.codegen.forward.ops.sizes import Pair, derived
-from autopar.codegen.forward.text.expressions import Binding, Fact, LocalTensor, rendered, text
+from autopar.codegen.text.expressions import Binding, Fact, LocalTensor, rendered, text
 
 T, S = (12, 21), (7, 11)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from autopar.codegen.forward.ops.arguments import PrintedPlace
 from autopar.codegen.forward.ops.special_ops import printed
-from autopar.codegen.forward.text.expressions import rendered, text
+from autopar.codegen.text.expressions import rendered, text
 from autopar.planner.graph.ops import MODEL_DTYPE, Op, Ref, Value
 from autopar.planner.graph.ops import Tensor as Traced
 from autopar.planner.trace import trace

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.codegen.forward.text.expressions import Expression, LocalTensor, Slot, SourceForm
+from autopar.codegen.text.expressions import Expression, LocalTensor, Slot, SourceForm
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import CONVERSIONS
 

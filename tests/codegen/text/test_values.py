@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.codegen.python_text import (
+from autopar.codegen.text.values import (
     Source,
     assigned,
     call,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.codegen.forward.text.expressions import comment, is_identifier, string
+from autopar.codegen.text.expressions import comment, is_identifier, string
 
 WIDTH = 100
 

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from autopar.codegen.forward.text.lines import wrapped
+from autopar.codegen.text.lines import wrapped
 
 PATH = ".".join(["self", *(f"a_module_with_a_long_name_{number}" for number in range(4))])
 
