@@ -6,6 +6,7 @@ from autopar.console import tell_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.costs.prediction import Compile
 from autopar.planner.findings.loss import counted_by
 from autopar.planner.findings.numbers import unaligned, unpriced
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
@@ -140,6 +141,8 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
 def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
     """Print a note if a size that is no multiple of 8 slows down 16-bit products on a GPU."""
     arrangement = plan.arrangement
+    if plan.arrangement.compile is Compile.LAYERS:
+        return  # which pads such sizes
     one = unaligned(
         plan.graph,
         axes,

@@ -55,6 +55,7 @@ class Practice:
     attention: Attention
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
     fuses_gradients: bool  # no kernels of their own cast, clip and copy gradients
+    compiles: bool = False  # layers by torch.compile
 
 
 def streaming(rates: Rates) -> Rates:
@@ -82,8 +83,9 @@ class PracticePricer(OpPricer):
         practice: Practice,
     ) -> None:
         super().__init__(
-            graph, axes, batch=batch, precision=precision, device=device, layers=layers
-        )
+            graph, axes, batch=batch, precision=precision, device=device, layers=layers,
+            compiles=practice.compiles,
+        )  # fmt: skip
         self.practice = practice
         self.fuses_gradients = practice.fuses_gradients
         if practice.fuses_gradients:

@@ -33,6 +33,7 @@ USUAL_BUCKET = 160_000_000  # bytes: 40 million fp32 gradients, Megatron's usual
 _OVERLAPS = re.compile(r"overlap-grad-reduce|overlap dp", re.IGNORECASE)
 _NEVER_OVERLAPS = re.compile(r"no comm overlap|no[- ]grad(ient)?[- ]bucket", re.IGNORECASE)
 _PURE = re.compile(r"mixed_precision=pure", re.IGNORECASE)
+_PYTORCH = re.compile(r"torchtune|torchtitan|pytorch/ao", re.IGNORECASE)
 _DEEPSPEED = re.compile(r"deepspeed", re.IGNORECASE)
 _FUSED_LOSS = re.compile(r"\bce fusion", re.IGNORECASE)
 _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
@@ -103,6 +104,7 @@ def settings_of(row: Row) -> Settings:
     is_flash = row.flash_attention is not False
     remade = remade_of(row.recompute)
     is_deepspeed = bool(_DEEPSPEED.search(row.notes))
+    is_plain = bool(_PYTORCH.search(row.source))
     has_both = row.dtype == "bf16" and is_deepspeed
     arrangement = Arrangement(
         pipeline=pipeline,
@@ -124,12 +126,13 @@ def settings_of(row: Row) -> Settings:
         practice=Practice(
             attention=_attention(row, remade),
             is_loss_fused=bool(_FUSED_LOSS.search(row.notes)),
-            fuses_gradients=zero < Zero.GRADIENTS and not has_both,
+            fuses_gradients=zero < Zero.GRADIENTS and not has_both and not is_plain,
+            compiles=row.torch_compile is True and is_plain,
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
         has_both_gradients=has_both,
-        adds_in_products=zero < Zero.GRADIENTS and not is_deepspeed,
+        adds_in_products=zero < Zero.GRADIENTS and not is_deepspeed and not is_plain,
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
 

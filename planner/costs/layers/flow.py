@@ -121,9 +121,9 @@ def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
     An op saves its operands before it runs, so the last product is not repeated, nor the ops that
-    join its parts. Other frameworks run a layer to its end.
+    join its parts. Other frameworks run a layer to its end, and so does a compiled layer.
     """
-    if not flow.pricer.stops_early:
+    if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Again(ops=flow.ops, conversions=flow.conversions)
     keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
     if not keeping:
@@ -171,6 +171,7 @@ class PlacedOp:
     cost: OpCost
     inside_seconds: float  # collectives inside its forward
     kept: KeptTensors
+    launches: tuple[int, int]  # ops that the host dispatches, forward and backward
     is_differentiable: bool
     is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
 
@@ -273,6 +274,7 @@ def _placed(
         cost=pricer.cost(op, split),
         inside_seconds=pricer.inside_seconds(op, split, shape),
         kept=pricer.kept(op),
+        launches=pricer.launches(op),
         is_differentiable=pricer.graph.learns(op),
         is_contraction=bool(rule_of(op.target).contracts) and is_one_kernel(op, pricer.kernels),
     )

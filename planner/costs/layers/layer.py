@@ -310,7 +310,7 @@ def _forward(flow: LayerFlow, run: Again) -> float:
 
 
 def _dispatches(run: Again) -> int:
-    return len(run.ops) + DISPATCHES * len(run.conversions)
+    return sum(one.launches[0] for one in run.ops) + DISPATCHES * len(run.conversions)
 
 
 def _device_forward(run: Again) -> float:
@@ -328,7 +328,7 @@ def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[LayerConversion
 def _backward(flow: LayerFlow) -> float:
     device = sum(one.cost.backward_seconds for one in flow.ops)
     device += sum(conversion.cost.backward_seconds for conversion in flow.conversions)
-    dispatches = sum(one.is_differentiable for one in flow.ops)
+    dispatches = sum(one.launches[1] for one in flow.ops)
     dispatches += sum(conversion.cost.backward_dispatches for conversion in flow.conversions)
     return flow.pricer.host.backward_region_seconds(device, dispatches)
 

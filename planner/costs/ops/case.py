@@ -263,6 +263,7 @@ class OpCase:
     rates: Rates
     precision: Precision
     fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
+    pads: bool = False  # compiled: operands of products are padded to sizes that kernels like
 
     @property
     def result(self) -> str:

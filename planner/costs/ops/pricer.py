@@ -26,6 +26,7 @@ from autopar.planner.costs.collectives.conversions import (
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import launch_bound_seconds, rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
+from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
 from autopar.planner.costs.ops.kept import (
     KeptTensors,
     TensorSizes,
@@ -36,7 +37,7 @@ from autopar.planner.costs.ops.kept import (
 from autopar.planner.costs.ops.measurements import HostTimes, Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.layouts import Layout, conversion
+from autopar.planner.graph.layouts import WHOLE, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import Layers, Residence, find_layers, residence
 from autopar.planner.precision import Kernels, Precision, item_bytes
@@ -107,7 +108,7 @@ class OpCost:
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` may be passed to avoid finding them again.
+    `layers` may be passed to avoid finding them again. If it `compiles` them, their ops are fused.
     """
 
     stops_early = True  # a recomputed layer stops once the backward has what it needs
@@ -123,9 +124,11 @@ class OpPricer:
         device: Device,
         measured: Measurements | None = None,
         layers: Layers | None = None,
+        compiles: bool = False,
     ) -> None:
         self.graph = graph
         self.axes = axes
+        self.compiles = compiles
         self.batch = graph.fixed_batch or batch
         self.precision = precision
         self.device = device
@@ -172,6 +175,32 @@ class OpPricer:
             found[root] = found.get(root, frozenset()) | others
         return found
 
+    @cached_property
+    def fusion(self) -> Fusion:
+        """What torch.compile makes of the layers: those of several ops that are modules."""
+        if not self.compiles:
+            return Fusion()
+        calls, around = self.graph.calls, self.graph.index.around
+        return find_fusion(
+            self.graph,
+            [
+                [op for op in one.ops if one.call in around(op.call)]
+                for one in self.layers.layers
+                if len(one.ops) > 1 and one.call in calls and calls[one.call].path
+            ],
+            root=self.memory.root,
+            kept=self._seen,
+            size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
+        )
+
+    def launches(self, op: Op) -> tuple[int, int]:
+        """Return the number of ops that the host dispatches for this one, forward and backward."""
+        if op.name in self.fusion.views:
+            return 0, 0
+        if op.name in self.fusion.ops:
+            return self.fusion.ops[op.name].launches
+        return 1, int(self.graph.learns(op))
+
     def shapes(self, op: Op, split: OpSplit | None = None) -> LocalShapes:
         """Return the sizes of an op on one rank."""
         return LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch, split=split)
@@ -200,9 +229,8 @@ class OpPricer:
         return self._kept[op.name]
 
     def _what_is_kept(self, op: Op) -> KeptTensors:
-        rule = rule_of(op.target)
-        names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
-        seen = tuple(dict.fromkeys(filter(self._is_activation, names)))
+        rule, seen = rule_of(op.target), self._seen(op)
+        seen = self.fusion.saved.get(op.name, seen)
         return KeptTensors(
             tensors=tuple(dict.fromkeys(map(self.memory.root, seen))),
             seen=seen,
@@ -211,6 +239,11 @@ class OpPricer:
             ),
             shapes=lambda split: self.shapes(op, split),
         )
+
+    def _seen(self, op: Op) -> tuple[str, ...]:
+        """Return the operands and results that an op keeps if it is not compiled."""
+        names = names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
+        return tuple(dict.fromkeys(filter(self._is_activation, names)))
 
     def is_kept(self, root: str) -> bool:
         """Whether an op of any layer keeps this memory, without recomputation."""
@@ -257,7 +290,9 @@ class OpPricer:
 
     def _cost(self, op: Op, split: OpSplit | None) -> OpCost:
         seconds = self._formula(op, split)
-        timing = self._measured.seconds(self.key(op, split)) if self._measured else None
+        timing = None
+        if self._measured and op.name not in self.fusion.ops:
+            timing = self._measured.seconds(self.key(op, split))
         backward = seconds.input_gradient + seconds.weight_gradient
         if timing is None:
             return OpCost(
@@ -280,7 +315,7 @@ class OpPricer:
         )
 
     def _formula(self, op: Op, split: OpSplit | None) -> OpSeconds:
-        if self.memory.takes_none(op):
+        if self.memory.takes_none(op) or self._is_passed_over(op):
             return OpSeconds(forward=0.0)
         case = OpCase(
             op=op,
@@ -290,9 +325,21 @@ class OpPricer:
             rates=self.rates,
             precision=self.precision,
             fuses_gradients=self.fuses_gradients,
+            pads=op.name in self.fusion.saved,
         )
+        if op.name in self.fusion.ops:
+            return fused_seconds(case, self.fusion.ops[op.name])
         seconds = op_seconds(case)
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
+
+    def _is_passed_over(self, op: Op) -> bool:
+        """Whether an op is a view that only fused ops read: they write its gradient in place."""
+        fusion, readers = self.fusion, self.graph.index.readers
+        return op.name in fusion.views and all(
+            one.name in fusion.ops or self._is_passed_over(one)
+            for name in op.outputs
+            for one in readers[name]
+        )
 
     def _is_activation(self, name: str) -> bool:
         origin = self.graph.tensors[self.memory.root(name)].origin
@@ -300,11 +347,7 @@ class OpPricer:
 
     @cached_property
     def _all_kept(self) -> frozenset[str]:
-        return frozenset(
-            self.memory.root(name)
-            for op in self.graph.ops
-            for name in names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
-        )
+        return frozenset(root for op in self.graph.ops for root in self.kept(op).tensors)
 
     @cached_property
     def _summed(self) -> frozenset[tuple[str, str]]:
@@ -323,13 +366,16 @@ class OpPricer:
 
     def _gradient_sums(self, op: Op, split: OpSplit | None) -> float:
         """Return the seconds to add gradients of tensors with several uses: 2 reads and a write."""
-        names = [name for name in op.inputs if (op.name, name) in self._summed]
-        if not names:
+        fused = self.fusion.ops.get(op.name)
+        read = op.inputs if fused is None else fused.reads  # others are summed inside the kernel
+        names = [name for name in read if (op.name, name) in self._summed]
+        if not names or op.name in self.fusion.views:
             return 0.0
         shapes = self.shapes(op, split)
+        passes = 1 if op.name in self.fusion.saved else 3  # a kernel that is there anyway reads
         return sum(
             memory_seconds(
-                3 * shapes.numel(name)
+                passes * shapes.numel(name)
                 * item_bytes(self.graph.tensors[name].dtype, self.precision),
                 rates=self.rates.own,
             )

@@ -68,10 +68,14 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
         return OpSeconds(forward=0.0)
 
     def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
-        return kernels.gemm_seconds(
-            rows, columns, depth, rates=case.rates.of(size), batch=product.batch,
+        shape = rows, columns, depth
+        as_it_is = kernels.gemm_seconds(
+            *shape, rates=case.rates.of(size), batch=product.batch,
             element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
         )  # fmt: skip
+        if not case.pads or not (n | k) * size % 16:
+            return as_it_is
+        return min(as_it_is, _padded_seconds(case, shape, {n, k}, product.batch, size))
 
     own = weight = 0.0
     for name, extents in ((product.left, (m, k, n)), (product.right, (k, n, m * times))):
@@ -81,6 +85,27 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
             own += times * seconds(*extents, size)
     forward = times * seconds(m, n, k, size)
     return OpSeconds(forward=forward, input_gradient=own, weight_gradient=weight)
+
+
+def _padded_seconds(
+    case: OpCase, shape: tuple[int, int, int], unaligned: set[int], batch: int, size: int
+) -> float:
+    """Return the seconds of a product with these extents padded to whole 16 bytes.
+
+    Each tensor with such an extent is copied: operands to make them larger, the result to cut it.
+    """
+    whole = [-(-one * size // 16) * 16 // size if one in unaligned else one for one in shape]
+    rows, columns, depth = whole
+    is_padded = [a != b for a, b in zip(whole, shape, strict=True)]
+    sides = ((0, 2), (2, 1), (0, 1))
+    moved = sum(
+        2 * batch * whole[a] * whole[b] * size for a, b in sides if is_padded[a] or is_padded[b]
+    )
+    product = kernels.gemm_seconds(
+        rows, columns, depth, rates=case.rates.of(size), batch=batch, element_bytes=size,
+        stored_bytes=size,
+    )  # fmt: skip
+    return product + kernels.memory_seconds(moved, rates=case.memory)
 
 
 def _product_of_steps(case: OpCase, product: MatrixProducts) -> OpSeconds:

@@ -165,6 +165,7 @@ class Explorer:
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
             prices=prices,
+            compile_=constraints.compile,
         )
         questions = Questions(
             costing=self.costing,

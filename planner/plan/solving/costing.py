@@ -25,7 +25,7 @@ from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Modes, slowest
+from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowest
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
@@ -94,6 +94,7 @@ class PriceBook:
         rules: LayoutRules,
         measured: Measurements | None = None,
         prices: Prices | None = None,
+        compile_: Compile = Compile.NONE,
     ) -> None:
         self.prices = prices or Prices()
         self.subject = subject
@@ -102,6 +103,7 @@ class PriceBook:
         self.precision = precision
         self.rules = rules
         self.measured = measured
+        self.compile = compile_
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.structure = structure_of(subject.graph, subject.axes, subject.layers)
         self._slowest_device = slowest_device(cluster)
@@ -123,6 +125,7 @@ class PriceBook:
                 device=device,
                 measured=self.measured,
                 layers=self.subject.layers,
+                compiles=self.compile is Compile.LAYERS,
             )
         return pricers[key]
 

@@ -147,16 +147,8 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
         gradients_changed(plan),
         evaluates_parts(plan),
         shares_nothing(plan),
-        compiled(plan),
     )
     return tuple(note for note in notes if note)
-
-
-def compiled(plan: Plan) -> str:
-    """Return what the prediction leaves out if layers are compiled, or ""."""
-    if plan.arrangement.compile is Compile.NONE:
-        return ""
-    return "layers are compiled, and the step is predicted without that: it should be shorter."
 
 
 def parts_apart(plan: Plan) -> str:
