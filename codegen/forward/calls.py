@@ -86,7 +86,7 @@ def printed_argument(
 
 
 LOSS = "new_loss"  # the scripts' name for the model file's loss
-# by argument: the tensor, its layout, and an op that reads it
+# argument → the tensor to pass, its layout, and an op that reads it
 _Needs = dict[str, tuple[str, Layout, Op | None]]
 _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
 
@@ -261,7 +261,7 @@ def _function_pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
 
 
 def call_line(unit: str, body: AtHand) -> Line:
-    """Return the call of a module that is called as a whole."""
+    """Return the line that calls a module or an autograd Function."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
     others = body.split.lengths.call(unit) or record
@@ -290,7 +290,7 @@ def call_line(unit: str, body: AtHand) -> Line:
 
 
 def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
-    """Yield the arguments of a call that matter; positional ones have the name ""."""
+    """Yield a call's arguments, except defaults and unread ones; positional ones are named ""."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:
@@ -330,10 +330,10 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
 
 
 def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
-    """Whether a keyword argument is its default, or is not needed in training.
+    """Whether a keyword argument may be left out: it is the default, or training does not need it.
 
-    The latter are empty caches for later calls, and arguments that the module's printed code does
-    not read.
+    Training does not need empty caches for later calls, nor arguments that the module's printed
+    code does not read.
     """
     is_opened = unit in body.opening.opened
     for argument in body.split.modules[body.graph.calls[unit].path].arguments:
@@ -357,7 +357,7 @@ def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression
 
 
 def _object(value: Value, unit: str, body: AtHand) -> Expression:
-    """Print text, None, or an object: a module of the owner, or None if it is not read."""
+    """Print a string, or an object: a module of the owner by its path, any other one as None."""
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     for name in objects(value):

@@ -1,4 +1,4 @@
-"""Prints the classes that a plan changes, and the tensors that stages send."""
+"""Prints the classes that a plan changes, and the function that describes what stages send."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
 
 
 def _of_any_rank(line: str) -> str:
-    """Unpack as many sizes as there are names. The stand-in for a batch has more."""
+    """Cut `.shape` to as many sizes as there are names: the stand-in for a batch has more dims."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
@@ -170,7 +170,7 @@ def _signature(module: Module) -> list[str]:
 def bound(
     module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
 ) -> list[tuple[str, Value]]:
-    """Return how a forward's code accesses each argument: a name, or `kwargs["name"]`."""
+    """Return each argument's expression in a forward (name, or `kwargs["name"]`), and its value."""
     positional = [
         a
         for a in module.arguments
@@ -254,7 +254,7 @@ def described(opening: Opening, path: str) -> str:
     for key, record in split.graph.calls.items():
         if record.path == path:
             for op in opening.tree.ops.get(key, ()):
-                summed[comment(split.split_axis_name(op))] = None  # split, and summed here
+                summed[comment(split.split_axis_name(op))] = None  # its split axis
                 for layout in (split.made(tensor) for tensor in op.outputs):
                     if is_split(layout):
                         names[comment(split.axis_name(layout))] = None

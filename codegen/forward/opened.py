@@ -1,4 +1,4 @@
-"""Printed code in a script: results, the split loss, and the source."""
+"""Prints results, losses and metrics; defines the classes that describe printed source."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
 
 
 def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Store outputs in `for_metrics` for evaluations; return the parts that are unavailable.
+    """Add a line that stores the outputs for evaluations; return the parts that are unavailable.
 
     A forward that includes the loss returns only the loss.
     """
@@ -88,7 +88,7 @@ def absent_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
 
 
 def _named(place: str) -> str:
-    return place.replace('"', "'")  # messages are in strings
+    return place.replace('"', "'")  # printed in double quotes
 
 
 def _is_absent(builder: BodyBuilder, part: Value) -> bool:
@@ -141,7 +141,7 @@ class PrintedMetrics:
 
 
 def printed_metrics(opening: Opening) -> PrintedMetrics | None:
-    """Return the function for metrics, or None if each rank has all outputs whole."""
+    """Return the function for metrics, or None if each rank has every output whole."""
     builder = _given_outputs(opening)
     result = opening.split.graph.calls[ROOT].result
     absent = absent_outputs(builder, result) if ROOT in opening.opened else ()
@@ -204,10 +204,10 @@ def _pattern(opening: Opening, value: Value) -> Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedClass:
-    """A subclass of one of the model's classes, and the modules that take it.
+    """A subclass of one of the model's classes, and the modules that get it as their class.
 
-    `source` refers to the class by the name `base`. With `uses_axis` it has an attribute `tensor`,
-    the tensor axis of the mesh, which the script sets.
+    `source` names the parent class as in `base`. With `uses_axis` the class has an attribute
+    `tensor`, the tensor axis of the mesh, which the script sets.
     """
 
     name: str
@@ -232,11 +232,12 @@ class CrossingTensor:
 class StageClass:
     """The root's subclass for one pipeline stage, or for the whole model without a pipeline.
 
-    Its forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
-    one returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs for
-    metrics, except those in `absent`. `modules` are the modules that it uses; the script drops the
-    others. `bounds` are attributes that the script sets: similar stages share one class and differ
-    in these numbers. `crossing` is the source of a function for the shapes it sends, if they vary.
+    The forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
+    stage's returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs
+    for metrics, except those in `absent`. `modules` are the modules that the stage uses; the script
+    drops the others. `bounds` are attributes that the script sets: similar stages share one class
+    and differ in these numbers. If the shapes that the stage sends vary with the lengths of rows,
+    `crossing` is the source of a function that returns them.
     """
 
     cls: OpenedClass
@@ -252,18 +253,18 @@ class StageClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSource:
-    """The source that a plan needs beside the user's own.
+    """The source that a script defines in addition to the user's own.
 
     `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
     batch, tensor)`, or None if the user's own loss is correct. `metrics` is that of
     `whole_metrics(outputs, batch, tensor)`, if ranks have shards of outputs; `absent` are outputs
     that the code does not compute, so no metric can use them. `valid_targets` is the source of a
-    function that counts the targets of a batch in the loss's mean, or None if every row counts the
+    function that counts the targets which the loss averages over, or None if every row counts the
     same. With `weighs_terms` there are several means, each multiplied by its own weight. `divisor`
     is the source of a function that maps counts to what the loss divides by (at least one, say).
-    `imports` are lines. `inlined` are calls whose code is in their caller's. `functions` of the
-    model's files are called by the printed code. `own_rows` are the batch's keys of which a tensor
-    rank gets only its rows; `splits_rows` if tensor ranks split rows anywhere.
+    `imports` are import lines. The code of `inlined` calls is in their callers' code. `functions`
+    of the model's files are called by the printed code. Of the batch's keys in `own_rows`, a tensor
+    rank gets only its own rows. `splits_rows` is true if tensor ranks split rows anywhere.
     """
 
     classes: tuple[OpenedClass, ...]

@@ -1,8 +1,8 @@
 """Records the random numbers of a training, and compares trainings by them.
 
-Ranks that draw from the same state draw the same numbers, so masks need not be read. Checked are:
+Ranks that draw from the same state draw the same numbers, so masks need not be read. The checks:
 as many numbers are independent as in one process; no two modules or data ranks share any; a
-recomputed layer draws the same again; and all follow from the script's seed.
+recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Seen:
 class Drawing(TorchDispatchMode):
     """Records every op that advances a generator, in the forward and in recomputation.
 
-    `unseeded` is the process's seed before the script's.
+    `unseeded` is the seed of the process before the script seeds it.
     """
 
     def __init__(self, unseeded: int) -> None:
@@ -123,7 +123,7 @@ def _named(seen: _Seen, names: Mapping[int, str]) -> NotedDraw:
 
 
 def settings_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the numeric arguments of an op, including defaults."""
+    """Return the float arguments of an op, including defaults."""
     rest = func._schema.arguments[len(args) :]
     given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))
     return tuple(one for one in given if isinstance(one, float))
@@ -265,9 +265,9 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
 
 
 def _moved(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair sites of one process with those of a script whose module's code was inlined.
+    """Pair the sites of one process with the callers into which a script inlined their modules.
 
-    They are paired only if the caller draws all that its inner modules do.
+    They are paired only if the caller draws as many numbers as it and they do in one process.
     """
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
@@ -294,7 +294,7 @@ def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
-            known = draw.seeds_a_split or (draw.op, draw.state) in first  # its draws tell more
+            known = draw.seeds_a_split or (draw.op, draw.state) in first  # a seed's draws follow
             if draw.is_again and not known:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"
@@ -304,7 +304,7 @@ def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]
 def _lost(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], pairs: Mapping[Site, Site]
 ) -> Iterator[tuple[str, str]]:
-    """Yield draws of only one side, or with another probability."""
+    """Yield sites that draw on one side only, or with another probability."""
     rest = [site for site in found if site not in pairs.values()]
     for site, drawn in expected.items():
         if site in pairs:
@@ -365,7 +365,7 @@ def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: AxisSizes) -> bo
 def _shared(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], axes: AxisSizes
 ) -> Iterator[tuple[str, str]]:
-    """Yield modules that draw the same numbers, which never happens in one process."""
+    """Yield pairs of modules that draw the same numbers, but do not in one process."""
     before = {state for states in _repeated(expected).values() for state in states}
     for (first, second), states in _repeated(found).items():
         if states - before:

@@ -6,7 +6,8 @@ FakeTensorMode.
 
 It shows whether recomputed layers draw the same numbers. Training on CPUs does not show this,
 because torch saves the CPU's generator in other cases than a GPU's. `python -m
-autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences.
+autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences on
+layers that draw other numbers when recomputed.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """Creates tensors on the device where no dispatch mode would see or exist."""
+    """Creates tensors on the device in calls that no dispatch mode sees, or without any mode."""
 
     def __torch_function__(
         self,
@@ -138,7 +139,7 @@ class MadeOnDevice(TorchFunctionMode):
         """Call a torch function."""
         named = dict(kwargs or {})
         is_there = torch.device(named.get("device") or "cpu").type == NAME
-        if func is torch.tensor and is_there:  # not an op
+        if func is torch.tensor and is_there:  # no op, so no dispatch mode sees it
             return func(*args, **{**named, "device": "cpu"}).to(named["device"])
         if is_there and detect_fake_mode() is None:  # placeholders of fully_shard
             return func(*args, **{**named, "device": "meta"})

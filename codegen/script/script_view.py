@@ -22,10 +22,10 @@ class ScriptView:
     docstring: Source
     model_imports: Source
     functions: Source
-    model_source: Source  # its files, and their digest
+    model_source: Source  # the model's files, and their digest
     settings: Source
     plan: Source
-    has_images: bool  # that convolutions take pixel by pixel
+    has_images: bool  # that convolutions read in channels_last order
     classes: Source  # opened modules, stages, and a split loss
     counting: Source  # the function that counts a batch's targets
     weighs_terms: bool  # for a loss that adds several means
@@ -60,7 +60,7 @@ class ScriptView:
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
     has_writing: bool  # layers that write to memory others read
     has_unread: bool  # parameters that the loss does not depend on
-    has_steady: bool  # buffers that several microbatches would each write
+    has_steady: bool  # buffers that are written once a step, not in each microbatch
     compiles: bool  # layers by torch.compile
     recomputations: tuple[Recomputation, ...]
     wrapping: Source

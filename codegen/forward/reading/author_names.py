@@ -54,7 +54,7 @@ def author_names(graph: Graph) -> Mapping[str, Sequence[tuple[str, str]]]:
     for function in graph.functions:
         for span in function.spans[:1]:
             add(function.call, span, tuple(refs(function.result)), is_function=True)
-    for record in reversed(tuple(graph.calls.values())):  # the inner ones end first
+    for record in reversed(tuple(graph.calls.values())):  # inner calls first: they begin later
         parent = LOSS_CALL if record.parent is None else record.parent
         if record.spans and parent == caller(parent, record.spans, graph):
             add(parent, record.spans[0], tuple(refs(record.result)), is_function=True)
@@ -62,9 +62,9 @@ def author_names(graph: Graph) -> Mapping[str, Sequence[tuple[str, str]]]:
 
 
 def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
-    """Return the call whose code has the expression that runs something in a call.
+    """Return the call whose code contains the expression with these spans, from `call` outwards.
 
-    The ops of torch's own modules have the expression that calls the outermost of these modules.
+    Ops in torch's own modules have the spans of the author's expression that calls these modules.
     """
     while spans and call in graph.calls and graph.calls[call].spans == spans:
         parent = graph.calls[call].parent
@@ -73,9 +73,9 @@ def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
 
 
 def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], bool]:
-    """Return the results of an expression that runs some ops, and whether it calls a function.
+    """Return the results of the expression that runs some ops, and whether it calls a function.
 
-    They are the results of the last op, or of a function all results that other code reads.
+    A function's results are all tensors that other code reads; otherwise they are the last op's.
     """
     if all(len(op.spans) == depth for op in run):
         return run[-1].outputs, False
@@ -89,7 +89,7 @@ def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], b
 
 
 def _names_at(span: SourceSpan, made: Set[SourceSpan]) -> tuple[str, ...]:
-    """Return the names that an expression gives to its results."""
+    """Return the names that the source gives to an expression's results."""
     file = _file_names(span.file)
     names, around = file.names.get(span[1:], ()), file.idle.get(span[1:])
     while not names and around is not None and SourceSpan(span.file, *around) not in made:
@@ -116,10 +116,10 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileNames:
-    """The names that the expressions of a file give, by the position of the expression."""
+    """The names that a file gives to the results of its expressions, by their positions."""
 
     names: Mapping[_Where, tuple[str, ...]]
-    idle: Mapping[_Where, _Where]  # argument of a call that may do nothing → that call
+    idle: Mapping[_Where, _Where]  # argument of a call that may run no op → that call
     given: Mapping[_Where, tuple[tuple[str, ...], ...]]  # see attributes_given
 
 
@@ -142,10 +142,10 @@ def _file_names(file: str) -> _FileNames:
 
 
 def _present(file: str) -> str:
-    """Return the current path of a traced file: projects move, and packages differ.
+    """Return where a traced file is now: a project may move, a package be installed elsewhere.
 
-    It is loaded, because the model is built. Of several files with its name, the most similar path
-    is taken.
+    The file is loaded, because the model was built. Of several files with its name, the most
+    similar path is taken.
     """
     loaded = {str(getattr(module, "__file__", None)) for module in tuple(sys.modules.values())}
     if file in loaded:
@@ -163,7 +163,7 @@ def _present(file: str) -> str:
 def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
     """Return, for each argument of an expression, the attributes of `self` that it may be.
 
-    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable stands for the assigned values.
+    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable counts as what is assigned to it.
     """
     return _file_names(span.file).given.get(span[1:], ())
 

@@ -49,7 +49,7 @@ class FirstStep:
     take: Callable[[], Any]
     parts: Sequence[nn.Module]
     optimizer: Optimizer
-    given: tuple[Any, ...]  # further arguments
+    given: tuple[Any, ...]  # further arguments of train_step
 
 
 def run_first_step(
@@ -57,8 +57,8 @@ def run_first_step(
 ) -> None:
     """Run a script's `main` up to its first step, which is passed to `run`.
 
-    Tensors have no values in `watching`, which begins when weights are loaded; modules built before
-    have no memory.
+    `watching` is entered when weights are loaded: modules that were built before have no memory,
+    and tensors made later have no values.
     """
     script: Any = imported(path)
     load_weights, train_step = script.load_weights, script.train_step
