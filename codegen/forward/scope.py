@@ -1,4 +1,4 @@
-"""The values that printed code has available, and which of them it owns."""
+"""The values that printed code can use: those bound so far, and its module's own tensors."""
 
 from __future__ import annotations
 

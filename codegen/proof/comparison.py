@@ -64,7 +64,7 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
 
 
 def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each kind of the named tensors, which have other initial values."""
+    """Yield a sentence for each kind among `names`, the tensors with other initial values."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)

@@ -262,7 +262,7 @@ def _fused(
 
 
 def main(script: str, *ranks: str) -> None:
-    """Print what these ranks' layers draw differently when recomputed."""
+    """Print, as JSON, the layers of these ranks that draw other numbers when recomputed."""
     device = pretend()
     found: dict[str, None] = {}
     for rank in ranks:

@@ -252,7 +252,7 @@ def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tupl
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
-    """Raise if this machine lacks memory for one process's training, or for so many processes."""
+    """Raise if this machine lacks memory for plain PyTorch's process, or for the script's."""
     needed_bytes = STATE_BYTES * plan.model.parameters
     if needed_bytes > memory_bytes:
         raise InputError(

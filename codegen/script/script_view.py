@@ -58,7 +58,7 @@ class ScriptView:
     default_optimizer: Source  # the optimizer if the model file has none
     warms_up: bool  # with a schedule that is not the model file's
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
-    has_writing: bool  # layers that write to memory others read
+    has_writing: bool  # layers that write to memory that others read
     has_unread: bool  # parameters that the loss does not depend on
     has_steady: bool  # buffers that are written once a step, not in each microbatch
     compiles: bool  # layers by torch.compile

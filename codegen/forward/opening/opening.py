@@ -48,7 +48,7 @@ def _is_function(call: str, tree: CallTree) -> bool:
 
 
 def _finds_left(call: str, opening: Opening) -> bool:
-    """Whether a call's code may read or remove state that an inner call has left."""
+    """Whether a call may read or remove state that printed inner code no longer leaves."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
     if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
         return not printed.isdisjoint(tree.chains[call][:-1])

@@ -21,7 +21,7 @@ from autopar.planner.graph.ops import LOSS_CALL, Op, refs
 
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
 _Where = tuple[int, int, int, int]  # line, column, end line, end column
-_FIELDS = ("values", "indices")  # of what torch.max and torch.topk return
+_FIELDS = ("values", "indices")  # fields of the results of torch.max and torch.topk
 # Calls that may have no op, because they may return their argument.
 _IDLE = frozenset(
     {"to", "float", "half", "bfloat16", "type_as", "contiguous", "expand", "view", "reshape"}
