@@ -46,7 +46,7 @@ from autopar.planner.graph.ops import (
 from autopar.planner.rules.rule import is_random
 
 
-def _no_other(value: Value) -> Expression:
+def _reject(value: Value) -> Expression:
     raise AssertionError(f"{value!r} cannot be printed")
 
 
@@ -56,7 +56,7 @@ def printed_argument(
     body: AtHand,
     *,
     tensor: Callable[[str], Expression],
-    rest: Callable[[Value], Expression] = _no_other,
+    rest: Callable[[Value], Expression] = _reject,
 ) -> Expression:
     """Print an argument; `other` is its value for inputs of other lengths.
 
@@ -95,7 +95,7 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Li
     """Return the call of a function that runs some ops, or None if they must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
-    if not name or not all(map(_is_plain, values)) or not _is_kept(function, ops, body):
+    if not name or not all(map(_is_plain, values)) or not _is_right_unchanged(function, ops, body):
         return None
     is_told = any(map(_has_size, values))
     if (is_told or _reads_sizes(function, body)) and may_read_parts(ops, body.split):
@@ -161,7 +161,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
     return [item for _, item in pairs(value)] if isinstance(value, Mapped) else value
 
 
-def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
+def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
     """Whether the unchanged function does on this rank what its ops are planned to do."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
@@ -224,21 +224,21 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | 
                 return None
             found[name] = name, layout, op
             continue
-        like = _like(name, body, is_measured=_reads_sizes(function, body))
+        like = _like(name, body, needs_sizes=_reads_sizes(function, body))
         if like is None:
             return None
         found[name] = like, body.have[like], None
     return found
 
 
-def _like(name: str, body: AtHand, *, is_measured: bool) -> str | None:
+def _like(name: str, body: AtHand, *, needs_sizes: bool) -> str | None:
     """Return an available value with a tensor's dtype, and with its sizes if these matter."""
     tensors = body.graph.tensors
     if name not in tensors:
         return None
     for one in (name, *body.have) if name in body.have else body.have:
         is_whole = body.have[one] == WHOLE and tensors[one].shape == tensors[name].shape
-        if tensors[one].dtype == tensors[name].dtype and (is_whole or not is_measured):
+        if tensors[one].dtype == tensors[name].dtype and (is_whole or not needs_sizes):
             return one
     return None
 

@@ -55,11 +55,11 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     style = Style(axis="", indent=4)
     doc = '    """Return what a stage gives to the next of a microbatch."""'
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
-    lines = map(_of_any_rank, written(builder.body(result), builder.owner, style))
+    lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
     return "\n".join([head, doc, *lines]) + "\n"
 
 
-def _of_any_rank(line: str) -> str:
+def _with_cut_shape(line: str) -> str:
     """Cut `.shape` to as many sizes as there are names: the stand-in for a batch has more dims."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
@@ -87,7 +87,7 @@ def _crossing(one: CrossingTensor, builder: BodyBuilder) -> Expression:
     return call("Crossing", *given, keywords=tuple(keywords))
 
 
-_KINDS = inspect.Parameter
+_Parameter = inspect.Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +155,13 @@ def _signature(module: Module) -> list[str]:
     kinds = [argument.kind for argument in module.arguments]
     for position, argument in enumerate(module.arguments):
         before = kinds[:position]
-        if argument.kind is _KINDS.KEYWORD_ONLY and not (
-            _KINDS.KEYWORD_ONLY in before or _KINDS.VAR_POSITIONAL in before
+        if argument.kind is _Parameter.KEYWORD_ONLY and not (
+            _Parameter.KEYWORD_ONLY in before or _Parameter.VAR_POSITIONAL in before
         ):
             declared.append("*")
         declared.append(argument.text)
-        if argument.kind is _KINDS.POSITIONAL_ONLY and (
-            position + 1 == len(kinds) or kinds[position + 1] is not _KINDS.POSITIONAL_ONLY
+        if argument.kind is _Parameter.POSITIONAL_ONLY and (
+            position + 1 == len(kinds) or kinds[position + 1] is not _Parameter.POSITIONAL_ONLY
         ):
             declared.append("/")
     return declared
@@ -174,23 +174,23 @@ def bound(
     positional = [
         a
         for a in module.arguments
-        if a.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        if a.kind in (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
     ]
     found = [(a.name, value) for a, value in zip(positional, arguments, strict=False)]
     rest = tuple(arguments[len(positional) :])
     if rest:
-        found.append((_catching(module, _KINDS.VAR_POSITIONAL).name, rest))
-    named = {a.name for a in module.arguments if a.kind is not _KINDS.VAR_KEYWORD}
+        found.append((_star_argument(module, _Parameter.VAR_POSITIONAL).name, rest))
+    named = {a.name for a in module.arguments if a.kind is not _Parameter.VAR_KEYWORD}
     for name, value in keywords:
         if name in named:
             found.append((name, value))
         else:
-            extra = _catching(module, _KINDS.VAR_KEYWORD).name
+            extra = _star_argument(module, _Parameter.VAR_KEYWORD).name
             found.append((f"{extra}[{string(name)}]", value))
     return found
 
 
-def _catching(module: Module, kind: inspect._ParameterKind) -> Argument:
+def _star_argument(module: Module, kind: inspect._ParameterKind) -> Argument:
     for argument in module.arguments:
         if argument.kind is kind:
             return argument

@@ -123,13 +123,13 @@ _ARGUMENTS = ("outputs: Tensor", "batch: Mapping[str, Tensor]", "tensor: Axis")
 
 def printed_loss(opening: Opening) -> str:
     """Return the source of `split_loss(outputs, batch, tensor)`."""
-    builder = _given_outputs(opening)
+    builder = _builder_with_outputs(opening)
     bind_batch(builder)
     for op in opening.tree.ops[LOSS]:
         if op.call == LOSS:
             builder.add(op)
     body = builder.body(builder.value(opening.split.graph.loss, WHOLE))
-    return _loss_function("split_loss", builder, body, returns="Tensor", what="loss")
+    return _function_of_outputs("split_loss", builder, body, returns="Tensor", what="loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class PrintedMetrics:
 
 def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     """Return the function for metrics, or None if each rank has every output whole."""
-    builder = _given_outputs(opening)
+    builder = _builder_with_outputs(opening)
     result = opening.split.graph.calls[ROOT].result
     absent = absent_outputs(builder, result) if ROOT in opening.opened else ()
     is_whole = all(
@@ -153,11 +153,11 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     outputs = whole_outputs(builder, result)
     body = builder.body(call("new_metrics", outputs, text("batch")))
     returns = "Mapping[str, Tensor]"
-    source = _loss_function("whole_metrics", builder, body, returns=returns, what="metrics")
+    source = _function_of_outputs("whole_metrics", builder, body, returns=returns, what="metrics")
     return PrintedMetrics(source=source, absent=absent)
 
 
-def _given_outputs(opening: Opening) -> BodyBuilder:
+def _builder_with_outputs(opening: Opening) -> BodyBuilder:
     """Return a builder for a function that takes the model's outputs."""
     builder = BodyBuilder(opening, LOSS, axis="tensor")
     result = opening.split.graph.calls[ROOT].result
@@ -179,7 +179,9 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
             _bind_outputs(builder, one, inner)
 
 
-def _loss_function(name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str) -> str:
+def _function_of_outputs(
+    name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str
+) -> str:
     style = Style(axis="tensor", indent=4)
     head = wrapped_definition(name, [*_ARGUMENTS], returns, indent=0)
     doc = f'    """Return the {what} of outputs that are split over the tensor axis."""'

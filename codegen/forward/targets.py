@@ -63,9 +63,9 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     read = {name for op in steps for name in op.inputs}.union(*counted.values())
     builder = _CountBuilder(_opened_for(steps, split, tree), frozenset(read))
     bind_batch(builder)
-    unplaced = _unplaced(graph, steps)
+    order_free = _order_free(graph, steps)
     for op in steps:
-        if kind_of(op).keeps_entries and unplaced.issuperset(op.outputs):
+        if kind_of(op).keeps_entries and order_free.issuperset(op.outputs):
             builder.alias(op)
         else:
             builder.add(op)
@@ -160,18 +160,18 @@ def _function(
     return "\n".join([head, f'    """{does}"""', *dropped, *lines]) + "\n"
 
 
-def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
+def _order_free(graph: Graph, steps: Iterable[Op]) -> set[str]:
     """Return the tensors whose readers do not depend on the order of entries."""
     steps = tuple(steps)
-    unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
+    order_free = {name for op in steps for name in (*op.inputs, *op.outputs)}
     for op in reversed(steps):
         rule = rule_of(op.target)
         made = next(iter(op.outputs), "")
         keeps = rule.kind.keeps_entries or rule.shape is shapes.elementwise
         is_of_all = rule.kind is OpKind.SUM and not graph.tensors[made].shape
-        if len(op.inputs) > 1 or not ((keeps and made in unplaced) or is_of_all):
-            unplaced -= set(op.inputs)
-    return unplaced
+        if len(op.inputs) > 1 or not ((keeps and made in order_free) or is_of_all):
+            order_free -= set(op.inputs)
+    return order_free
 
 
 def _terms(split: SplitGraph) -> list[Op]:

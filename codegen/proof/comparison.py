@@ -36,7 +36,7 @@ class HeldBlock:
 Held: TypeAlias = Sequence[HeldBlock]
 Place: TypeAlias = tuple[slice, ...]
 
-_MOST_TOLD = 4  # kinds of tensors
+_MOST_SHOWN = 4  # kinds of tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,11 @@ def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    for pattern, alike in islice(kinds.items(), _MOST_TOLD):
+    for pattern, alike in islice(kinds.items(), _MOST_SHOWN):
         shown = alike[0] if len(alike) == 1 else f"{pattern} × {len(alike)}"
         yield f"{shown}: begins with other numbers than build_model() gives it"
-    if len(kinds) > _MOST_TOLD:
-        yield f"and so do {len(kinds) - _MOST_TOLD} others"
+    if len(kinds) > _MOST_SHOWN:
+        yield f"and so do {len(kinds) - _MOST_SHOWN} others"
 
 
 def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -172,7 +172,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_KEEPING = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
+_DROPOUT_MASK = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Site:
     @property
     def kind(self) -> str:
         """The op's usual name, with its probability."""
-        if self.op == _KEEPING and self.settings:
+        if self.op == _DROPOUT_MASK and self.settings:
             return f"dropout, p {1 - self.settings[0]:.6g}"
         return " ".join((self.op.strip("_"), *(f"{one:.6g}" for one in self.settings)))
 
@@ -235,12 +235,12 @@ def draw_faults(
     found = _sites(ranks)
     expected = _sites([alone])
     pairs = {site: site for site in expected.keys() & found.keys()}
-    pairs |= _moved(found, expected)
+    pairs |= _inlined(found, expected)
     faults = [
         *_unseeded(ranks),
-        *_not_again(ranks),
-        *_lost(found, expected, pairs),
-        *_otherwise(found, expected, pairs, axes),
+        *_drawn_differently(ranks),
+        *_on_one_side(found, expected, pairs),
+        *_miscounted(found, expected, pairs, axes),
         *_shared(found, expected, axes),
     ]
     return tuple(_joined(faults))
@@ -248,7 +248,7 @@ def draw_faults(
 
 def drawn_otherwise_again(ranks: Sequence[Sequence[NotedDraw]]) -> tuple[str, ...]:
     """Return a sentence for each layer that draws other numbers when it is recomputed."""
-    return tuple(_joined(_not_again(ranks)))
+    return tuple(_joined(_drawn_differently(ranks)))
 
 
 def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
@@ -264,7 +264,7 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
     return dict(sites)
 
 
-def _moved(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
+def _inlined(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
     """Pair the sites of one process with the callers into which a script inlined their modules.
 
     They are paired only if the caller draws as many numbers as it and they do in one process.
@@ -290,7 +290,7 @@ def _unseeded(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]
         yield "", f"nothing has seeded what is drawn{at}: the script's own seed_all is missing"
 
 
-def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]:
+def _drawn_differently(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]:
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
@@ -301,7 +301,7 @@ def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]
                 yield str(site), text
 
 
-def _lost(
+def _on_one_side(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], pairs: Mapping[Site, Site]
 ) -> Iterator[tuple[str, str]]:
     """Yield sites that draw on one side only, or with another probability."""
@@ -321,7 +321,7 @@ def _lost(
         yield str(site), f"the script draws {numbers} numbers{_at(found[site])}, one process none"
 
 
-def _otherwise(
+def _miscounted(
     found: Mapping[Site, _Drawn],
     expected: Mapping[Site, _Drawn],
     pairs: Mapping[Site, Site],

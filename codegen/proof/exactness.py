@@ -100,7 +100,7 @@ class Widely(TorchFunctionMode):
         """Begin, with the training's dtype as default."""
         self.hooks += (
             register_optimizer_step_pre_hook(self._pause),
-            register_optimizer_step_post_hook(self._go_on),
+            register_optimizer_step_post_hook(self._resume),
         )
         self._set_default()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Widely(TorchFunctionMode):
         self.optimizers += 1
         self._set_default()
 
-    def _go_on(self, *_: Any) -> None:
+    def _resume(self, *_: Any) -> None:
         self.optimizers -= 1
         self._set_default()
 

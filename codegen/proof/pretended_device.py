@@ -267,7 +267,9 @@ def main(script: str, *ranks: str) -> None:
     found: dict[str, None] = {}
     for rank in ranks:
         here, there = get_context("fork").Pipe(duplex=False)
-        running = get_context("fork").Process(target=_tell, args=(script, rank, device, there))
+        running = get_context("fork").Process(
+            target=_send_faults, args=(script, rank, device, there)
+        )
         running.start()
         there.close()
         try:
@@ -279,7 +281,7 @@ def main(script: str, *ranks: str) -> None:
     print(json.dumps(list(found)))
 
 
-def _tell(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
+def _send_faults(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
     os.environ[mesh.DRY_RUN] = rank
     with MadeOnDevice():
         to.send(list(drawn_otherwise_again([draws_of(Path(script), device)])))

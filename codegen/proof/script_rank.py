@@ -241,12 +241,12 @@ def main(script: str, job_file: str) -> None:
     """Run a script as this torchrun rank, each training in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
     exact = partial(run_script, script, job.exact, limit=job.clip_norm)
-    _run_apart(exact, job, "exact")
+    _run_in_new_process(exact, job, "exact")
     if job.in_half:
-        _run_apart(partial(run_as_it_is, script, job.in_half), job, "half")
+        _run_in_new_process(partial(run_as_it_is, script, job.in_half), job, "half")
 
 
-def _run_apart(run: Callable[[], Any], job: Job, kind: str) -> None:
+def _run_in_new_process(run: Callable[[], Any], job: Job, kind: str) -> None:
     """Run in a new process, so that trainings do not share state of the model file."""
 
     def leave() -> None:

@@ -161,7 +161,7 @@ def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-_RUNNING_AGAIN = ("recompute(", "checkpoint(")  # a script's calls that recompute layers
+_RECOMPUTING = ("recompute(", "checkpoint(")  # a script's calls that recompute layers
 MANY_FLOPS = 10**12  # of all 16-bit steps; more take minutes
 LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and a multiple of one process's time, per rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
@@ -192,9 +192,9 @@ def verify(
     half, notes = _trained_in_half(plan, task, half_steps)
     ranks = plan.arrangement.ranks
     patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
-    kinds = {"exact": _words(steps, "float64")}
+    kinds = {"exact": _options(steps, "float64")}
     if half is not None:
-        kinds["half"] = _words(half_steps, half[0].dtype)
+        kinds["half"] = _options(half_steps, half[0].dtype)
     found = _trained_by_script(script, ranks, kinds, patience=patience)
     comparison = compared(found["exact"], expected, axes_of(plan))
     if half is not None:
@@ -218,7 +218,7 @@ def axes_of(plan: Plan) -> AxisSizes:
     )
 
 
-def _words(steps: int, dtype: str) -> list[str]:
+def _options(steps: int, dtype: str) -> list[str]:
     return ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
 
 
@@ -239,7 +239,7 @@ def _trained_in_half(
 def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return differences in recomputed layers' draws on a device, or why they are unknown."""
     text = script.path.read_text(encoding="utf-8")
-    if not any(word in text for word in _RUNNING_AGAIN):
+    if not any(word in text for word in _RECOMPUTING):
         return (), ()
     arranged = plan.arrangement
     first_of_stages = range(0, arranged.ranks, arranged.ranks // arranged.pipeline)

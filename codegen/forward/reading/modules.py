@@ -222,7 +222,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
         "keeps_state": is_told or any(map(keeps_state, sources)),
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
-        "measuring": frozenset(_measuring(module)),
+        "measuring": frozenset(_size_reading(module)),
         "unpacks": unpacked(source),
     }
 
@@ -256,7 +256,7 @@ def _functions(module: nn.Module) -> Iterator[Imported]:
             yield imported(value)
 
 
-def _measuring(module: nn.Module) -> Iterator[Imported]:
+def _size_reading(module: nn.Module) -> Iterator[Imported]:
     return (imported(one) for one in _plain_functions(module) if reads_sizes(one, object))
 
 

@@ -24,7 +24,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
-_HEAVIEST = 6  # operations in one statement
+_MOST_OPERATIONS = 6  # operations in one statement
 _MOST_UNPACKED = 3  # results of a module's call, if one is used
 _MOST_ARGUMENTS = 2  # of a module's call inside another one's
 
@@ -94,7 +94,7 @@ class _Folder:
             if isinstance(piece, LocalTensor) and self._may_fold(piece, line, number):
                 inner = self.made[piece]
                 weight = len(parts) + len(inner.parts) + 1
-                if weight <= _HEAVIEST and self._keeps_order([*parts, *inner.parts], number):
+                if weight <= _MOST_OPERATIONS and self._keeps_order([*parts, *inner.parts], number):
                     taken[piece] = inner
                     parts += inner.parts
         folded = replaced(

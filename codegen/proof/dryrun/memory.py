@@ -142,7 +142,7 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
 def _unsharded_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yield unsharded parameters, and the all-gather outputs that they are copied from."""
     for group in _fsdp_groups(module):
-        for result in (group._all_gather_result, _waiting_result(group)):
+        for result in (group._all_gather_result, _last_gather_result(group)):
             if result is not None:
                 yield result.all_gather_output
     for fsdp_parameter in _fsdp_parameters(module):
@@ -157,7 +157,7 @@ def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
         yield fsdp_parameter._sharded_param_data
 
 
-def _waiting_result(group: FSDPParamGroup) -> Any:
+def _last_gather_result(group: FSDPParamGroup) -> Any:
     """Return the last all-gather's result, which FSDP keeps until the next copy-out."""
     state = getattr(group.comm_ctx, "all_gather_state", None)  # absent before the first forward
     return None if state is None else state.all_gather_result
@@ -190,7 +190,7 @@ LOOK_UP_EVERY = 1.005
 class _Live:
     reference: weakref.ref[UntypedStorage]
     size: int
-    unowned: str  # its category if none claims it
+    default_category: str  # its category if none claims it
     category: str
 
 
@@ -216,7 +216,7 @@ class LiveMemory:
         live = _Live(
             reference=weakref.ref(storage, lambda _: self._forget(key)),
             size=0,
-            unowned=category,
+            default_category=category,
             category=category,
         )
         self._live[key] = live
@@ -278,7 +278,7 @@ class LiveMemory:
         """Assign live storages to categories."""
         self._by_category.clear()
         for key, live in self._live.items():
-            live.category = owners.get(key, live.unowned)
+            live.category = owners.get(key, live.default_category)
             self._by_category[live.category] += live.size
 
 

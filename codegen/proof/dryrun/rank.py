@@ -25,7 +25,7 @@ from autopar.runtime.data.batches import Batch
 Entered = TypeVar("Entered")
 
 
-class _SeenError(Exception):
+class _StepRecordedError(Exception):
     """A step has been recorded: the script ends here."""
 
 
@@ -73,11 +73,11 @@ def run_first_step(
             parts = [model] if isinstance(model, nn.Module) else model.parts
             taken = partial(train_step, model, optimizer, *args)
             run(FirstStep(taken, parts, optimizer, args), entered[0])
-            raise _SeenError
+            raise _StepRecordedError
 
         script.load_weights, script.train_step = load, step
         script.new_batch = _with_values(script.new_batch)
-        with suppress(_SeenError):
+        with suppress(_StepRecordedError):
             script.main([])
 
 
