@@ -324,8 +324,8 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
     return InputError(
         f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
         where=op.location,
-        fix="call it in the forward of a module, from the file that names it, or pin that module "
-        "whole",
+        fix="call it in the forward of a module whose file defines or imports it, or pin that "
+        "module whole",
     )
 
 

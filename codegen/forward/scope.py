@@ -65,7 +65,7 @@ class NeedsInlineError(Exception):
     @staticmethod
     def _for(key: str, what: str, graph: Graph) -> NeedsInlineError:
         if key == LOSS or not key:
-            raise InputError(f"{what} is not at hand where the code of the model needs it")
+            raise InputError(f"the printed code has no access to {what}, which it needs")
         return NeedsInlineError(key, graph.calls[key])
 
 
@@ -115,9 +115,9 @@ class Owner:
         is_lifted = name.rpartition(".")[2].startswith("lifted_tensor")
         if is_lifted and self.split.graph.tensors[name].origin is TensorOrigin.CONSTANT:
             raise InputError(
-                "the code of a forward that makes a tensor of many numbers has to be printed",
+                "a forward that must be printed makes a tensor from more than 64 numbers",
                 where=op.location if op is not None else "",
-                expected="at most 64 numbers, or a tensor that the module holds",
+                expected="at most 64 numbers, or a buffer of the module",
                 fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
             )
         best = self.name_near(name, op)
@@ -233,7 +233,7 @@ class AtHand:
 
     def copy(self, held: LocalTensor) -> None:
         """Copy an argument before it is written to."""
-        why = "to write into: what is received is a leaf"
+        why = "copied, because autograd forbids writing to a leaf"
         copied = method(held, "clone")
         self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
 
