@@ -53,7 +53,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     shown = [_crossing(one, builder) for one in gives]
     result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
     style = Style(axis="", indent=4)
-    doc = '    """Return what a stage gives to the next of a microbatch."""'
+    doc = '    """Describe what a stage sends to the next one for a microbatch."""'
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
     lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
     return "\n".join([head, doc, *lines]) + "\n"
