@@ -229,7 +229,7 @@ class InHalf:
 
 
 def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: PlainHalf) -> InHalf:
-    """Return how a script's ranks compare with one process in 16 bits, and one in fp32."""
+    """Return how a script's ranks compare with plain PyTorch in 16 bits, and in fp32."""
     initial = apart([list(_begun(rank.initial, half)) for rank in ranks], half.initial)
     types = dict.fromkeys(text for rank in ranks for text in _other_types(rank, half))
     found = assembled(rank.final for rank in ranks)

@@ -46,12 +46,12 @@ class ScriptView:
     kept: Source  # what a checkpoint contains
     scaling: Source  # of a pipeline's losses
     clipping: Source
-    waits_for_last: Source  # a comment about what happens with the last microbatch
+    waits_for_last: Source  # a comment on what waits for the last microbatch
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
     reading: Source  # the call that yields microbatches
     evaluation: Source  # the call that sets up evaluation; empty without one
-    plainly: Source  # everything that computes a loss on one device
+    plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss
     measures: bool  # with metrics() of the model file
     gathers_rows: bool  # which tensor ranks have read separately

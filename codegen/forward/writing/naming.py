@@ -204,7 +204,7 @@ class _Namer:
         return (*goes_on, *self.given.get(held, ()))
 
     def _wholes(self, held: LocalTensor) -> Sequence[str]:
-        """Return the names of a value at its reader: the parameter, or the result made from it."""
+        """Return the names of a value at its reader: the parameter that takes it, or the result."""
         return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
 
     def _followed(
