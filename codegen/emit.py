@@ -31,7 +31,7 @@ from autopar.planner.plan.plan import Plan
 
 
 def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
-    """Write a plan's script and everything it imports into a folder; return the script's path."""
+    """Write a plan's script, plan.json and the runtime into a folder; return the script's path."""
     path, package = folder / FILE_NAME, folder / "autopar"
     refuse_named_as_file(folder)
     for place in (
@@ -73,8 +73,8 @@ def _refuse_package_of_others(package: Path) -> None:
 def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
     """Return the script of a plan for the path `destination`.
 
-    A relative path of the model file starts at the working directory, or at `folder`, where the
-    plan is.
+    A relative path of the model file is looked up in the working directory, then in `folder` (the
+    plan's) and its parents.
     """
     return emit_with_notes(plan, destination=destination, folder=folder)[0]
 
@@ -99,6 +99,6 @@ def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
 def write_script(
     plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
 ) -> Path:
-    """Write train.py of a plan into a folder, and return its path."""
+    """Write a plan's script into a folder as train.py, and return its path."""
     text = emit(plan, destination=folder / FILE_NAME, folder=model_folder or folder)
     return write_text(text, folder, force=force)

@@ -1,4 +1,4 @@
-"""Turns a plan into the input of its script: the loaded model file, and the opened classes."""
+"""Turns a plan into its subject: the loaded model file, its modules, and the opened classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChangedModelError(AutoparError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSubject:
-    """A plan's model file, modules, axes and layers, and its printed source."""
+    """A plan's model file, graph, modules, axes and layers, and the source printed for them."""
 
     file: ModelFile
     graph: Graph
@@ -43,7 +43,7 @@ class PlannedSubject:
 
 
 def subject_of(plan: Plan, folder: Path) -> PlannedSubject:
-    """Load a plan's model file; relative paths start at the working directory, or at `folder`."""
+    """Return a plan's subject; a relative model file lies in the working directory or `folder`."""
     file = _model_file(plan, folder)
     model = without_memory(file)
     _check_same_parameters(plan, model, file.path)
@@ -67,7 +67,7 @@ def subject_of(plan: Plan, folder: Path) -> PlannedSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traced:
-    """A traced model; equal for the same file, arguments and precision."""
+    """A traced model as a cache's key: equal for the same file, arguments and precision."""
 
     path: Path
     facts: Model
@@ -90,7 +90,7 @@ class _Traced:
 
 
 def _on_other_lengths(model: _Traced) -> Graph | None:
-    """Return the model's graph with rows of other lengths; needed for printed code."""
+    """Return the model's graph for rows of other lengths, or None if none fits the plan."""
     other = _traced_on_other_lengths(model)
     is_alike = other is not None and other.tensors.keys() == model.graph.tensors.keys()
     return other if is_alike else None  # the plan may have been edited
@@ -98,17 +98,17 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
 
 @lru_cache(maxsize=16)
 def _traced_on_other_lengths(model: _Traced) -> Graph | None:
-    """Return that graph, cached for all plans of a model.
+    """Return the graph for rows of other lengths, cached for all plans of a model.
 
-    It needs another trace, and several scripts of one model may be printed: by `dryrun`, by
-    `verify`, or by a program that plans for several machines.
+    The graph takes another trace, and `dryrun`, `verify` or a program that plans for several
+    machines may print several scripts of one model.
     """
     axes = infer_axes(model.graph)
     return with_other_lengths(model.file, model.graph, axes, model.precision)
 
 
 def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
-    """Raise if the model is built differently now, because of other files or a variable."""
+    """Raise if the model's parameters differ from the plan's, though its Python files do not."""
     planned = {p.name: tuple(size.at(1) for size in p.shape) for p in plan.graph.parameters}
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in sorted(planned.keys() | built.keys()):
@@ -124,7 +124,7 @@ def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
 
 
 def _check_same_modules(plan: Plan, model: nn.Module, path: Path) -> None:
-    """Raise if a plan calls modules that the model does not have, or with another class."""
+    """Raise if the model lacks a module that the plan calls, or has it with another class."""
     classes = {
         name: type(one).__name__ for name, one in model.named_modules(remove_duplicate=False)
     }
@@ -145,7 +145,7 @@ def _sized(shape: tuple[int, ...] | None) -> str:
 
 
 def model_spec(plan: StoredPlan, folder: Path) -> str:
-    """Return `path.py:factory` of a plan's model, relative to here, `folder` or a parent of it."""
+    """Return `path.py:factory` of a plan's model, found here, in `folder` or in a parent of it."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
     if Path(name).is_file():
@@ -164,8 +164,8 @@ def model_spec(plan: StoredPlan, folder: Path) -> str:
 def with_model(plan: StoredPlan, folder: Path, given: str | None) -> StoredPlan:
     """Return a plan with the model file given on the command line, if any.
 
-    A plan.json may come from anybody. A path in it that leads outside of this folder and the plan's
-    is used only if the command line gives it, too.
+    A plan.json may come from anybody. A path in it that leads outside of the working directory
+    and the plan's folder is refused, unless the command line gives it.
     """
     if given is not None:
         factory = plan.model.spec.rpartition(".py")[2] if given.endswith(".py") else ""
@@ -199,7 +199,7 @@ def fits(plan: StoredPlan, traced: TracedModel) -> bool:
 
 
 def with_planned_graph(plan: StoredPlan, traced: TracedModel, path: Path) -> Plan:
-    """Return a stored plan with the graph of its model; refuse another graph than was planned."""
+    """Return a stored plan with the graph of its model; raise if the graph has changed."""
     if not fits(plan, traced):
         raise ChangedModelError(
             "the model computes something else than what was planned, though none of its own files "
@@ -232,7 +232,7 @@ def _model_file(plan: StoredPlan, folder: Path) -> ModelFile:
 
 
 def check_unchanged(plan: StoredPlan, path: Path) -> None:
-    """Raise if a model file has changed since the plan."""
+    """Raise if a model file, or one that it imports, has changed since it was planned."""
     if source_hash(path) != plan.model.source_hash:
         raise ChangedModelError(
             "the model file, or one that it imports, has changed since it was planned for",

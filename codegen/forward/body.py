@@ -84,7 +84,7 @@ def _histogram(op: Op, body: AtHand) -> SourceForm:
 
 
 def _are_alike(op: Op, body: AtHand) -> bool:
-    """Whether all parts have one size, so that their number suffices on every rank."""
+    """Whether all parts have one size, so that `chunk` needs only their number on every rank."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -148,10 +148,10 @@ _SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AtHand], SourceForm]] = Mapping
 
 
 def part_of_mean(op: Op, mean: SourceForm, body: AtHand) -> SourceForm:
-    """Return a mean, weighted by the share of the rank's part if the mean is over a split dim.
+    """Return a mean; over a split dim, multiplied by the rank's share of the dim.
 
-    The weighted means add up over the ranks. Weighting means keeps 16-bit numbers small; sums
-    would be large.
+    The weighted means of all ranks add up to the mean of the whole. Partial sums instead would be
+    large numbers in 16 bits.
     """
     layout = body.split.ops.get(op.name)
     if layout is None or not is_part_of_mean(op, layout):
@@ -174,8 +174,8 @@ def _parts(op: Op, position: int, body: AtHand) -> Expression:
 def late_bias(op: Op, body: AtHand) -> str | None:
     """Return the bias of a row-parallel linear, if it may be added after the sum of partials.
 
-    Added there, it counts once and needs no mask. Its gradient is correct only if the sum and the
-    bias have the same kind of gradient: both whole, or both partial.
+    Added after the sum, the bias counts once; before it, only one rank could add the bias. The
+    bias's gradient is correct only if the sum's is of the same kind: both whole, or both partial.
     """
     bias = op.argument("bias") if op.target == "aten.linear.default" else None
     if not isinstance(bias, Ref) or body.split.made(op.outputs[0]).kind is not LayoutKind.PARTIAL:
@@ -209,11 +209,11 @@ def _same_gradient(bias: LayoutKind, sum_: Layout, last: int) -> bool:
             return False
 
 
-LOSS_WEIGHTS = "loss_weights"  # their key in a microbatch
+LOSS_WEIGHTS = "loss_weights"  # the key of the terms' weights in a microbatch
 
 
 def _counts_from_zero(op: Op) -> bool:
-    """Whether an op makes a range from zero."""
+    """Whether an op makes a range that starts at zero, with step one."""
     given = dict(op.arguments)
     is_whole = given.get("start", 0) == 0 and "step" not in given
     return kind_of(op) is OpKind.RANGE and is_whole
@@ -237,7 +237,7 @@ class BodyBuilder(AtHand):
         self.in_functions: set[str] = set()  # ops in calls of plain functions
 
     def add(self, op: Op) -> None:
-        """Add an op, or the call of the module that contains it."""
+        """Add an op, or the call of the module or function that runs it."""
         unit = self.unit(op)
         if unit is None:
             if op.name not in self.in_functions and not self._add_function(op):
@@ -247,7 +247,7 @@ class BodyBuilder(AtHand):
             self.add_line(call_line(unit, self))
 
     def _add_function(self, first: Op) -> bool:
-        """Add the call of a function that begins with an op, if it can be called here."""
+        """Add the call of a function whose first op is `first`, if possible; tell if it was."""
         for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
@@ -266,10 +266,7 @@ class BodyBuilder(AtHand):
         return {op.name: place for place, op in enumerate(self.ops)}
 
     def unit(self, op: Op) -> str | None:
-        """Return the call directly inside this body that runs an op.
-
-        None for the body's own ops.
-        """
+        """Return the call made by this body that runs an op; None if the body runs it itself."""
         return self.opening.unit(op, self.scope)
 
     def _add_op(self, op: Op) -> None:
@@ -322,7 +319,7 @@ class BodyBuilder(AtHand):
         raise InputError(f"{op.name} only renames what the module holds", where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op takes all of a dim; ops on the module's own tensors are always printed."""
+        """Whether a slice takes all of a dim; slices of the module's own tensors are printed."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
@@ -370,7 +367,7 @@ class BodyBuilder(AtHand):
         return found | local_arguments(op, self)
 
     def only_in_evaluations(self, since: int) -> None:
-        """Make the lines from this number on run only in evaluations; nothing else reads them."""
+        """Mark the lines from `since` on as run in evaluations only; no other line reads them."""
         own = [replace(line, only_evaluates=True) for line in self.lines[since:]]
         self.lines[since:] = own
 

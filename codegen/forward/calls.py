@@ -46,7 +46,7 @@ from autopar.planner.graph.ops import (
 from autopar.planner.rules.rule import is_random
 
 
-def _no_other(value: Value) -> Expression:
+def _reject(value: Value) -> Expression:
     raise AssertionError(f"{value!r} cannot be printed")
 
 
@@ -56,7 +56,7 @@ def printed_argument(
     body: AtHand,
     *,
     tensor: Callable[[str], Expression],
-    rest: Callable[[Value], Expression] = _no_other,
+    rest: Callable[[Value], Expression] = _reject,
 ) -> Expression:
     """Print an argument; `other` is its value for inputs of other lengths.
 
@@ -86,7 +86,7 @@ def printed_argument(
 
 
 LOSS = "new_loss"  # the scripts' name for the model file's loss
-# by argument: the tensor, its layout, and an op that reads it
+# argument → the tensor to pass, its layout, and an op that reads it
 _Needs = dict[str, tuple[str, Layout, Op | None]]
 _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
 
@@ -95,7 +95,7 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Li
     """Return the call of a function that runs some ops, or None if they must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
-    if not name or not all(map(_is_plain, values)) or not _is_kept(function, ops, body):
+    if not name or not all(map(_is_plain, values)) or not _is_right_unchanged(function, ops, body):
         return None
     is_told = any(map(_has_size, values))
     if (is_told or _reads_sizes(function, body)) and may_read_parts(ops, body.split):
@@ -161,7 +161,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
     return [item for _, item in pairs(value)] if isinstance(value, Mapped) else value
 
 
-def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
+def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
     """Whether the unchanged function does on this rank what its ops are planned to do."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
@@ -224,21 +224,21 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | 
                 return None
             found[name] = name, layout, op
             continue
-        like = _like(name, body, is_measured=_reads_sizes(function, body))
+        like = _like(name, body, needs_sizes=_reads_sizes(function, body))
         if like is None:
             return None
         found[name] = like, body.have[like], None
     return found
 
 
-def _like(name: str, body: AtHand, *, is_measured: bool) -> str | None:
+def _like(name: str, body: AtHand, *, needs_sizes: bool) -> str | None:
     """Return an available value with a tensor's dtype, and with its sizes if these matter."""
     tensors = body.graph.tensors
     if name not in tensors:
         return None
     for one in (name, *body.have) if name in body.have else body.have:
         is_whole = body.have[one] == WHOLE and tensors[one].shape == tensors[name].shape
-        if tensors[one].dtype == tensors[name].dtype and (is_whole or not is_measured):
+        if tensors[one].dtype == tensors[name].dtype and (is_whole or not needs_sizes):
             return one
     return None
 
@@ -261,7 +261,7 @@ def _function_pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
 
 
 def call_line(unit: str, body: AtHand) -> Line:
-    """Return the call of a module that is called as a whole."""
+    """Return the line that calls a module or an autograd Function."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
     others = body.split.lengths.call(unit) or record
@@ -290,7 +290,7 @@ def call_line(unit: str, body: AtHand) -> Line:
 
 
 def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
-    """Yield the arguments of a call that matter; positional ones have the name ""."""
+    """Yield a call's arguments, except defaults and unread ones; positional ones are named ""."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:
@@ -324,16 +324,16 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
     return InputError(
         f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
         where=op.location,
-        fix="call it in the forward of a module, from the file that names it, or pin that module "
-        "whole",
+        fix="call it in the forward of a module whose file defines or imports it, or pin that "
+        "module whole",
     )
 
 
 def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
-    """Whether a keyword argument is its default, or is not needed in training.
+    """Whether a keyword argument may be left out: it is the default, or training does not need it.
 
-    The latter are empty caches for later calls, and arguments that the module's printed code does
-    not read.
+    Training does not need empty caches for later calls, nor arguments that the module's printed
+    code does not read.
     """
     is_opened = unit in body.opening.opened
     for argument in body.split.modules[body.graph.calls[unit].path].arguments:
@@ -357,7 +357,7 @@ def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression
 
 
 def _object(value: Value, unit: str, body: AtHand) -> Expression:
-    """Print text, None, or an object: a module of the owner, or None if it is not read."""
+    """Print a string, or an object: a module of the owner by its path, any other one as None."""
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     for name in objects(value):

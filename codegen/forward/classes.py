@@ -1,4 +1,4 @@
-"""Prints the classes that a plan changes, and the tensors that stages send."""
+"""Prints the classes that a plan changes, and the function that describes what stages send."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
     shown = [_crossing(one, builder) for one in gives]
     result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
     style = Style(axis="", indent=4)
-    doc = '    """Return what a stage gives to the next of a microbatch."""'
+    doc = '    """Describe what a stage sends to the next one for a microbatch."""'
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
-    lines = map(_of_any_rank, written(builder.body(result), builder.owner, style))
+    lines = map(_with_cut_shape, written(builder.body(result), builder.owner, style))
     return "\n".join([head, doc, *lines]) + "\n"
 
 
-def _of_any_rank(line: str) -> str:
-    """Unpack as many sizes as there are names. The stand-in for a batch has more."""
+def _with_cut_shape(line: str) -> str:
+    """Cut `.shape` to as many sizes as there are names: the stand-in for a batch has more dims."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
@@ -87,7 +87,7 @@ def _crossing(one: CrossingTensor, builder: BodyBuilder) -> Expression:
     return call("Crossing", *given, keywords=tuple(keywords))
 
 
-_KINDS = inspect.Parameter
+_Parameter = inspect.Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +155,13 @@ def _signature(module: Module) -> list[str]:
     kinds = [argument.kind for argument in module.arguments]
     for position, argument in enumerate(module.arguments):
         before = kinds[:position]
-        if argument.kind is _KINDS.KEYWORD_ONLY and not (
-            _KINDS.KEYWORD_ONLY in before or _KINDS.VAR_POSITIONAL in before
+        if argument.kind is _Parameter.KEYWORD_ONLY and not (
+            _Parameter.KEYWORD_ONLY in before or _Parameter.VAR_POSITIONAL in before
         ):
             declared.append("*")
         declared.append(argument.text)
-        if argument.kind is _KINDS.POSITIONAL_ONLY and (
-            position + 1 == len(kinds) or kinds[position + 1] is not _KINDS.POSITIONAL_ONLY
+        if argument.kind is _Parameter.POSITIONAL_ONLY and (
+            position + 1 == len(kinds) or kinds[position + 1] is not _Parameter.POSITIONAL_ONLY
         ):
             declared.append("/")
     return declared
@@ -170,27 +170,27 @@ def _signature(module: Module) -> list[str]:
 def bound(
     module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
 ) -> list[tuple[str, Value]]:
-    """Return how a forward's code accesses each argument: a name, or `kwargs["name"]`."""
+    """Return each argument's expression in a forward (name, or `kwargs["name"]`), and its value."""
     positional = [
         a
         for a in module.arguments
-        if a.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+        if a.kind in (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
     ]
     found = [(a.name, value) for a, value in zip(positional, arguments, strict=False)]
     rest = tuple(arguments[len(positional) :])
     if rest:
-        found.append((_catching(module, _KINDS.VAR_POSITIONAL).name, rest))
-    named = {a.name for a in module.arguments if a.kind is not _KINDS.VAR_KEYWORD}
+        found.append((_star_argument(module, _Parameter.VAR_POSITIONAL).name, rest))
+    named = {a.name for a in module.arguments if a.kind is not _Parameter.VAR_KEYWORD}
     for name, value in keywords:
         if name in named:
             found.append((name, value))
         else:
-            extra = _catching(module, _KINDS.VAR_KEYWORD).name
+            extra = _star_argument(module, _Parameter.VAR_KEYWORD).name
             found.append((f"{extra}[{string(name)}]", value))
     return found
 
 
-def _catching(module: Module, kind: inspect._ParameterKind) -> Argument:
+def _star_argument(module: Module, kind: inspect._ParameterKind) -> Argument:
     for argument in module.arguments:
         if argument.kind is kind:
             return argument
@@ -254,7 +254,7 @@ def described(opening: Opening, path: str) -> str:
     for key, record in split.graph.calls.items():
         if record.path == path:
             for op in opening.tree.ops.get(key, ()):
-                summed[comment(split.split_axis_name(op))] = None  # split, and summed here
+                summed[comment(split.split_axis_name(op))] = None  # its split axis
                 for layout in (split.made(tensor) for tensor in op.outputs):
                     if is_split(layout):
                         names[comment(split.axis_name(layout))] = None

@@ -1,4 +1,4 @@
-"""Prints everything that a plan changes, and opens more if a call cannot be printed as one."""
+"""Prints the code that a plan changes; opens more code while a call cannot be printed as a call."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def opened_classes(
 ) -> OpenedSource:
     """Return the classes, stages and functions that a plan's script defines.
 
-    With evaluations the loss is over several batches, even if training has one.
+    An evaluation averages over several microbatches, even if a training step has only one.
     """
     split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # otherwise whole batches are counted first
+    # with targets to count, each rank needs the whole batch
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
@@ -70,7 +70,7 @@ def open_split(
     opened: Iterable[str] = (),
     called: Iterable[str] = (),
 ) -> OpenedSource:
-    """Return the same for a split graph, from the number of layers in each stage."""
+    """Return what a script defines for a split graph; `stages` are numbers of layers."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
     weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]
@@ -157,7 +157,7 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
 
 
 def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
-    """Yield the functions of the model's files that sources call."""
+    """Yield the functions of the model's files that the printed sources call."""
     for one in sorted(functions_at_hand(split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
         if is_free(one.name) and any(map(called.search, sources)):
@@ -165,7 +165,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Raise if printed code would change or take gradients, which no op of the graph shows."""
+    """Raise if code to print changes or takes gradients, because the graph has no op for that."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
@@ -178,7 +178,7 @@ def _check_own_gradients(opening: Opening) -> None:
 
 
 def _check_modes(opening: Opening) -> None:
-    """Raise if printed code would set modes of modules, which no op of the graph shows."""
+    """Raise if code to print sets modes of modules, because the graph has no op for that."""
     chains, calls = opening.tree.chains, opening.split.graph.calls
     outermost = (
         one
@@ -199,10 +199,10 @@ def _check_modes(opening: Opening) -> None:
 
 
 def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
-    """Return the opening.
+    """Return the opened calls and the places of conversions.
 
-    If the loss takes an object, or something that the model does not return, its code is in the
-    root's.
+    If the model returns an object to an opened loss, or the loss reads a tensor that the model does
+    not return, the root is opened, too: its forward then contains the loss.
     """
     opening = open_calls(
         split,
@@ -219,7 +219,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
 
 
 def _agree(printed: dict[str, Printed], opening: Opening) -> None:
-    """Make the calls of a module that is called several times share one forward."""
+    """Raise if the calls of one module need different forwards: one of them must be inlined."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)
     for call in opening.tree.chains:
@@ -233,7 +233,7 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
 
 
 def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
-    """Return one class for all instances with the same class and code."""
+    """Yield one class for all modules with the same class and the same printed forward."""
     calls, modules = opening.split.graph.calls, opening.split.modules
     alike: dict[tuple[Imported, Printed], list[str]] = defaultdict(list)
     for call, forward in printed.items():

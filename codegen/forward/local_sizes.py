@@ -29,7 +29,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
-    """Return a view's sizes: -1 as in the model, the others read from shapes."""
+    """Return the sizes of a view or expand: -1 as in the model, others from shapes if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND
@@ -79,7 +79,7 @@ def _owner(op: Op, body: AtHand) -> str:
 
 
 def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
-    """Return an op's arguments that count something of which a rank has only a part."""
+    """Return the arguments that are smaller on a rank: groups, repetitions, bounds, sizes."""
     split = body.split
     own = split.ops.get(op.name)
     if own is not None and has_local_groups(op, own, split.axes):
@@ -155,7 +155,7 @@ def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield possible repetitions in a dim: its outer factors, or its inner ones."""
+    """Yield the products of a dim's first and of its last factors: one may be the repetition."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])

@@ -1,4 +1,4 @@
-"""Printed code in a script: results, the split loss, and the source."""
+"""Prints results, losses and metrics; defines the classes that describe printed source."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
 
 
 def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Store outputs in `for_metrics` for evaluations; return the parts that are unavailable.
+    """Add a line that stores the outputs for evaluations; return the parts that are unavailable.
 
     A forward that includes the loss returns only the loss.
     """
@@ -88,7 +88,7 @@ def absent_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
 
 
 def _named(place: str) -> str:
-    return place.replace('"', "'")  # messages are in strings
+    return place.replace('"', "'")  # printed in double quotes
 
 
 def _is_absent(builder: BodyBuilder, part: Value) -> bool:
@@ -123,13 +123,13 @@ _ARGUMENTS = ("outputs: Tensor", "batch: Mapping[str, Tensor]", "tensor: Axis")
 
 def printed_loss(opening: Opening) -> str:
     """Return the source of `split_loss(outputs, batch, tensor)`."""
-    builder = _given_outputs(opening)
+    builder = _builder_with_outputs(opening)
     bind_batch(builder)
     for op in opening.tree.ops[LOSS]:
         if op.call == LOSS:
             builder.add(op)
     body = builder.body(builder.value(opening.split.graph.loss, WHOLE))
-    return _loss_function("split_loss", builder, body, returns="Tensor", what="loss")
+    return _function_of_outputs("split_loss", builder, body, returns="Tensor", what="loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +141,8 @@ class PrintedMetrics:
 
 
 def printed_metrics(opening: Opening) -> PrintedMetrics | None:
-    """Return the function for metrics, or None if each rank has all outputs whole."""
-    builder = _given_outputs(opening)
+    """Return the function for metrics, or None if each rank has every output whole."""
+    builder = _builder_with_outputs(opening)
     result = opening.split.graph.calls[ROOT].result
     absent = absent_outputs(builder, result) if ROOT in opening.opened else ()
     is_whole = all(
@@ -153,11 +153,11 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     outputs = whole_outputs(builder, result)
     body = builder.body(call("new_metrics", outputs, text("batch")))
     returns = "Mapping[str, Tensor]"
-    source = _loss_function("whole_metrics", builder, body, returns=returns, what="metrics")
+    source = _function_of_outputs("whole_metrics", builder, body, returns=returns, what="metrics")
     return PrintedMetrics(source=source, absent=absent)
 
 
-def _given_outputs(opening: Opening) -> BodyBuilder:
+def _builder_with_outputs(opening: Opening) -> BodyBuilder:
     """Return a builder for a function that takes the model's outputs."""
     builder = BodyBuilder(opening, LOSS, axis="tensor")
     result = opening.split.graph.calls[ROOT].result
@@ -179,7 +179,9 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
             _bind_outputs(builder, one, inner)
 
 
-def _loss_function(name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str) -> str:
+def _function_of_outputs(
+    name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str
+) -> str:
     style = Style(axis="tensor", indent=4)
     head = wrapped_definition(name, [*_ARGUMENTS], returns, indent=0)
     doc = f'    """Return the {what} of outputs that are split over the tensor axis."""'
@@ -204,10 +206,10 @@ def _pattern(opening: Opening, value: Value) -> Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedClass:
-    """A subclass of one of the model's classes, and the modules that take it.
+    """A subclass of one of the model's classes, and the modules that get it as their class.
 
-    `source` refers to the class by the name `base`. With `uses_axis` it has an attribute `tensor`,
-    the tensor axis of the mesh, which the script sets.
+    `source` names the parent class as in `base`. With `uses_axis` the class has an attribute
+    `tensor`, the tensor axis of the mesh, which the script sets.
     """
 
     name: str
@@ -232,11 +234,12 @@ class CrossingTensor:
 class StageClass:
     """The root's subclass for one pipeline stage, or for the whole model without a pipeline.
 
-    Its forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
-    one returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs for
-    metrics, except those in `absent`. `modules` are the modules that it uses; the script drops the
-    others. `bounds` are attributes that the script sets: similar stages share one class and differ
-    in these numbers. `crossing` is the source of a function for the shapes it sends, if they vary.
+    The forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
+    stage's returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs
+    for metrics, except those in `absent`. `modules` are the modules that the stage uses; the script
+    drops the others. `bounds` are attributes that the script sets: similar stages share one class
+    and differ in these numbers. If the shapes that the stage sends vary with the lengths of rows,
+    `crossing` is the source of a function that returns them.
     """
 
     cls: OpenedClass
@@ -252,18 +255,18 @@ class StageClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSource:
-    """The source that a plan needs beside the user's own.
+    """The source that a script defines in addition to the user's own.
 
     `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
     batch, tensor)`, or None if the user's own loss is correct. `metrics` is that of
     `whole_metrics(outputs, batch, tensor)`, if ranks have shards of outputs; `absent` are outputs
     that the code does not compute, so no metric can use them. `valid_targets` is the source of a
-    function that counts the targets of a batch in the loss's mean, or None if every row counts the
+    function that counts the targets which the loss averages over, or None if every row counts the
     same. With `weighs_terms` there are several means, each multiplied by its own weight. `divisor`
     is the source of a function that maps counts to what the loss divides by (at least one, say).
-    `imports` are lines. `inlined` are calls whose code is in their caller's. `functions` of the
-    model's files are called by the printed code. `own_rows` are the batch's keys of which a tensor
-    rank gets only its rows; `splits_rows` if tensor ranks split rows anywhere.
+    `imports` are import lines. The code of `inlined` calls is in their callers' code. `functions`
+    of the model's files are called by the printed code. Of the batch's keys in `own_rows`, a tensor
+    rank gets only its own rows. `splits_rows` is true if tensor ranks split rows anywhere.
     """
 
     classes: tuple[OpenedClass, ...]

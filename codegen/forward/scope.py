@@ -1,4 +1,4 @@
-"""The values that printed code has available, and which of them it owns."""
+"""The values that printed code can use: those bound so far, and its module's own tensors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class NeedsInlineError(Exception):
 
     @staticmethod
     def for_module(path: str, scope: str, graph: Graph) -> NeedsInlineError:
-        """Return the error for a module that its own call hides from code."""
+        """Return the error for a module that the code of `scope` cannot reach."""
         return NeedsInlineError._for(scope, f"module {path}", graph)
 
     @staticmethod
     def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
-        """Return the error for a tensor that a call hides from code."""
+        """Return the error for a tensor that the code of `scope` cannot name."""
         tree = opening.tree
         maker = tree.graph.index.made_by.get(tensor)
         chain = tree.chain(maker) if maker is not None else ()
@@ -65,7 +65,7 @@ class NeedsInlineError(Exception):
     @staticmethod
     def _for(key: str, what: str, graph: Graph) -> NeedsInlineError:
         if key == LOSS or not key:
-            raise InputError(f"{what} is not at hand where the code of the model needs it")
+            raise InputError(f"the printed code has no access to {what}, which it needs")
         return NeedsInlineError(key, graph.calls[key])
 
 
@@ -115,9 +115,9 @@ class Owner:
         is_lifted = name.rpartition(".")[2].startswith("lifted_tensor")
         if is_lifted and self.split.graph.tensors[name].origin is TensorOrigin.CONSTANT:
             raise InputError(
-                "the code of a forward that makes a tensor of many numbers has to be printed",
+                "a forward that must be printed makes a tensor from more than 64 numbers",
                 where=op.location if op is not None else "",
-                expected="at most 64 numbers, or a tensor that the module holds",
+                expected="at most 64 numbers, or a buffer of the module",
                 fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
             )
         best = self.name_near(name, op)
@@ -129,7 +129,7 @@ class Owner:
         return text(f"self{self.steps(owner)}.{leaf}")
 
     def name_near(self, name: str, op: Op | None) -> str:
-        """Return the name of a tied parameter that is in or nearest to an op's module."""
+        """Return a parameter's name in this module; if tied, preferably one in the op's module."""
         graph = self.split.graph
         tied = next((p for p in graph.parameters if p.name == name), None)
         names = (name, *tied.aliases) if tied is not None else (name,)
@@ -138,7 +138,7 @@ class Owner:
         return next((n for n in usable if near and n.startswith(f"{near}.")), (*usable, name)[0])
 
     def training(self, op: Op) -> SourceForm:
-        """Return the expression for training mode in the module's code."""
+        """Return the expression for an op's training mode in this module's code."""
         is_always = kind_of(op) is OpKind.BATCH_NORM and op.argument("running_mean") is None
         if op.call == LOSS or is_always:
             return text("True")
@@ -161,7 +161,7 @@ class Owner:
         return self.setting(op.call, op.spans, argument(op, "scale"))
 
     def setting(self, call: str, spans: Sequence[SourceSpan], value: Value) -> SourceForm | None:
-        """Return the attribute that is a number in an expression of a call's code, if any."""
+        """Return the module's attribute that the source has for a number (`self.eps`), if any."""
         path = self.path_of(caller(call, spans, self.split.graph))
         if path is None or type(value) not in (int, float):
             return None
@@ -179,7 +179,7 @@ class Owner:
     def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
         """Return the dtype or device of a parameter of this module, preferably one that ops read.
 
-        A stage has no others.
+        A stage has only the parameters that its ops read.
         """
         read = {name for op in ops for name in op.inputs}
         parameters = self.split.graph.parameters
@@ -192,7 +192,7 @@ class Owner:
 
 
 class AtHand:
-    """The values that a call's code has so far, and the access to its module's tensors."""
+    """The values that a call's code has so far, and access to its module's tensors."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class AtHand:
         scope: str,
         *,
         axis: str = "self.tensor",
-        ops: Sequence[Op] | None = None,  # those of the call that this code computes, if not all
+        ops: Sequence[Op] | None = None,  # the call's ops that this code runs, if not all
     ) -> None:
         self.opening, self.scope = opening, scope
         self.ops = opening.tree.ops.get(scope, ()) if ops is None else ops
@@ -211,12 +211,12 @@ class AtHand:
         self.have: dict[str, Layout] = {}
         self.same: dict[
             LocalTensor, LocalTensor
-        ] = {}  # results of ops that do nothing, or repeat others
+        ] = {}  # result of an op that does nothing, or repeats another → the equal value
         self.defined: set[LocalTensor] = set()
         self.arguments: dict[LocalTensor, str] = {}
         self.lines: list[Line] = []
         self.unpacked: set[str] = set()  # arguments that are containers
-        # containers, by the expressions of their contents
+        # tuple of a container's contents → the container's name
         self.containers: dict[Expression, str] = {}
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
         own = self.tree.ops.get(scope, ())
@@ -233,12 +233,12 @@ class AtHand:
 
     def copy(self, held: LocalTensor) -> None:
         """Copy an argument before it is written to."""
-        why = "to write into: what is received is a leaf"
+        why = "copied, because autograd forbids writing to a leaf"
         copied = method(held, "clone")
         self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
 
     def bind_pattern(self, pattern: Pattern, source: str, names: tuple[str, ...] = ()) -> None:
-        """Bind the values inside an incoming container, to names if they are all plain."""
+        """Unpack an incoming container into its values; `names` are the author's names for them."""
         new = [held for held in held_in(pattern) if held.tensor not in self.have]
         if new:
             self.unpacked.add(source.partition("[")[0])
@@ -308,7 +308,7 @@ class AtHand:
             maker = self.graph.index.made_by[held.tensor]
             bias = self.owned(self.late_biases[held.tensor], maker)
             converted = binary(converted, "+", bias, Binding.SUM)
-        # never write to something that others still read
+        # a later op writes to this value, and others may still read the source
         if self.graph.index.is_written_later(wanted.tensor):
             converted = method(converted, "clone")
         return Line(

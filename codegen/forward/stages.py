@@ -54,8 +54,7 @@ _MOST_LISTED = 5  # layers, or runs of them, in a docstring
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageClass, ...]:
     """Return the root's classes: one without a pipeline, else one for each stage.
 
-    A result that cannot be printed, such as a dataclass, is not needed: a single stage returns the
-    loss.
+    If the model's result cannot be printed (a dataclass, say), the last stage returns the loss.
     """
     last = max(places.values())
     if last == 0 and _keeps_signature(opening):
@@ -104,7 +103,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A stage, printed with its layers' numbers, and in the form that stages may share."""
+    """A stage, printed with its layers' numbers; in `form` (to share), with `first : end`."""
 
     number: int
     part: StagePiece
@@ -185,7 +184,7 @@ class _Printer:
         )
 
     def _layers(self, part: StagePiece) -> str:
-        """Return the modules with parameters that are whole in a stage, for its docstring."""
+        """Return the modules with parameters that run entirely in a stage, for its docstring."""
         mine = {op.name for op in part.ops}
         whole = {
             call
@@ -226,9 +225,9 @@ class _Printer:
         return builder
 
     def _opening_of(self, part: StagePiece) -> Opening:
-        """Return the opening in which calls of other stages are inlined into the root.
+        """Return the opening in which calls that run only partly in this stage are inlined.
 
-        A stage does this to compute a mask or a table of such a call itself.
+        So a stage can compute a mask or a table that is made inside such a call.
         """
         mine = {op.name for op in part.ops}
         calls = {call for op in part.ops for call in self.tree.chain(op)}
@@ -279,7 +278,7 @@ class _Printer:
         return returned(builder, self.graph.calls[ROOT].result)
 
     def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Store outputs for evaluations if the stage returns only the loss."""
+        """Add a line that stores the outputs if the stage returns the loss; return lacking ones."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()
@@ -349,7 +348,7 @@ def runs_in_words(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _place_of_run(numbered: tuple[int, str]) -> tuple[str, int]:
-    """Return what consecutive modules of a list have in common."""
+    """Return a key that consecutive modules share: the list, and the number minus the place."""
     place, path = numbered
     stem, _, number = path.rpartition(".")
     return (stem, int(number) - place) if number.isdigit() else (path, -1)

@@ -1,4 +1,4 @@
-"""Prints the count of a batch in the loss's mean, sliced from the graph."""
+"""Prints the functions that count a batch's targets, and compute the loss's divisor, from ops."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _COUNTS, _PARTS = "counts", "parts"  # its parameters
 
 
 def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
-    """Return the source of `valid_targets(batch)`, or None if the loss has no such mean.
+    """Return the source of `valid_targets(batch)`, or None if the loss has no mean over targets.
 
-    It returns the number of targets of a single mean, or the numbers of all weighted means if the
-    loss adds several. If a mean divides by a number of its own, it returns what that is computed
-    from.
+    The function returns the number of targets in the mean, or one number for each mean if the loss
+    adds several. For a mean that divides by a number of its own, it returns the counts from which
+    this number is computed.
     """
     graph, terms = split.graph, _terms(split)
     counted = _counted(graph, terms)
@@ -63,9 +63,9 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     read = {name for op in steps for name in op.inputs}.union(*counted.values())
     builder = _CountBuilder(_opened_for(steps, split, tree), frozenset(read))
     bind_batch(builder)
-    unplaced = _unplaced(graph, steps)
+    order_free = _order_free(graph, steps)
     for op in steps:
-        if kind_of(op).keeps_entries and unplaced.issuperset(op.outputs):
+        if kind_of(op).keeps_entries and order_free.issuperset(op.outputs):
             builder.alias(op)
         else:
             builder.add(op)
@@ -80,7 +80,7 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
 def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     """Return the source of `divisor(counts, parts)`, or None if the loss divides by the counts.
 
-    It returns what the loss divides by, for counts over several parts of a batch.
+    The function returns what the loss divides by, from counts summed over `parts` parts of a batch.
     """
     graph, terms = split.graph, _terms(split)
     follows = all_of_parts(graph)
@@ -109,7 +109,7 @@ def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -
 
 
 def _only_casts(op: Op, graph: Graph) -> bool:
-    """Whether an op only casts; counts are float64 here."""
+    """Whether an op only casts or views floats; counts are float64 here."""
     return kind_of(op).keeps_entries and not graph.tensors[op.outputs[0]].is_whole_numbered
 
 
@@ -143,7 +143,7 @@ def _divisor(
 
 
 def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Opening:
-    """Return an opening whose loss contains some ops, on a whole batch."""
+    """Return an opening whose loss contains some ops, with nothing split."""
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
     return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
@@ -152,7 +152,7 @@ def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Openi
 def _function(
     head: str, does: str, builder: BodyBuilder, result: Expression, *, unused: str = ""
 ) -> str:
-    """Return the source of a function; `unused` may be an unused parameter."""
+    """Return the source of a function; parameter `unused` is deleted if no line reads it."""
     style = Style(axis="", indent=4)
     lines = written(builder.body(result), builder.owner, style)
     is_unused = unused and not re.search(rf"\b{unused}\b", "\n".join(lines))
@@ -160,18 +160,18 @@ def _function(
     return "\n".join([head, f'    """{does}"""', *dropped, *lines]) + "\n"
 
 
-def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
+def _order_free(graph: Graph, steps: Iterable[Op]) -> set[str]:
     """Return the tensors whose readers do not depend on the order of entries."""
     steps = tuple(steps)
-    unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
+    order_free = {name for op in steps for name in (*op.inputs, *op.outputs)}
     for op in reversed(steps):
         rule = rule_of(op.target)
         made = next(iter(op.outputs), "")
         keeps = rule.kind.keeps_entries or rule.shape is shapes.elementwise
         is_of_all = rule.kind is OpKind.SUM and not graph.tensors[made].shape
-        if len(op.inputs) > 1 or not ((keeps and made in unplaced) or is_of_all):
-            unplaced -= set(op.inputs)
-    return unplaced
+        if len(op.inputs) > 1 or not ((keeps and made in order_free) or is_of_all):
+            order_free -= set(op.inputs)
+    return order_free
 
 
 def _terms(split: SplitGraph) -> list[Op]:
@@ -181,7 +181,7 @@ def _terms(split: SplitGraph) -> list[Op]:
 
 
 class _CountBuilder(BodyBuilder):
-    """Prints code with a batch and without a module, whose dtype or device it could read."""
+    """Prints code that has a batch, but no module from which to read a dtype or device."""
 
     def __init__(self, opening: Opening, read: frozenset[str]) -> None:
         super().__init__(opening, LOSS)
@@ -202,7 +202,7 @@ class _CountBuilder(BodyBuilder):
 
 
 def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[Expression, ...]:
-    """Return the counts of a mean: its targets or mask, or what it divides by."""
+    """Return a mean's counts: valid targets, the mask's true entries, or numbers in its divisor."""
     values = tuple(builder.value(name, WHOLE) for name in counted)
     if not kind_of(term).is_class_loss:
         counter = builder.graph.tensors[counted[0]]
@@ -226,7 +226,7 @@ def counted_loss(graph: Graph) -> Op | None:
 
 
 def weighed_terms(graph: Graph) -> tuple[Op, ...]:
-    """Return the means over counted entries, if the loss is more than one of them."""
+    """Return the means over counted entries, unless the loss is exactly one of them."""
     if counted_loss(graph) is not None:
         return ()
     counted = _counted(graph, graph.ops)
@@ -234,7 +234,7 @@ def weighed_terms(graph: Graph) -> tuple[Op, ...]:
 
 
 def _counted(graph: Graph, ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
-    """Return what each mean counts: targets, and class weights; or a mask; or a number."""
+    """Return the tensors that each mean counts: targets and class weights, a mask, or numbers."""
     follows = all_of_parts(graph)
     pairs = ((op.name, _counted_by(op, graph, follows)) for op in ops)
     return {name: counted for name, counted in pairs if counted}

@@ -1,9 +1,9 @@
 """Compares a script with plain PyTorch in one process: tensors, losses, random numbers.
 
-Ranks with the same elements may disagree, so each is compared separately.
+Ranks that hold the same elements may disagree, so each rank is compared separately.
 
 In 16 bits two trainings round differently, so they are not equal. Instead, each one's distance from
-fp32 after some steps is compared. A script may be twice as far as plain PyTorch: one bit.
+fp32 after some steps is compared. A script may be twice as far as plain PyTorch, which is one bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeldBlock:
 Held: TypeAlias = Sequence[HeldBlock]
 Place: TypeAlias = tuple[slice, ...]
 
-_MOST_TOLD = 4  # kinds of tensors
+_MOST_SHOWN = 4  # kinds of tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Difference:
 
 
 def gap(one: Tensor, other: Tensor) -> Tensor:
-    """Return the difference of two tensors: 0 where both are the same infinity (a mask)."""
+    """Return the difference of two tensors: 0 where both have the same infinity (as in a mask)."""
     return (one - other).masked_fill(one == other, 0)
 
 
@@ -64,19 +64,19 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
 
 
 def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each kind of tensor with other initial values."""
+    """Yield a sentence for each kind among `names`, the tensors with other initial values."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    for pattern, alike in islice(kinds.items(), _MOST_TOLD):
+    for pattern, alike in islice(kinds.items(), _MOST_SHOWN):
         shown = alike[0] if len(alike) == 1 else f"{pattern} × {len(alike)}"
         yield f"{shown}: begins with other numbers than build_model() gives it"
-    if len(kinds) > _MOST_TOLD:
-        yield f"and so do {len(kinds) - _MOST_TOLD} others"
+    if len(kinds) > _MOST_SHOWN:
+        yield f"and so do {len(kinds) - _MOST_SHOWN} others"
 
 
 def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return each tensor's largest difference; infinite if no rank has all of it."""
+    """Return each tensor's largest difference; infinite if no rank has some element of it."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
     for block in (block for held in ranks for block in held if block.name in found):
@@ -137,7 +137,7 @@ class RankTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingComparison:
-    """How far a script is from one process; `losses` are those of one process.
+    """How far a script is from plain PyTorch in one process, whose losses are `losses`.
 
     `initial` is the difference before the first step, and must be zero. `faults` are sentences
     about other initial values, other random numbers, or missing clipping. `half` compares the same
@@ -155,7 +155,7 @@ class TrainingComparison:
     notes: tuple[str, ...] = ()
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether no difference is larger; nan counts as a difference."""
+        """Whether no difference exceeds the tolerance or is nan, and no fault was found."""
         differences = (self.loss, self.norm, self.gradient, self.parameter)
         is_equal = not self.faults and all(one.largest <= tolerance for one in differences)
         return is_equal and (self.half is None or self.half.is_as_near)
@@ -164,7 +164,7 @@ class TrainingComparison:
 def compared(
     ranks: Sequence[RankTrained], expected: TrainedAlone, axes: AxisSizes
 ) -> TrainingComparison:
-    """Return how far the ranks of a script are from one process."""
+    """Return how far the ranks of a script are from plain PyTorch in one process."""
     norms = [_by_step(rank.norms, expected.norms) for rank in ranks]
     initial = apart([rank.initial for rank in ranks], expected.initial)
     return TrainingComparison(
@@ -192,7 +192,7 @@ def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:
     )
 
 
-TIMES = 2.0  # times as far from fp32 as plain PyTorch in 16 bits
+TIMES = 2.0  # a script may be so many times as far from fp32 as plain PyTorch in 16 bits
 FEW = 64  # elements; in larger tensors the error norms of two trainings are nearly equal
 LOSSES, ALL = "losses", "all together"
 
@@ -209,7 +209,7 @@ class RankInHalf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InHalf:
-    """A script in 16 bits beside plain PyTorch with fp32 masters.
+    """A script in 16 bits compared with plain PyTorch with fp32 masters.
 
     `initial` is zero if both begin equally. `loss` and `weights` are the script's distance from
     fp32 after its steps, relative to plain PyTorch's.
@@ -224,12 +224,12 @@ class InHalf:
 
     @property
     def is_as_near(self) -> bool:
-        """Whether it begins equally, and stays as close to fp32 as plain PyTorch."""
+        """Whether the script begins equally, and ends at most TIMES times as far from fp32."""
         return not self.faults and self.loss <= TIMES and self.weights.largest <= TIMES
 
 
 def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: PlainHalf) -> InHalf:
-    """Return how a script's ranks compare with one process in 16 bits, and one in fp32."""
+    """Return how a script's ranks compare with plain PyTorch in 16 bits, and in fp32."""
     initial = apart([list(_begun(rank.initial, half)) for rank in ranks], half.initial)
     types = dict.fromkeys(text for rank in ranks for text in _other_types(rank, half))
     found = assembled(rank.final for rank in ranks)
@@ -249,8 +249,9 @@ def times_as_far(
 ) -> dict[str, float]:
     """Return the relative distances from fp32: of each tensor, of all together, and of the losses.
 
-    Where plain PyTorch happens to be exact, its distance counts as its average share of the
-    movement. Tensors with few elements are dominated by chance, so they only count among all.
+    Plain PyTorch may happen to be exact in one tensor. So its average error for as much movement is
+    added to its own distance there. Tensors with few elements are dominated by chance, so they only
+    count among all.
     """
     ends = with_losses(single.final, single.losses)
     far, missed = _distances(found, ends), _distances(with_losses(half.final, half.losses), ends)
@@ -286,7 +287,7 @@ def _times(far: float, allowed: float) -> float:
 
 
 def _begun(held: Held, half: PlainHalf) -> Iterator[HeldBlock]:
-    """Yield a rank's initial tensors; frozen weights may have more than 16 bits there."""
+    """Yield a rank's initial tensors; round frozen weights to 16 bits, as plain PyTorch does."""
     dtype: torch.dtype = getattr(torch, half.dtype)
     for block in held:
         is_frozen = block.name in half.frozen

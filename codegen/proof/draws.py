@@ -1,8 +1,8 @@
 """Records the random numbers of a training, and compares trainings by them.
 
-Ranks that draw from the same state draw the same numbers, so masks need not be read. Checked are:
+Ranks that draw from the same state draw the same numbers, so masks need not be read. The checks:
 as many numbers are independent as in one process; no two modules or data ranks share any; a
-recomputed layer draws the same again; and all follow from the script's seed.
+recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Seen:
 class Drawing(TorchDispatchMode):
     """Records every op that advances a generator, in the forward and in recomputation.
 
-    `unseeded` is the process's seed before the script's.
+    `unseeded` is the seed of the process before the script seeds it.
     """
 
     def __init__(self, unseeded: int) -> None:
@@ -123,7 +123,7 @@ def _named(seen: _Seen, names: Mapping[int, str]) -> NotedDraw:
 
 
 def settings_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
-    """Return the numeric arguments of an op, including defaults."""
+    """Return the float arguments of an op, including defaults."""
     rest = func._schema.arguments[len(args) :]
     given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))
     return tuple(one for one in given if isinstance(one, float))
@@ -172,7 +172,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_KEEPING = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
+_DROPOUT_MASK = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Site:
     @property
     def kind(self) -> str:
         """The op's usual name, with its probability."""
-        if self.op == _KEEPING and self.settings:
+        if self.op == _DROPOUT_MASK and self.settings:
             return f"dropout, p {1 - self.settings[0]:.6g}"
         return " ".join((self.op.strip("_"), *(f"{one:.6g}" for one in self.settings)))
 
@@ -235,12 +235,12 @@ def draw_faults(
     found = _sites(ranks)
     expected = _sites([alone])
     pairs = {site: site for site in expected.keys() & found.keys()}
-    pairs |= _moved(found, expected)
+    pairs |= _inlined(found, expected)
     faults = [
         *_unseeded(ranks),
-        *_not_again(ranks),
-        *_lost(found, expected, pairs),
-        *_otherwise(found, expected, pairs, axes),
+        *_drawn_differently(ranks),
+        *_on_one_side(found, expected, pairs),
+        *_miscounted(found, expected, pairs, axes),
         *_shared(found, expected, axes),
     ]
     return tuple(_joined(faults))
@@ -248,7 +248,7 @@ def draw_faults(
 
 def drawn_otherwise_again(ranks: Sequence[Sequence[NotedDraw]]) -> tuple[str, ...]:
     """Return a sentence for each layer that draws other numbers when it is recomputed."""
-    return tuple(_joined(_not_again(ranks)))
+    return tuple(_joined(_drawn_differently(ranks)))
 
 
 def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
@@ -264,10 +264,10 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
     return dict(sites)
 
 
-def _moved(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair sites of one process with those of a script whose module's code was inlined.
+def _inlined(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
+    """Pair the sites of one process with the callers into which a script inlined their modules.
 
-    They are paired only if the caller draws all that its inner modules do.
+    They are paired only if the caller draws as many numbers as it and they do in one process.
     """
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
@@ -290,21 +290,21 @@ def _unseeded(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]
         yield "", f"nothing has seeded what is drawn{at}: the script's own seed_all is missing"
 
 
-def _not_again(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]:
+def _drawn_differently(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[str, str]]:
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
-            known = draw.seeds_a_split or (draw.op, draw.state) in first  # its draws tell more
+            known = draw.seeds_a_split or (draw.op, draw.state) in first  # a seed's draws follow
             if draw.is_again and not known:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"
                 yield str(site), text
 
 
-def _lost(
+def _on_one_side(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], pairs: Mapping[Site, Site]
 ) -> Iterator[tuple[str, str]]:
-    """Yield draws of only one side, or with another probability."""
+    """Yield sites that draw on one side only, or with another probability."""
     rest = [site for site in found if site not in pairs.values()]
     for site, drawn in expected.items():
         if site in pairs:
@@ -321,7 +321,7 @@ def _lost(
         yield str(site), f"the script draws {numbers} numbers{_at(found[site])}, one process none"
 
 
-def _otherwise(
+def _miscounted(
     found: Mapping[Site, _Drawn],
     expected: Mapping[Site, _Drawn],
     pairs: Mapping[Site, Site],
@@ -365,7 +365,7 @@ def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: AxisSizes) -> bo
 def _shared(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], axes: AxisSizes
 ) -> Iterator[tuple[str, str]]:
-    """Yield modules that draw the same numbers, which never happens in one process."""
+    """Yield pairs of modules that draw the same numbers, but do not in one process."""
     before = {state for states in _repeated(expected).values() for state in states}
     for (first, second), states in _repeated(found).items():
         if states - before:

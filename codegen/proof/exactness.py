@@ -36,7 +36,7 @@ class ScriptFailedError(AutoparError):
 
 
 def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFailedError:
-    """Return the failure, from the output of torchrun and the ranks."""
+    """Return the error of a failed script, from the output of torchrun and the ranks."""
     if _KILLED.search(printed.partition("Root Cause")[2]):
         return ScriptFailedError(
             f"one of {ranks} processes was killed, as happens when memory runs out",
@@ -61,13 +61,13 @@ def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFa
 def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     """Return the first traceback of the first rank that printed one, or all lines.
 
-    Lines of other ranks may be between; an empty line separates its later errors.
+    Lines of other ranks may be in between; an empty line of this rank ends the traceback.
     """
     at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
     if at is None:
         return lines
     rank = lines[at].partition(_TRACEBACK)[0]
-    if not rank:  # before the ranks have met, lines have no rank
+    if not rank:  # before the ranks have joined, lines do not begin with a rank
         frames = list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
         return lines[at : at + len(frames) + 2]
     own = (line for line in lines[at:] if line.startswith(rank.strip()))
@@ -93,14 +93,14 @@ class Widely(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # stepping now; one may step another
+        self.optimizers = 0  # number that step now; one may step another
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
         """Begin, with the training's dtype as default."""
         self.hooks += (
             register_optimizer_step_pre_hook(self._pause),
-            register_optimizer_step_post_hook(self._go_on),
+            register_optimizer_step_post_hook(self._resume),
         )
         self._set_default()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Widely(TorchFunctionMode):
         self.optimizers += 1
         self._set_default()
 
-    def _go_on(self, *_: Any) -> None:
+    def _resume(self, *_: Any) -> None:
         self.optimizers -= 1
         self._set_default()
 
@@ -171,7 +171,7 @@ class Exactly(Widely):
 
 @contextmanager
 def _engine_within(mode: Widely) -> Iterator[None]:
-    """Run backwards in a mode, too, so that layers are recomputed as in the forward.
+    """Run backwards in a mode, so that layers are recomputed as in the forward.
 
     torch disables a mode while it handles a call, here for the whole backward.
     """

@@ -1,8 +1,8 @@
 """A training as a person would write it for one device, in plain PyTorch.
 
-It uses nothing of the runtime except the numbering of random draws (`plain_model`), so that faults
-of the runtime show as differences. Rows come in the scripts' order: those of an epoch are a
-permutation given by the seed, and numbers drawn for a row depend on its position.
+It uses the runtime only for seeds, for the numbering of random draws (`plain_model`), and to read
+streamed or collated rows. So other faults of the runtime show as differences. Rows come in the
+scripts' order: the seed gives each epoch a permutation, and each row its own random numbers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Task:
 def task_of(
     plan: Plan, spec: str, *, steps: int, uses_dataset: bool = True, dtype: str = "float64"
 ) -> Task:
-    """Return a plan's training for one process; `spec` is the model file."""
+    """Return the settings of a plan's training in one process; `spec` is the model file."""
     keywords = plan.graph.calls[""].keywords
     return Task(
         spec=spec,
@@ -166,7 +166,7 @@ def cast_model(model: nn.Module, task: Task) -> nn.Module:
 
 
 def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tensor:
-    """Return the loss of a batch; a 16-bit model gets 16-bit inputs, its loss 32-bit ones."""
+    """Return a batch's loss; a 16-bit model gets 16-bit inputs, the file's loss fp32 outputs."""
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:
@@ -189,7 +189,7 @@ def optimizer_of(file: ModelFile, model: nn.Module, task: Task) -> Optimizer:
 def scheduler_of(
     file: ModelFile, optimizer: Optimizer, task: Task, *, steps: int
 ) -> LRScheduler | None:
-    """Return the learning-rate scheduler of a training with so many steps."""
+    """Return the learning-rate scheduler of a training of `steps` steps, if it has one."""
     if file.build_scheduler is not None:
         made: LRScheduler = file.build_scheduler(optimizer)
         return made
@@ -199,7 +199,7 @@ def scheduler_of(
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's initial tensors: trained ones, and plain tensors of modules."""
+    """Return a model's parameters and buffers, and the plain tensors on its modules."""
     plain = {
         f"{path}.{name}".removeprefix("."): value
         for path, module in model.named_modules()
@@ -329,7 +329,7 @@ def train_alone(task: Task) -> TrainedAlone:
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Cast a batch's floating tensors to a wider dtype."""
+    """Cast a batch's floating tensors to a dtype, if it is wider."""
 
     def wide(one: Tensor) -> Tensor:
         return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one

@@ -118,7 +118,7 @@ def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
 
 
 def _stepped(both: _Both, optimizer: Optimizer, task: Task, scale: float) -> bool:
-    """Step the masters and copy them, rounded, to the 16-bit model, unless gradients overflow."""
+    """Step the masters and copy them, rounded, to the 16-bit model; False if gradients overflow."""
     for master, parameter in both.pairs:
         gradient, parameter.grad = parameter.grad, None
         master.grad = None if gradient is None else gradient.float() / scale

@@ -6,7 +6,8 @@ FakeTensorMode.
 
 It shows whether recomputed layers draw the same numbers. Training on CPUs does not show this,
 because torch saves the CPU's generator in other cases than a GPU's. `python -m
-autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences.
+autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences on
+layers that draw other numbers when recomputed.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """Creates tensors on the device where no dispatch mode would see or exist."""
+    """Creates tensors on the device in calls that no dispatch mode sees, or without any mode."""
 
     def __torch_function__(
         self,
@@ -138,7 +139,7 @@ class MadeOnDevice(TorchFunctionMode):
         """Call a torch function."""
         named = dict(kwargs or {})
         is_there = torch.device(named.get("device") or "cpu").type == NAME
-        if func is torch.tensor and is_there:  # not an op
+        if func is torch.tensor and is_there:  # no op, so no dispatch mode sees it
             return func(*args, **{**named, "device": "cpu"}).to(named["device"])
         if is_there and detect_fake_mode() is None:  # placeholders of fully_shard
             return func(*args, **{**named, "device": "meta"})
@@ -261,12 +262,14 @@ def _fused(
 
 
 def main(script: str, *ranks: str) -> None:
-    """Print what these ranks' layers draw differently when recomputed."""
+    """Print, as JSON, the layers of these ranks that draw other numbers when recomputed."""
     device = pretend()
     found: dict[str, None] = {}
     for rank in ranks:
         here, there = get_context("fork").Pipe(duplex=False)
-        running = get_context("fork").Process(target=_tell, args=(script, rank, device, there))
+        running = get_context("fork").Process(
+            target=_send_faults, args=(script, rank, device, there)
+        )
         running.start()
         there.close()
         try:
@@ -278,7 +281,7 @@ def main(script: str, *ranks: str) -> None:
     print(json.dumps(list(found)))
 
 
-def _tell(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
+def _send_faults(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
     os.environ[mesh.DRY_RUN] = rank
     with MadeOnDevice():
         to.send(list(drawn_otherwise_again([draws_of(Path(script), device)])))

@@ -49,7 +49,7 @@ _UNSEEDED = 2**52  # plus the rank: processes differ unless the script seeds the
 
 
 class Watched:
-    """Records a rank's script: exact steps, and one that draws."""
+    """Records the steps of a rank's script: exact ones, and one that draws random numbers."""
 
     def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
         self.steps, self.clip, self.step = steps, clip, 0
@@ -62,10 +62,7 @@ class Watched:
         self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients to a fraction of their norm, regardless of the limit.
-
-        Keep the first ones.
-        """
+        """Clip gradients to a fraction of their norm, not to the limit; keep those of step 1."""
         norm = self.clip(parts, math.inf, *args, **kwargs)
         if limit:
             share = clipped_share(self.step)
@@ -110,14 +107,14 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
-    with (  # the script imports it from both the room and its file
+    with (  # the package and its module both have the name
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
         script: Any = imported(Path(path))
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
-    if hasattr(script, "valid_targets"):  # not all losses have targets to count
+    if hasattr(script, "valid_targets"):  # absent if the loss has no targets to count
         script.valid_targets = _exactly(script.valid_targets, dtype)
     torch.manual_seed(_UNSEEDED + rank)
     parts, losses = script.main([*arguments, "--steps", str(all_steps(steps))])
@@ -244,12 +241,12 @@ def main(script: str, job_file: str) -> None:
     """Run a script as this torchrun rank, each training in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
     exact = partial(run_script, script, job.exact, limit=job.clip_norm)
-    _run_apart(exact, job, "exact")
+    _run_in_new_process(exact, job, "exact")
     if job.in_half:
-        _run_apart(partial(run_as_it_is, script, job.in_half), job, "half")
+        _run_in_new_process(partial(run_as_it_is, script, job.in_half), job, "half")
 
 
-def _run_apart(run: Callable[[], Any], job: Job, kind: str) -> None:
+def _run_in_new_process(run: Callable[[], Any], job: Job, kind: str) -> None:
     """Run in a new process, so that trainings do not share state of the model file."""
 
     def leave() -> None:

@@ -48,7 +48,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenScript:
-    """A script, and those of its settings that one process uses, too."""
+    """A script, and those of its settings that plain PyTorch uses, too."""
 
     path: Path
     edits: tuple[Edit, ...]
@@ -68,7 +68,7 @@ def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
             expected=f"{FILE_NAME} beside the plan, or the one that --script names",
             fix=f"write it with `autopar emit {folder}`, or say where it is: --script PATH",
         )
-    # A copy's docstring says how to run the original.
+    # The script may be a renamed copy, whose docstring still says how to run train.py.
     return min((read_script(place, text) for text in texts), key=lambda one: len(one.edits))
 
 
@@ -119,7 +119,7 @@ def edits_of(text: str, emitted: str) -> tuple[Edit, ...]:
 
 
 def carried_over(script: GivenScript, emitted: str, other: str) -> str:
-    """Return another plan's script with the lines that people changed in this one's."""
+    """Return another plan's script, `other`, with the lines that people changed in this script."""
     lines = [line for _, line in _lines(emitted)]
     others = [line for _, line in _lines(other)]
     places = {
@@ -161,12 +161,12 @@ def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-_RUNNING_AGAIN = ("recompute(", "checkpoint(")  # a script's calls of it
+_RECOMPUTING = ("recompute(", "checkpoint(")  # a script's calls that recompute layers
 MANY_FLOPS = 10**12  # of all 16-bit steps; more take minutes
 LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and a multiple of one process's time, per rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
-# Copies of a parameter in float64: itself, its gradient, AdamW's two moments, and for the
-# comparison itself at the start and end, its gradient, and in fp32 the same of two more trainings.
+# Bytes of a parameter: in float64 its value, its gradient and AdamW's two moments, and copies of
+# its first and last value and its gradient; in fp32 first and last values of two more trainings.
 STATE_BYTES = 72
 
 
@@ -192,9 +192,9 @@ def verify(
     half, notes = _trained_in_half(plan, task, half_steps)
     ranks = plan.arrangement.ranks
     patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
-    kinds = {"exact": _words(steps, "float64")}
+    kinds = {"exact": _options(steps, "float64")}
     if half is not None:
-        kinds["half"] = _words(half_steps, half[0].dtype)
+        kinds["half"] = _options(half_steps, half[0].dtype)
     found = _trained_by_script(script, ranks, kinds, patience=patience)
     comparison = compared(found["exact"], expected, axes_of(plan))
     if half is not None:
@@ -218,7 +218,7 @@ def axes_of(plan: Plan) -> AxisSizes:
     )
 
 
-def _words(steps: int, dtype: str) -> list[str]:
+def _options(steps: int, dtype: str) -> list[str]:
     return ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
 
 
@@ -239,7 +239,7 @@ def _trained_in_half(
 def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return differences in recomputed layers' draws on a device, or why they are unknown."""
     text = script.path.read_text(encoding="utf-8")
-    if not any(word in text for word in _RUNNING_AGAIN):
+    if not any(word in text for word in _RECOMPUTING):
         return (), ()
     arranged = plan.arrangement
     first_of_stages = range(0, arranged.ranks, arranged.ranks // arranged.pipeline)
@@ -252,7 +252,7 @@ def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tupl
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
-    """Raise if this machine lacks memory for one process's training, or for so many processes."""
+    """Raise if this machine lacks memory for plain PyTorch's process, or for the script's."""
     needed_bytes = STATE_BYTES * plan.model.parameters
     if needed_bytes > memory_bytes:
         raise InputError(

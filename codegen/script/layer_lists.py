@@ -49,7 +49,7 @@ class StageTables:
 
 
 def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str) -> StageTables:
-    """Return what stages hold and send; `last` is the class of the last one."""
+    """Return the tables of what stages hold and send; `last` is the class of the last stage."""
     holds = stage_holds(plan.graph, opened.stages)
     functions = crossing_names(opened)
     follows = crossings_follow_rows(opened, axes)
@@ -89,10 +89,10 @@ def _gives(stage: StageClass, plan: Plan, axes: GraphAxes, *, follows_rows: bool
 
 
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
-    """Return the names that each stage holds.
+    """Return the names of the parameters and buffers that each stage holds.
 
-    Tensors that no stage uses go to the stage with the nearest modules, whose code may still call
-    them.
+    Tensors that no stage uses go to the stage with the nearest modules: its code may still call the
+    modules that have them.
     """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
@@ -113,7 +113,7 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 
 def _common_steps(name: str, stage: StageClass) -> int:
-    """Return how many steps a parameter's path shares with those of a stage's modules."""
+    """Return the most leading names that a parameter's path shares with a module of a stage."""
     steps = name.split(".")
 
     def together(path: str) -> int:
@@ -185,7 +185,7 @@ def _in_order(plan: Plan) -> Sequence[PlannedStage]:
 
 
 def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
-    """Return the script's lists of layers, including those that are kept apart."""
+    """Return the script's lists of layers: writing, gathered, compiled and recomputed ones."""
     paths = _paths(subject)
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
@@ -240,7 +240,7 @@ def _check_recomputed(
 
 
 def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
-    """Return the recompute modes of a plan's layers."""
+    """Return the script's tables of recomputed layers, one for each mode in the plan."""
     modes = set(plan.layer_modes)
     return tuple(
         Recomputation(mode.table, str(mode)) for mode in Recompute if mode.table and mode in modes
@@ -248,7 +248,7 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
 
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the layers that must not share memory with others, but write to it."""
+    """Return the gathered or recomputed layers that write to memory which others read."""
     units = plan.arrangement.zero.divides_gradients
     calls = {
         layer.call: path

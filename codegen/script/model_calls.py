@@ -79,7 +79,7 @@ def model_calls(
 
 
 def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Source:
-    """Return the arguments for the model: all of the batch, or some entries."""
+    """Return the arguments for the model: the whole batch, or some of its entries."""
     keywords = graph.calls[""].keywords
     names = [name for name, value in keywords if isinstance(value, Ref)]
     plain = [f"{identifier(n)}={literal(v)}" for n, v in keywords if not isinstance(v, Ref)]
@@ -152,7 +152,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
 def _bound(
     file: ModelFile, name: str, own: str, *, around: str = "", plain: Mapping[str, Any] = NOTHING
 ) -> str:
-    """Return a function with its bound arguments, as in planning.
+    """Return the line that names a model file's function, with the arguments given when planning.
 
     `plain` are the batch's entries that are no tensors.
     """
@@ -200,7 +200,7 @@ def first_step(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def plainly(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call with everything that computes a loss on one device."""
+    """Return the call `Plainly(…)`, with all that plain PyTorch needs to compute a loss."""
     given = ["new_model", "new_batch"]
     if subject.file.loss:
         given.append("new_loss")
@@ -212,7 +212,7 @@ def plainly(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield differences between an evaluation and one process with the model."""
+    """Yield a note if evaluations differ from those of the model in one process."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
     paths |= {subject.graph.calls[call].path for call in opened.inlined}
@@ -228,7 +228,7 @@ def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
 
 
 def absent_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield the model's outputs that metrics() cannot use, if any."""
+    """Yield a note on the model's outputs that metrics() cannot use, if there are any."""
     if subject.opened.absent:
         yield (
             f"metrics() cannot use {', '.join(subject.opened.absent)}. Scripts with code of the "
@@ -249,7 +249,7 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads the rows; mixed rows are never repeated to fill a batch."""
+    """Return the call that reads rows; if ops mix rows, none is repeated to fill a batch."""
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

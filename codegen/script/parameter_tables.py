@@ -36,8 +36,9 @@ _FEWEST_IN_STEPS = 3  # names at regular steps that become a range
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
     """Return a table with patterns in place of names with equal values.
 
-    `known` are all names: a pattern must not match one that the table lacks. If names differ in
-    several numbers, the star replaces those that most names share; names count before patterns.
+    `known` are all names: a pattern must not match one that the table lacks. If several
+    patterns match a name, the one that matches most names is taken. A pattern may also match names
+    with other values: these keep rows of their own, which count before patterns.
     """
     families: dict[str, list[str]] = {}
     for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
@@ -80,7 +81,7 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
 
 
 def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the outermost modules with all names chosen, and the remaining chosen names."""
+    """Yield the outermost modules whose names are all chosen, and the remaining chosen names."""
     every = list(names)
     others = set(every).difference(chosen)
     yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
@@ -219,7 +220,7 @@ def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
 
 
 def unread(plan: Plan) -> Source:
-    """Return the list of trainable parameters without a gradient, where fully_shard makes zeros."""
+    """Return the list of trainable parameters that no op reads: fully_shard gives them zeros."""
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
     if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.divides_gradients:
@@ -232,7 +233,7 @@ def unread(plan: Plan) -> Source:
 
 
 def once(plan: Plan) -> Source:
-    """Return the list of buffers that a step with several microbatches writes once."""
+    """Return the list of buffers that a step writes once, though it has several microbatches."""
     found = steady_buffers(plan.graph) if plan.arrangement.microbatches > 1 else ()
     known = [one.name for one in plan.graph.buffers]
     return assigned("ONCE", numbered_tuple(outermost(found, known))) if found else Source()

@@ -33,7 +33,7 @@ FILE_NAME = "train.py"
 
 
 def source(value: object) -> Source:
-    """Pass text made by this package; raises for any other."""
+    """Return text that this package made; raise for any other value."""
     if not isinstance(value, Source):
         raise TypeError(f"{value!r} is no source text of ours")
     return value
@@ -143,7 +143,7 @@ def check_script(script: str) -> None:
 
 
 def check_plain_loop(script: str) -> None:
-    """Raise likewise for a plain PyTorch loop, which needs more names."""
+    """Check a plain PyTorch loop like a script; a loop may use more names."""
     _check(script, KNOWN_ALONE, _BUILTINS_ALONE)
 
 
@@ -232,9 +232,9 @@ def is_unchanged(script: str) -> bool:
 
 
 def is_of_another_plan(script: str, plan: StoredPlan) -> bool:
-    """Whether a script, changed or not, was written by another plan.
+    """Whether a script, changed or not, was written for another plan.
 
-    Unknown (False) if another version of autopar wrote it.
+    False if another version of autopar wrote it, because this cannot be known then.
     """
     found = _LINE.search(script)
     if found is None or found[3] is None or found[1] != plan.autopar:

@@ -22,10 +22,10 @@ class ScriptView:
     docstring: Source
     model_imports: Source
     functions: Source
-    model_source: Source  # its files, and their digest
+    model_source: Source  # the model's files, and their digest
     settings: Source
     plan: Source
-    has_images: bool  # that convolutions take pixel by pixel
+    has_images: bool  # that convolutions read in channels_last order
     classes: Source  # opened modules, stages, and a split loss
     counting: Source  # the function that counts a batch's targets
     weighs_terms: bool  # for a loss that adds several means
@@ -46,21 +46,21 @@ class ScriptView:
     kept: Source  # what a checkpoint contains
     scaling: Source  # of a pipeline's losses
     clipping: Source
-    waits_for_last: Source  # a comment about what happens with the last microbatch
+    waits_for_last: Source  # a comment on what waits for the last microbatch
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
     reading: Source  # the call that yields microbatches
     evaluation: Source  # the call that sets up evaluation; empty without one
-    plainly: Source  # everything that computes a loss on one device
+    plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss
     measures: bool  # with metrics() of the model file
     gathers_rows: bool  # which tensor ranks have read separately
     default_optimizer: Source  # the optimizer if the model file has none
     warms_up: bool  # with a schedule that is not the model file's
     scheduler: Source  # the call that creates the learning-rate schedule; empty without one
-    has_writing: bool  # layers that write to memory others read
+    has_writing: bool  # layers that write to memory that others read
     has_unread: bool  # parameters that the loss does not depend on
-    has_steady: bool  # buffers that several microbatches would each write
+    has_steady: bool  # buffers that are written once a step, not in each microbatch
     compiles: bool  # layers by torch.compile
     recomputations: tuple[Recomputation, ...]
     wrapping: Source

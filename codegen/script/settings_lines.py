@@ -38,7 +38,7 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
-_FEW = 8  # data ranks, each of whose rows a line has room for
+_FEW = 8  # data ranks, at most, whose rows are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def evaluating() -> Iterator[ScriptSetting]:
 
 
 def scales_loss(plan: Plan) -> bool:
-    """Whether gradients would be too small for their type."""
+    """Whether the loss is scaled, because gradients would be too small for their dtype."""
     return plan.arrangement.precision.scales_loss
 
 

@@ -153,9 +153,9 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
 
 
 def _images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
-    """Return the setting that names images, if their order in memory matters.
+    """Return the setting that names image inputs, if their memory format matters.
 
-    Printed forwards keep the usual order: their sizes were written for it.
+    With printed forwards images keep the usual format, for which the sizes were printed.
     """
     opened = subject.opened
     if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
@@ -166,7 +166,7 @@ def _images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
 
 
 def _counting(opened: OpenedSource) -> str:
-    """Return the function that counts, and the one for what the loss divides by."""
+    """Return the source of `valid_targets` and of `divisor`, if the loss needs them."""
     functions = (opened.valid_targets, opened.divisor)
     return "\n\n\n".join(one.strip("\n") for one in functions if one is not None)
 
@@ -188,7 +188,7 @@ def _loss(opened: OpenedSource, calls: ModelCalls) -> Source:
 
 
 def _model_arguments(plan: Plan, opened: OpenedSource) -> Source:
-    """Return the model's arguments; code printed up to the loss only takes tensors."""
+    """Return the model's arguments: the whole batch if printed code computes the loss."""
     if _returns_loss(opened):
         return Source("**batch")
     return model_arguments(
@@ -210,7 +210,7 @@ def _stages(plan: Plan, subject: PlannedSubject) -> StageTables:
 
 
 def _instances(plan: Plan, opened: OpenedSource) -> tuple[OpenedClass, ...]:
-    """Return the classes that modules take; a stage's root takes its class itself."""
+    """Return the classes of the table CLASSES; in a pipeline, STAGES has the root's classes."""
     roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
     return (*opened.classes, *roots)
 
@@ -353,7 +353,7 @@ def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:
-    """Return what data ranks do with the last microbatch of a step alone, empty if nothing."""
+    """Return a comment on what waits for a step's last microbatch, or "" if nothing does."""
     if arrangement.data == 1 or arrangement.zero.divides_parameters:
         return ""
     if arrangement.zero.keeps_gathered:
@@ -362,7 +362,7 @@ def _waits_for_last(arrangement: Arrangement) -> str:
 
 
 def _wrapping(plan: Plan, *, is_summed: bool, has_ties: bool) -> Source:
-    """Return the call of wrap; parameters whose gradients are summed twice share no bucket."""
+    """Return the call of wrap; gradients that are also summed over other axes share no bucket."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if has_ties:

@@ -112,10 +112,10 @@ def tuple_of(items: Sequence[Expression]) -> SourceForm:
 
 
 class Repeats:
-    """The values without a gradient that a body has computed, by their expressions.
+    """The values without a gradient that a body has computed, so that each is computed once.
 
     Hugging Face's masks count the positions once for the queries and once for the keys, and again
-    for each kind of layer. Values that are written to are left as they are.
+    for each kind of layer. Values that are written to are not shared.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 class Source(str):
-    """Python text, made only of literals and identifiers by this package."""
+    """Python text that this package has made from literals and identifiers only."""
 
     __slots__ = ()
 
@@ -106,7 +106,7 @@ def tuple_of(*items: str | Bracketed) -> Bracketed:
 
 
 def unpacked(items: str | Bracketed) -> str | Bracketed:
-    """Return an item for use among others: with a star if it is a group of several."""
+    """Return an item to put among others: a group of several gets a star."""
     if isinstance(items, str):
         return items
     return Bracketed(f"*{items.opening}", items.items, items.closing)
@@ -150,7 +150,7 @@ def table(
     return Source("\n".join([*lines, closing]))
 
 
-# The names that scripts know, and their imports.
+# The names that scripts may import, by module.
 _FROM: Mapping[str, str] = MappingProxyType(
     {
         "argparse": "Namespace",

@@ -1,1 +1,1 @@
-"""Decides what gets printed code, where conversions are, and where stages are cut."""
+"""Decides which calls are printed, where values are converted, and where stages are cut."""

@@ -36,7 +36,7 @@ def stage_of_ops(split: SplitGraph, counts: Sequence[int]) -> dict[str, int]:
 
 
 def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
-    """Return the calls that run in several stages; their code is in the root's."""
+    """Return the calls that run in several stages; the root's forward contains their code."""
     return [
         call
         for call, ops in tree.ops.items()
@@ -47,7 +47,7 @@ def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePiece:
-    """What one stage computes, in order, and the tensors at its two cuts."""
+    """The ops of one stage in order, and the tensors that it receives and sends."""
 
     ops: tuple[Op, ...]
     takes: tuple[LocalTensor, ...]
@@ -55,7 +55,7 @@ class StagePiece:
 
 
 class Cutter:
-    """Finds what each stage of a plan runs."""
+    """Finds the ops that each stage runs, and the tensors sent between stages."""
 
     def __init__(self, opening: Opening, places: Mapping[str, int], last: int) -> None:
         self.opening, self.places, self.last = opening, places, last
@@ -70,11 +70,11 @@ class Cutter:
             self.needed = self._needed_by_stage()
         self._refuse_written_batch()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
-        self.cuts = self._cuts()  # after each stage
+        self.cuts = self._cuts()  # the tensors sent after each stage
         self._refuse_written_views()
 
     def _drawn_for_several(self) -> frozenset[str]:
-        """Return the random numbers that several stages need. Each must not draw its own."""
+        """Return the random numbers that several stages need. No stage may draw its own."""
         found = [
             op
             for op in self.graph.ops
@@ -90,7 +90,7 @@ class Cutter:
         return frozenset(name for op in found for name in op.outputs)
 
     def _refuse_written_batch(self) -> None:
-        """Raise if an op writes to the batch, because several stages would."""
+        """Raise if several stages would run an op that writes to the batch."""
         tensors = self.graph.tensors
         for op in self.graph.ops:
             storages = self.graph.index.written_by(op)
@@ -133,7 +133,7 @@ class Cutter:
         return [self._needed(stage, own) for stage, own in enumerate(self._own())]
 
     def _own(self) -> list[list[Op]]:
-        """Return the ops that only one stage runs, by stage: for a single tensor, or a buffer."""
+        """Return each stage's own ops: their results are computed once, or they write a buffer."""
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
             if (op.call != LOSS or self.returns_loss) and (
@@ -150,7 +150,7 @@ class Cutter:
         return frozenset(op.name for op in (*own, *besides))
 
     def _handed(self, op: Op) -> Iterator[str]:
-        """Yield the arguments of the module that runs an op, even if they are not read."""
+        """Yield the tensors passed to the call that runs an op, even those that are not read."""
         unit = self.opening.unit(op, ROOT)
         if unit is not None:
             record = self.graph.calls[unit]
@@ -191,7 +191,7 @@ class Cutter:
         return needs.pop() if len(needs) == 1 else WHOLE
 
     def part(self, number: int) -> StagePiece:
-        """Return one stage."""
+        """Return the ops of one stage, and the tensors that it receives and sends."""
         return StagePiece(
             ops=tuple(op for op in self.graph.ops if op.name in self.needed[number]),
             takes=self.cuts[number - 1] if number else (),

@@ -1,12 +1,12 @@
-"""Finds the calls to print, because the plan changes what they do.
+"""Finds the calls whose code must be printed, because the plan changes what they do.
 
-A module's own code may take the size of a shard for that of a whole, or the reverse. A trace shows
+A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
 sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. The
 tensors available in a module show which sizes may be affected.
 
 Conversions are placed so that the fewest modules must be opened: preferably in the innermost call
-that contains both the op that makes a tensor and the ops that use it, or in one that is open
-already.
+that contains both the op that makes a tensor and the ops that use it, or in one that is
+already opened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.planner.rules.signature import leaves
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call, run as it is, may confuse sizes; `ops` are its own."""
+    """Whether a call's unchanged code may confuse sizes of shards and wholes; `ops` are its own."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
     is_told = any(is_told_own_rows(op, opening.split) for op in ops)
@@ -49,8 +49,9 @@ def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
 def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> bool:
     """Whether a call's code may read a size from a shard.
 
-    It uses a whole dim's size while a shard of the same axis is available (`_, h, w = x.shape`, of
-    an x that is split by rows), or computes with a number that may be such a size (`x.shape[1]`).
+    The code uses the whole size of a dim while a shard of the same axis is available, as in
+    `_, h, w = x.shape` if x is split by rows; or it computes with a number that may be a shard's
+    size, as in `x.shape[1]`.
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}
@@ -98,7 +99,7 @@ def _computes_with_sizes(
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:
-    """Whether a call's code can only read numbers of rows from the rank's own share."""
+    """Whether every number of rows that a call's code can read is that of the rank's own share."""
     tree, module = opening.tree, _module(call, opening)
     if module is None or module.keeps_state:
         return False
@@ -112,7 +113,7 @@ def _has_own_rows_alone(call: str, opening: Opening) -> bool:
 
 
 def _module(call: str, opening: Opening) -> Module | None:
-    """Return the module of a call, or None for the loss and other calls."""
+    """Return the module of a call, or None for the loss and autograd Functions."""
     record = None if call == LOSS else opening.tree.graph.calls[call]
     return opening.split.modules.get(record.path) if record is not None else None
 
@@ -147,10 +148,10 @@ def open_calls(
     inlined: Sequence[str] = (),
     called: frozenset[str] = frozenset(),
 ) -> Opening:
-    """Return what to open; `opened` and `inlined` are forced, `called` are never inlined.
+    """Return which calls to open; `opened` and `inlined` are forced, `called` are never inlined.
 
-    Some calls turn out to be open only after conversions were placed. Conversions are then placed
-    anew with these calls open from the start, and the result is taken if it opens fewer calls.
+    Some calls must be opened only after conversions were placed. Then conversions are placed again,
+    with these calls opened from the start. The result with fewer opened calls is returned.
     """
     first = _Opener(split, tree, set(opened), set(inlined), called)
     found = first.opening()
@@ -162,7 +163,7 @@ def open_calls(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """The users of a tensor that may share one conversion, outermost place first."""
+    """The ops that share one conversion of a tensor, and the calls that may contain it."""
 
     tensor: str
     layout: Layout
@@ -185,10 +186,10 @@ class _Opener:
         self.opened, self.inlined, self.called = opened, inlined, called
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
-        self.late: frozenset[str] = frozenset()  # opened behind the conversions
+        self.late: frozenset[str] = frozenset()  # opened after conversions were placed
 
     def opening(self) -> Opening:
-        """Open what must be open, then place conversions in open calls if possible."""
+        """Open what must be opened; place conversions, in opened calls if possible."""
         own = defaultdict[str, list[Op]](list)
         for op in self.tree.graph.ops:
             own[op.call].append(op)
@@ -230,7 +231,7 @@ class _Opener:
         )
 
     def _does_unseen(self, call: str) -> bool:
-        """Whether a call runs code that the graph hides: checks of sizes, unused results."""
+        """Whether a call runs code that no op shows: checks of sizes, unused results."""
         record = self.tree.graph.calls[call]
         module = self.split.modules.get(record.path)
         return record.has_unused or (module is not None and module.checks_sizes)
@@ -247,7 +248,7 @@ class _Opener:
         )
 
     def _open(self, call: str) -> None:
-        """Open a call; small modules of PyTorch are inlined."""
+        """Open a call; small modules of PyTorch are inlined into their callers instead."""
         while self._is_small(call):
             self.inlined.add(call)
             call = self.tree.parent(call)
@@ -290,9 +291,9 @@ class _Opener:
         return (LOSS, ROOT) if in_model else (LOSS,)
 
     def _highest(self, tensor: str, way: Way, op: Op) -> str:
-        """Return the outermost call that may convert a user's input.
+        """Return the outermost call that may convert a tensor for an op.
 
-        The loss's code does not call the model, so it converts nothing for it.
+        The loss's code does not call the model, so it converts nothing for the model's ops.
         """
         chain = self.tree.chain(op)
         shared = common([self._maker_chain(tensor), chain])
@@ -304,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all users in a call need the same first conversion of the tensor."""
+        """Whether all ops in a call that read a tensor need the same first conversions of it."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
@@ -332,7 +333,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all users outside of a call need this conversion of the tensor."""
+        """Whether a call may return a tensor converted, because all outside readers need it so."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 
@@ -355,7 +356,7 @@ class _Opener:
     # --- random numbers --------------------------------------------------------------------------
 
     def _open_for_randomness(self) -> None:
-        """Open calls so that printed code surrounds everything that draws different numbers."""
+        """Open calls so that printed code surrounds all ops whose random numbers differ by rank."""
         for op in self.tree.graph.ops:
             if not is_split_random(op, self.split):
                 continue
@@ -380,9 +381,9 @@ class _Opener:
         return chain[chain.index(call) :]
 
     def _is_mixed(self, call: str) -> bool:
-        """Whether a region around a call would contain both equal and different random numbers.
+        """Whether `split_randomness` around a call would contain equal and different numbers.
 
-        Opened code inside has its own region for different numbers, and none for equal ones.
+        Opened code inside has its own `split_randomness`, around different numbers only.
         """
         kinds = set()
         for op in self.tree.ops[call]:

@@ -1,8 +1,8 @@
-"""The opened calls of a model: what the plan changes there, and unused outputs.
+"""The calls whose code a script prints ("opened" calls), and the reasons to print them.
 
 Also finds calls that read state left by other code, on a module or in shared objects. Printed code
-leaves no state, and neither does another stage. So such calls must be printed as well, with each
-tensor and number available.
+leaves no such state, and code on another stage leaves it there. So these calls are printed, too,
+and get the tensors and numbers as values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.planner.rules.table import rule_of
 
 
 def finds_state(opening: Opening) -> list[str]:
-    """Return the calls to open because the state that they read is no longer left."""
+    """Return the calls to open because printed code no longer leaves the state that they read."""
     tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
     calls = tree.graph.calls
     found: dict[str, None] = {}
@@ -48,7 +48,7 @@ def _is_function(call: str, tree: CallTree) -> bool:
 
 
 def _finds_left(call: str, opening: Opening) -> bool:
-    """Whether a call's code may read or remove state that an inner call has left."""
+    """Whether a call may read or remove state that printed inner code no longer leaves."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
     if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
         return not printed.isdisjoint(tree.chains[call][:-1])
@@ -74,8 +74,8 @@ def _repeated(tree: CallTree) -> list[Sequence[str]]:
 class Opening:
     """The opened calls, the inlined calls, and the places of conversions.
 
-    `places` maps an op, one of its inputs and a layout to the call that converts the input to it.
-    `leaves` maps a tensor to the layout it is converted to before it leaves a call.
+    `places` maps an op, an input and a layout to the call that converts this input to this layout.
+    `leaves` maps a tensor to a call, and to the layout that it has when it leaves this call.
     """
 
     split: SplitGraph
@@ -98,7 +98,7 @@ class Opening:
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call directly inside printed code that runs an op, or None for its own ops."""
+        """Return the call, made by the code of `scope`, that runs an op; None for its own ops."""
         chain = self.tree.chain(op)
         if scope not in chain:  # the loss is printed after the model's own code
             return None
@@ -110,7 +110,7 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether an open call around an op handles its random numbers."""
+        """Whether an opened call, from `call` inwards, handles an op's random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
@@ -126,7 +126,7 @@ class Opening:
         return arrives
 
     def arrives(self, tensor: str, call: str) -> Layout:
-        """Return a tensor's layout outside of the calls that it leaves, as seen from a call."""
+        """Return a tensor's layout as a call's code sees it, outside the calls that made it."""
         left = self.leaves.get(tensor)
         if left is not None and left[0] not in self.tree.chains[call]:
             return left[1]
@@ -134,9 +134,9 @@ class Opening:
 
 
 def given_nothing(opening: Opening) -> Iterator[str]:
-    """Yield the calls whose own code would get None where the model has a tensor.
+    """Yield the unopened calls that would get None where the model passes a tensor.
 
-    It may read the tensor's sizes, which the graph does not show.
+    Their code may read the tensor's sizes, which the graph does not show.
     """
     calls, tensors = opening.tree.graph.calls, opening.tree.graph.tensors
     unused_outputs = {
@@ -168,7 +168,7 @@ def is_changed(op: Op, split: SplitGraph) -> bool:
 
 
 def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
-    """Whether an op gets a rank's share of a size that depends on the batch.
+    """Whether an op's arguments contain a size that is split along the batch's rows.
 
     Code that reads the size from a tensor with the same share needs no change.
     """
@@ -178,7 +178,7 @@ def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
 
 
 def splits_rows(split: SplitGraph) -> bool:
-    """Whether tensor ranks split rows anywhere; code is then for this number of rows."""
+    """Whether tensor ranks split rows anywhere; printed code then fits one number of rows only."""
     layouts = split.ops.values()
     return any(is_of_rows(one, split) for op in layouts for one in (*op.needs, *op.gives))
 
@@ -196,13 +196,13 @@ def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
     sizes = argument(op, rule.sizes)
     layout = split.made(op.outputs[0])
     for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
-        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or a new tensor
+        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # no sizes: a new tensor
         if is_told and not (is_split(layout) and layout.dim == number):
             yield dim
 
 
 def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
-    """Whether a parameter, buffer or constant is converted, which only this code can do."""
+    """Whether a parameter, buffer or constant is converted: only the code that reads it can."""
     return any(
         split.made(name) != split.need(op, i)
         for i, name in enumerate(op.inputs)
@@ -211,7 +211,7 @@ def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
 
 
 def with_own_rows(split: SplitGraph) -> SplitGraph:
-    """Return a split whose ranks get only their rows of inputs, if they use no others."""
+    """Return a split in which a rank gets only its own rows of an input, if it uses no others."""
     if split.batch < split.degree:  # some ranks would have none
         return split
     own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}

@@ -225,12 +225,12 @@ class Arguments:
         return joined(tuple(self._print("", item, inputs) for item in value))
 
     def _extreme(self, which: str) -> SourceForm:
-        """Return a limit of the model's own dtype; the trace runs in another."""
+        """Return a limit of the model's own dtype, which is not the trace's."""
         dtype = self.dtype(DType("model"))
         return SourceForm(("torch.finfo(", Slot(dtype), f").{which}"))
 
     def dtype(self, value: DType) -> Expression:
-        """Return a dtype."""
+        """Return the expression of a dtype."""
         if value.name == "model":
             return self.place.dtype or text("torch.get_default_dtype()")
         return text(f"torch.{value.name}")
@@ -242,7 +242,7 @@ def base_name(target: str) -> str:
 
 
 def schema_of(target: str) -> Any:
-    """Return what PyTorch declares of an op."""
+    """Return the schema that PyTorch declares for an op."""
     namespace, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     return getattr(packet, overload)._schema

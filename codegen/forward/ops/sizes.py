@@ -105,8 +105,8 @@ def _parts(lengths: int, parts: int) -> Iterator[int]:
 def _added(pairs: Sequence[Pair], parts: int) -> int | None:
     """Return the constant added before a division: ⌊(length + added) ÷ parts⌋ = part.
 
-    Convolutions and pools shorten rows in this way. None if no number fits all pairs, or if several
-    do and none of them rounds down or up.
+    Convolutions and pools shorten rows in this way. None if no constant fits all pairs, or if
+    several do, but neither 0 (rounding down) nor parts - 1 (rounding up).
     """
     least = max(part * parts - length for length, part in pairs)
     most = min(part * parts - length for length, part in pairs) + parts - 1
@@ -154,12 +154,12 @@ class Wanted:
 
     @property
     def varies(self) -> bool:
-        """Whether it depends on the batch: on the number of rows or their lengths."""
+        """Whether the size depends on the batch: on the number of rows or their lengths."""
         return not self.extent.is_constant or self.other != self.extent
 
 
 def size_along(split: SplitGraph, dim: Dim, axis: str) -> Wanted:
-    """Return a size that is not the dim of a tensor."""
+    """Return the local size of a dim along an axis; no tensor needs to have this dim."""
     return Wanted(dim, axis, size_of(split.lengths.dim(dim)))
 
 
@@ -179,7 +179,7 @@ class SizesAtHand:
         self.split = split
         self.axis = axis  # the body's name of the mesh's tensor axis
         self.seen: list[LocalTensor] = []
-        self.sources: list[LocalTensor] = []  # those whose shapes are preferred
+        self.sources: list[LocalTensor] = []  # values whose shapes are preferred
         self.known: set[Dim] = set()  # the dims of arguments
 
     def add(self, held: LocalTensor) -> None:
@@ -206,9 +206,9 @@ class SizesAtHand:
     ) -> list[Expression | None]:
         """Return each size as read from shapes; one value provides as many as it can.
 
-        Shapes of arguments and converted values are preferred, then that of `near`, then any, but
-        the latter only for sizes that depend on the batch. A length may also be read from a dim
-        with another meaning that always has the same length.
+        Shapes of arguments and converted values are preferred, then that of `near`. Sizes that
+        depend on the batch are also read from any other value, and lengths from any dim that
+        always has the same length.
         """
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
@@ -233,7 +233,7 @@ class SizesAtHand:
         return found
 
     def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
-        """Return a sort key: first the value with most of the sizes, and with the batch's."""
+        """Return a sort key: values with most of the sizes first, then those with a varying one."""
         told = self._read(held, sizes)
         return -len(told), all(size.extent.is_constant for size in told)
 
@@ -270,7 +270,7 @@ class SizesAtHand:
         if extent.is_constant:
             derived = self._from_lengths(extent.at(0), other.at(0))
             return literal(extent.at(0)) if derived is None else derived
-        if extent == BATCH:  # split in all available values
+        if extent == BATCH:  # all available values are split along the rows
             return literal(self.split.batch)
         batch, total = self.whole(BATCH), None
         for power, pair in enumerate(zip(extent.coefficients, other.coefficients, strict=True)):
@@ -309,7 +309,7 @@ class SizesAtHand:
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
         """Return the parts of a dim that is split along an axis; outer factors repeat them.
 
-        `unit` multiplies their sizes.
+        With `unit`, their sizes are counted in this unit: channels in groups, say.
         """
         parts, others = parts_of_dim(dim, axis), parts_of_dim(self.split.lengths.dim(dim), axis)
         pairs = tuple(zip(parts.listed, others.listed, strict=True))
@@ -330,8 +330,9 @@ class SizesAtHand:
     def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
         """Whether the runtime can infer how a dim is cut, so that `parts` is not needed.
 
-        It can for single elements if it has the whole dim, or if all ranks have equally many
-        elements. With varying lengths it assumes a share of a known one.
+        It can if the cut is between single elements of a dim that it has whole (`is_whole`). With
+        fixed lengths it also can if all ranks have equally many elements; with varying lengths, if
+        it has cut this length before.
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:

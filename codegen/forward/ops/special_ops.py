@@ -70,7 +70,7 @@ def _flatten(arguments: Arguments) -> SourceForm:
 
 def _pad(arguments: Arguments) -> SourceForm:
     if arguments.raw["value"] == 0:
-        arguments.raw["value"] = None  # the default, in other words
+        arguments.raw["value"] = None  # None is the default, and means 0
     value = arguments.raw["value"]
     if isinstance(value, float) and value.is_integer() and abs(value) < _SMALL:
         arguments.printed["value"] = literal(int(value))  # torch passes it on as a float
@@ -123,7 +123,7 @@ def _slice(arguments: Arguments) -> SourceForm:
 
 
 def _at(dim: int, index: Expression) -> SourceForm:
-    """Return the index of one dim, with colons or dots for the dims before it."""
+    """Return the index of one dim, with colons or dots for the other dims."""
     if dim == -1:
         return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
     if dim < 0:
@@ -143,7 +143,7 @@ def _index(arguments: Arguments) -> SourceForm:
 
 
 def _repeat_interleave(arguments: Arguments) -> SourceForm:
-    arguments.raw["output_size"] = None  # redundant, and a rank may have only a part
+    arguments.raw["output_size"] = None  # redundant, and wrong on a rank with a part of the dim
     return by_schema(arguments, "repeat_interleave")
 
 
@@ -173,7 +173,7 @@ def printed(op: Op, place: PrintedPlace) -> SourceForm:
     arguments = Arguments(op, place)
     name = base_name(op.target)
     if not op.target.startswith("aten."):
-        return as_op(arguments)  # torch.ops has it under its name
+        return as_op(arguments)  # a custom op: torch.ops has it under its name
     special = SPECIAL.get(op.target) or SPECIAL.get(name)
     if special is not None:
         return special(arguments)

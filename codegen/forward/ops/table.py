@@ -1,4 +1,4 @@
-"""The table of printed functions: the names of ATen's arguments in PyTorch's functions."""
+"""The table of printed functions: how PyTorch's functions take the arguments of ATen's ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.codegen.text.expressions import Binding
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function: ATen's names of its positional arguments, and pairs of keyword and name.
+    """A function: ATen's names of its positional arguments, pairs of its keyword and ATen's name.
 
     The first `required` positional arguments are printed even if they are None.
     """
@@ -22,12 +22,12 @@ class Function:
     required: int = 1
 
     def fits(self, arguments: Iterable[str]) -> bool:
-        """Whether an op has these arguments; ops with one name may differ."""
+        """Whether an op has all positional arguments; overloads of one name may differ."""
         return {name.removeprefix("*") for name in self.positional} <= set(arguments)
 
 
 def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
-    """Build a row: `keyword` or `keyword:aten_name` for each keyword."""
+    """Build a row; each word in `keywords` is `keyword` or `keyword:aten_name`."""
     pairs = [word.partition(":") for word in keywords.split()]
     words = tuple((word, other or word) for word, _, other in pairs)
     return Function(name, tuple(positional.split()), words, required)
@@ -60,7 +60,7 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
         "hardsigmoid_": (("inplace", True),),
     }
 )
-# Functions that take or return something else than the op of their name.
+# Ops that are printed as torch.ops: functions of these names take or return something else.
 AS_OPS = frozenset(
     {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
 )
@@ -189,7 +189,7 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     }
 )
 
-# Constants of the enumerations that ATen counts and PyTorch names.
+# PyTorch's names for the values of ATen's enumerations, in order.
 REDUCTIONS = ("none", "mean", "sum")
 BAG_MODES = ("sum", "mean", "max")
 DISTANCES = (
@@ -224,7 +224,7 @@ BINARY: Mapping[str, tuple[str, Binding]] = MappingProxyType(
         "bitwise_right_shift": (">>", Binding.SHIFT),
     }
 )
-# Methods that are printed as an in-place operator: `mask &= other`.
+# In-place operators (`mask &= other`), and the methods as which they are printed.
 WRITING: Mapping[str, str] = MappingProxyType(
     {
         "__iand__": "bitwise_and_",
@@ -236,7 +236,7 @@ WRITING: Mapping[str, str] = MappingProxyType(
 )
 UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
 
-# Sizes printed as one number if all dims have the same.
+# Sizes that are printed as one number if they are the same in all dims.
 WINDOWS = frozenset({"stride", "padding", "dilation", "kernel_size", "output_size"})
 # Methods whose sizes have no brackets, and methods whose dims have no keyword.
 SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})

@@ -20,10 +20,10 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import LOSS_CALL, Op, refs
 
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
-_Where = tuple[int, int, int, int]  # line, column, end line, end column
-_FIELDS = ("values", "indices")  # of what torch.max and torch.topk return
+_Position = tuple[int, int, int, int]  # line, column, end line, end column
+_FIELDS = ("values", "indices")  # fields of the results of torch.max and torch.topk
 # Calls that may have no op, because they may return their argument.
-_IDLE = frozenset(
+_MAY_RUN_NO_OP = frozenset(
     {"to", "float", "half", "bfloat16", "type_as", "contiguous", "expand", "view", "reshape"}
 )
 
@@ -54,7 +54,7 @@ def author_names(graph: Graph) -> Mapping[str, Sequence[tuple[str, str]]]:
     for function in graph.functions:
         for span in function.spans[:1]:
             add(function.call, span, tuple(refs(function.result)), is_function=True)
-    for record in reversed(tuple(graph.calls.values())):  # the inner ones end first
+    for record in reversed(tuple(graph.calls.values())):  # inner calls first: they begin later
         parent = LOSS_CALL if record.parent is None else record.parent
         if record.spans and parent == caller(parent, record.spans, graph):
             add(parent, record.spans[0], tuple(refs(record.result)), is_function=True)
@@ -62,9 +62,9 @@ def author_names(graph: Graph) -> Mapping[str, Sequence[tuple[str, str]]]:
 
 
 def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
-    """Return the call whose code has the expression that runs something in a call.
+    """Return the call whose code contains the expression with these spans, from `call` outwards.
 
-    The ops of torch's own modules have the expression that calls the outermost of these modules.
+    Ops in torch's own modules have the spans of the author's expression that calls these modules.
     """
     while spans and call in graph.calls and graph.calls[call].spans == spans:
         parent = graph.calls[call].parent
@@ -73,9 +73,9 @@ def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
 
 
 def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], bool]:
-    """Return the results of an expression that runs some ops, and whether it calls a function.
+    """Return the results of the expression that runs some ops, and whether it calls a function.
 
-    They are the results of the last op, or of a function all results that other code reads.
+    A function's results are all tensors that other code reads; otherwise they are the last op's.
     """
     if all(len(op.spans) == depth for op in run):
         return run[-1].outputs, False
@@ -89,11 +89,11 @@ def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], b
 
 
 def _names_at(span: SourceSpan, made: Set[SourceSpan]) -> tuple[str, ...]:
-    """Return the names that an expression gives to its results."""
+    """Return the names that the source gives to an expression's results."""
     file = _file_names(span.file)
-    names, around = file.names.get(span[1:], ()), file.idle.get(span[1:])
+    names, around = file.names.get(span[1:], ()), file.no_ops.get(span[1:])
     while not names and around is not None and SourceSpan(span.file, *around) not in made:
-        names, around = file.names.get(around, ()), file.idle.get(around)
+        names, around = file.names.get(around, ()), file.no_ops.get(around)
     return names
 
 
@@ -116,36 +116,36 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileNames:
-    """The names that the expressions of a file give, by the position of the expression."""
+    """The names that a file gives to the results of its expressions, by their positions."""
 
-    names: Mapping[_Where, tuple[str, ...]]
-    idle: Mapping[_Where, _Where]  # argument of a call that may do nothing → that call
-    given: Mapping[_Where, tuple[tuple[str, ...], ...]]  # see attributes_given
+    names: Mapping[_Position, tuple[str, ...]]
+    no_ops: Mapping[_Position, _Position]  # argument of a call that may run no op → that call
+    given: Mapping[_Position, tuple[tuple[str, ...], ...]]  # see attributes_given
 
 
 @cache
 def _file_names(file: str) -> _FileNames:
     try:
-        tree = ast.parse("".join(linecache.getlines(_present(file))))
+        tree = ast.parse("".join(linecache.getlines(_current_path(file))))
     except (SyntaxError, ValueError):
-        return _FileNames(names={}, idle={}, given={})
-    names = {where: name for node, name in _named(tree) for where in _wheres(node)}
-    idle = {
-        where: _wheres(node)[-1]
+        return _FileNames(names={}, no_ops={}, given={})
+    names = {where: name for node, name in _named(tree) for where in _positions(node)}
+    no_ops = {
+        where: _positions(node)[-1]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in _IDLE
-        for where in _wheres(node.func.value)
+        and node.func.attr in _MAY_RUN_NO_OP
+        for where in _positions(node.func.value)
     }
-    return _FileNames(names=names, idle=idle, given=dict(_given(tree)))
+    return _FileNames(names=names, no_ops=no_ops, given=dict(_given(tree)))
 
 
-def _present(file: str) -> str:
-    """Return the current path of a traced file: projects move, and packages differ.
+def _current_path(file: str) -> str:
+    """Return where a traced file is now: a project may move, a package be installed elsewhere.
 
-    It is loaded, because the model is built. Of several files with its name, the most similar path
-    is taken.
+    The file is loaded, because the model was built. Of several files with its name, the most
+    similar path is taken.
     """
     loaded = {str(getattr(module, "__file__", None)) for module in tuple(sys.modules.values())}
     if file in loaded:
@@ -163,12 +163,12 @@ def _present(file: str) -> str:
 def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
     """Return, for each argument of an expression, the attributes of `self` that it may be.
 
-    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable stands for the assigned values.
+    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable counts as what is assigned to it.
     """
     return _file_names(span.file).given.get(span[1:], ())
 
 
-def _given(tree: ast.AST) -> Iterator[tuple[_Where, tuple[tuple[str, ...], ...]]]:
+def _given(tree: ast.AST) -> Iterator[tuple[_Position, tuple[tuple[str, ...], ...]]]:
     nodes = list(ast.walk(tree))
     variables: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for node in nodes:
@@ -184,7 +184,7 @@ def _given(tree: ast.AST) -> Iterator[tuple[_Where, tuple[tuple[str, ...], ...]]
                 continue
         given = tuple(_attributes_in(value, variables) for value in values)
         if any(given):
-            yield from ((where, given) for where in _wheres(node))
+            yield from ((where, given) for where in _positions(node))
 
 
 def _attributes_in(value: ast.expr, variables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -216,24 +216,24 @@ def _named(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, tuple[str,
             case ast.AugAssign():
                 yield node, _names(node.target)
             case ast.Assign(targets=[*_, target], value=value):
-                yield from _set(target, value, unpacks)
+                yield from _assigned(target, value, unpacks)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                yield from _set(target, value, unpacks)
+                yield from _assigned(target, value, unpacks)
             case ast.NamedExpr(target=target, value=value):
-                yield from _set(target, value, unpacks)
+                yield from _assigned(target, value, unpacks)
 
 
-def _set(
+def _assigned(
     target: ast.expr, value: ast.expr, unpacks: Mapping[str, tuple[str, ...]]
 ) -> Iterator[tuple[ast.expr, tuple[str, ...]]]:
     """Yield the expressions whose results an assignment names, with these names."""
     match target, value:
         case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
             for one, other in zip(targets, values, strict=True):
-                yield from _set(one, other, unpacks)
+                yield from _assigned(one, other, unpacks)
         case _, ast.IfExp(body=body, orelse=orelse):
-            yield from _set(target, body, unpacks)
-            yield from _set(target, orelse, unpacks)
+            yield from _assigned(target, body, unpacks)
+            yield from _assigned(target, orelse, unpacks)
         case _, ast.Subscript(value=ast.Call() as whole, slice=ast.Constant(value=int(place))):
             yield value, _names(target)
             yield whole, (*[""] * place, *_names(target))
@@ -267,7 +267,7 @@ def _name(target: ast.expr) -> str:
     return ""
 
 
-def _wheres(node: ast.expr | ast.AugAssign) -> tuple[_Where, ...]:
+def _positions(node: ast.expr | ast.AugAssign) -> tuple[_Position, ...]:
     """Return the positions that Python may report for an expression while it runs.
 
     A method call on several lines begins at the name of the method.

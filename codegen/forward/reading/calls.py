@@ -80,14 +80,14 @@ class CallTree:
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call, including inner calls
-    names: Mapping[str, Sequence[tuple[str, str]]]  # of tensors, each with the call that gives it
+    names: Mapping[str, Sequence[tuple[str, str]]]  # of tensors, with the call whose code gives it
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
         return self.chains[op.call]
 
     def names_in(self, call: str, tensor: str, *, without: str | None = None) -> tuple[str, ...]:
-        """Return the names of a tensor in the code of a call and its inner calls, except one.
+        """Return a tensor's names in the code of a call and its inner calls, except `without`.
 
         The names of the outermost code come first.
         """
@@ -113,10 +113,10 @@ class CallTree:
         return frozenset(refs((record.arguments, keywords)))
 
     def untold(self, call: str) -> frozenset[str]:
-        """Return the tensors of a forward that a call reads although they are no arguments.
+        """Return the activations and inputs that a call reads although they are no arguments.
 
-        Other code has stored them on a module or in shared objects. Buffers do not count: every
-        rank with the module has them.
+        Other code has stored them on a module or in shared objects. Parameters, buffers and
+        constants do not count: every rank with the module has them.
         """
         tensors = self.graph.tensors
         made = {name for op in self.ops.get(call, ()) for name in op.outputs}

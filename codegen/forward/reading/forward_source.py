@@ -23,7 +23,7 @@ def checks_sizes(source: str) -> bool:
 
 
 def branches_in_training(source: str) -> bool:
-    """Whether a forward computes something else in training, with an `if`; dropout is no such case.
+    """Whether a forward has an `if` that asks for `self.training`.
 
     A condition that also asks for a library's own checkpointing does not count.
     """
@@ -55,7 +55,7 @@ def keeps_state(source: str) -> bool:
 
 
 def left_on_others(sources: Iterable[str], called: Set[str]) -> frozenset[str]:
-    """Return the attributes that classes, after their constructors, set on other objects.
+    """Return the attributes that classes, outside of constructors, set on other objects.
 
     Only methods that a step may run count: those that a forward names, directly or through other
     methods, and those in `called`. A step never runs `set_input_embeddings`.
@@ -83,13 +83,13 @@ def _is_set_on_other(node: ast.Attribute) -> bool:
 
 
 def own_attributes(source: str) -> frozenset[str]:
-    """Return the attributes of its own that a class, after its constructor, reads."""
+    """Return the attributes of `self` that a class reads outside of its constructor."""
     loads = (_attributes(function, ast.Load) for function in _run_later(source))
     return frozenset(name for found in loads for name, _ in found)
 
 
 def remembers(source: str) -> bool:
-    """Whether a class, after its constructor, reads attributes that it sets."""
+    """Whether a class, outside of its constructor, reads attributes that it also sets there."""
     stores = (_attributes(function, ast.Store) for function in _run_later(source))
     return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
 

@@ -40,7 +40,7 @@ _OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAG
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Imported:
-    """A class in a script: its module and name there, and its name in the script."""
+    """A class or function in a script: its module, its name there, and its name in the script."""
 
     module: str
     qualname: str
@@ -53,7 +53,7 @@ def is_free(name: str) -> bool:
 
 
 def imported(kind: Any) -> Imported:
-    """Return a class under its own name."""
+    """Return a class or function under its own name."""
     return Imported(module=kind.__module__, qualname=kind.__qualname__, name=kind.__name__)
 
 
@@ -114,7 +114,7 @@ class Argument:
 
     @property
     def text(self) -> str:
-        """The parameter as in a def, without a marker before it."""
+        """The parameter as in a `def`, without the markers `/` and `*`."""
         stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(self.kind.name, "")
         declared = f"{stars}{self.name}: {self.annotation}"
         return declared if self.default is None else f"{declared} = {self.default}"
@@ -125,25 +125,25 @@ class Module:
     """A module of the user's model: the facts needed to print code about it."""
 
     path: str
-    first: str  # of its paths, if it is registered several times
+    first: str  # its first path, if it is registered several times
     home: Imported
     class_name: str
     arguments: tuple[Argument, ...]
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
-    settings: Mapping[str, int | float]  # these, and numbers inside attributes: "config.eps"
-    unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
+    settings: Mapping[str, int | float]  # `numbers`, and those inside attributes: "config.eps"
+    unpacks: Mapping[str, tuple[str, ...]]  # variable of its forward → names it is unpacked into
     trains: bool = True  # set by the constructor; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
     checks_sizes: bool = False  # its forward raises an error for unexpected sizes
     keeps_state: bool = False  # it reads an attribute set by an earlier call or by its caller
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
     branches_in_training: bool = False  # its forward computes something else in evaluation
-    reads_sizes: bool = False  # of tensors; numbers in it may be such sizes
+    reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes
     # plain functions and autograd Functions available in its file
     functions: tuple[Imported, ...] = ()
-    measuring: frozenset[Imported] = frozenset()  # the plain ones that read sizes of tensors
+    measuring: frozenset[Imported] = frozenset()  # plain functions that read sizes
 
     @property
     def is_torch(self) -> bool:
@@ -155,12 +155,12 @@ Modules = Mapping[str, Module]
 
 
 def functions_at_hand(modules: Modules) -> frozenset[Imported]:
-    """Return the functions that modules' files can name."""
+    """Return the functions that the modules' files define or import."""
     return _joined(module.functions for module in modules.values())
 
 
 def size_reading_functions(modules: Modules) -> frozenset[Imported]:
-    """Return those functions that read sizes of tensors."""
+    """Return the functions of modules' files that read sizes of tensors."""
     return _joined(module.measuring for module in modules.values())
 
 
@@ -206,9 +206,9 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
-    """Return facts about a module's forward, of its class or assigned to the instance.
+    """Return facts about a module's forward (its class's, or its own) and its hooks.
 
-    Its hooks are included. With `is_told`, a caller may set attributes that its class reads.
+    With `is_told`, other classes may set attributes that the module's class reads.
     """
     source = _source(inspect.unwrap(module.forward), of=type(module))
     hooks = [plain_function(hook) for hook in forward_hooks(module)]
@@ -222,13 +222,13 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
         "keeps_state": is_told or any(map(keeps_state, sources)),
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
-        "measuring": frozenset(_measuring(module)),
+        "measuring": frozenset(_size_reading(module)),
         "unpacks": unpacked(source),
     }
 
 
 def _is_importable(kind: type) -> bool:
-    """Whether a class can be imported by its module and qualified name."""
+    """Whether a class's module has it under its name; classes in functions are refused later."""
     holder: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         if name == "<locals>":
@@ -256,7 +256,7 @@ def _functions(module: nn.Module) -> Iterator[Imported]:
             yield imported(value)
 
 
-def _measuring(module: nn.Module) -> Iterator[Imported]:
+def _size_reading(module: nn.Module) -> Iterator[Imported]:
     return (imported(one) for one in _plain_functions(module) if reads_sizes(one, object))
 
 
@@ -291,7 +291,7 @@ _PLAIN = {
 
 
 def _annotation(annotation: Any) -> str:
-    """Return an annotation that needs no import of the user's, or Any."""
+    """Return an annotation without the user's own types, or Any."""
     if annotation is Tensor:
         return "Tensor"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -332,7 +332,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, int | float]]:
 
 
 def _settings(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers inside a module's attributes that are no modules: "config.eps"."""
+    """Yield the numbers inside attributes that are no modules or tensors: "config.eps"."""
     for name in sorted(names):
         found: Any = module
         for part in name.split("."):

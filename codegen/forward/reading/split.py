@@ -1,4 +1,4 @@
-"""A graph with its layouts, as printing reads it."""
+"""Turns a plan into its graph with the layouts of ops and tensors, as printing reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.layouts.rules import find_slots, own_layouts
 from autopar.planner.rules.signature import Concat, Dim, Leaf, leaves, size_of, substituted
 
-Part = tuple[Extent, Extent]  # count, unit
+Part = tuple[Extent, Extent]  # number of units, size of a unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Parts:
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime infers the cut: even, or by elements of a known size."""
+        """Whether the runtime infers the cut: it is even, or between elements of a whole dim."""
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
@@ -73,7 +73,7 @@ class _Sizes:
 
 
 class Lengths:
-    """A graph's sizes at other lengths, or the same if unknown; traced on first use."""
+    """A graph's sizes at other lengths, or its own if those are unknown; traced on first use."""
 
     def __init__(self, graph: Graph, axes: GraphAxes, other: Callable[[], Graph | None]) -> None:
         self._graph, self._axes, self._other = graph, axes, other
@@ -89,7 +89,7 @@ class Lengths:
         return bool(self._sizes.axes)
 
     def shape(self, tensor: str) -> tuple[Extent, ...]:
-        """Return the other shape of a tensor."""
+        """Return a tensor's shape at other lengths."""
         return self._sizes.shapes.get(tensor, self._graph.tensors[tensor].shape)
 
     def argument(self, op: Op, name: str) -> Value:
@@ -170,7 +170,7 @@ class SplitGraph:
     has_metrics: bool = False
 
     def need(self, op: Op, position: int) -> Layout:
-        """Return the layout that an op needs of its input at a position."""
+        """Return the layout in which an op needs its input at a position."""
         return self.ops[op.name].needs[position] if op.name in self.ops else WHOLE
 
     def made(self, tensor: str) -> Layout:
@@ -226,9 +226,9 @@ def split_graph(
     outside: Sequence[ParameterLayout] = (),
     other: Callable[[], Graph | None] = lambda: None,
 ) -> SplitGraph:
-    """Return a graph with layouts by layer class.
+    """Return a graph with layouts; `layouts` has those of the ops of each layer class.
 
-    `outside` has those of parameters and crossing tensors.
+    `outside` has the layouts of parameters and of tensors that cross between layers.
     """
     axes, layers = parts if parts is not None else _found(graph)
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}

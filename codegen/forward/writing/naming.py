@@ -29,7 +29,7 @@ from autopar.codegen.text.lines import IMPORTED, Body, Line, held_in
 class Shape:
     """The sizes of a value that a body names: one entry per dim, "" if unused.
 
-    `same` has the names of sizes that another value has given before.
+    `same` has the names of sizes that an earlier value has, too.
     """
 
     held: LocalTensor
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def text(self) -> str:
-        """The right way to unpack the sizes, with `{}` for the value."""
+        """The line that unpacks the sizes, with `{}` for the value."""
         named = [i for i, name in enumerate(self.names) if name]
         if len(named) == 1:
             return f"{self.names[named[0]]} = {{}}.shape[{named[0]}]"
@@ -55,7 +55,7 @@ def shapes_of(
     frame: Set[str],
     arguments: Mapping[LocalTensor, str],
 ) -> Iterator[Shape]:
-    """Name the sizes of a value that are used more than once."""
+    """Yield names for the sizes of each value whose sizes are used more than once."""
     facts = [
         piece
         for statement in statements
@@ -109,7 +109,7 @@ class ValueNames:
 
 
 def values_to_keep(lines: Sequence[Line]) -> frozenset[LocalTensor]:
-    """Return the values that should have a name: inputs and outputs of attention."""
+    """Return the values that should have a name: inputs and outputs of attention, split logits."""
     operands = {held for line in lines for held in _operands(line.expression, (_ATTENTION,))}
     results = {
         held
@@ -171,7 +171,7 @@ class _Namer:
         return ValueNames(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
-        # A value that every iteration reads must not share its name with an earlier one.
+        # A loop's result must not take the name of a value that every iteration reads.
         read = {
             self.names[p if isinstance(p, LocalTensor) else p.held] for p in pieces(loop.expression)
         }
@@ -199,18 +199,18 @@ class _Namer:
         return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
     def _authors(self, held: LocalTensor) -> Sequence[str]:
-        """Return the author's names of a value, first those after the next iteration of a loop."""
+        """Return the author's names of a value; first those of a loop's result made of it."""
         goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
         return (*goes_on, *self.given.get(held, ()))
 
     def _wholes(self, held: LocalTensor) -> Sequence[str]:
-        """Return the names of a value at its reader: the parameter, or the result made from it."""
+        """Return the names of a value at its reader: the parameter that takes it, or the result."""
         return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
 
     def _followed(
         self, held: LocalTensor, statement: Statement, number: int, position: int
     ) -> Sequence[str]:
-        """Return the name of the value that this one is a reshaped form or a part of."""
+        """Return a name like the operand's, if the value is a part or a reshaped form of it."""
         before = next((p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None)
         if before is None:
             return []

@@ -24,7 +24,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
-_HEAVIEST = 6  # operations in one statement
+_MOST_OPERATIONS = 6  # operations in one statement
 _MOST_UNPACKED = 3  # results of a module's call, if one is used
 _MOST_ARGUMENTS = 2  # of a module's call inside another one's
 
@@ -51,7 +51,7 @@ def statements(body: Body, *, kept: frozenset[LocalTensor] = frozenset()) -> tup
 
 
 def _live(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that something depends on."""
+    """Return the lines whose results are needed, and those that must keep their order."""
     needed: set[LocalTensor] = set()
     live: list[Line] = []
     for line in reversed(lines):
@@ -94,7 +94,7 @@ class _Folder:
             if isinstance(piece, LocalTensor) and self._may_fold(piece, line, number):
                 inner = self.made[piece]
                 weight = len(parts) + len(inner.parts) + 1
-                if weight <= _HEAVIEST and self._keeps_order([*parts, *inner.parts], number):
+                if weight <= _MOST_OPERATIONS and self._keeps_order([*parts, *inner.parts], number):
                     taken[piece] = inner
                     parts += inner.parts
         folded = replaced(
@@ -140,7 +140,7 @@ class _Folder:
 def _single(
     line: Line, uses: Counter[LocalTensor], facts: set[LocalTensor]
 ) -> tuple[Expression, Pattern]:
-    """Return `f(x)[0]` for a call with one used result; unused results are dropped."""
+    """Return a line's expression and used results: `f(x)[0]` for a call with one used result."""
     if line.results is None or isinstance(line, Loop):
         return line.expression, line.results
     needed = [held for held in held_in(line.results) if uses[held] or held in facts]
@@ -168,7 +168,7 @@ _MEMBERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop(Line):
-    """A line repeated for each module of a container; `carried` are first values and results."""
+    """A line repeated for each module of a container; `carried` pairs first and last values."""
 
     header: str
     carried: tuple[tuple[LocalTensor, LocalTensor], ...]
@@ -214,13 +214,13 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
         if found is None or (carries is not None and found != carries):
             break
         if _used(lines[length + 1 :]) & (set(held_in(lines[length - 1].results))):
-            break  # a later iteration needs a result of this one
+            break  # later lines need a result that the loop would overwrite
         carries, length = found, length + 1
     return lines[:length]
 
 
 def _carries(before: Line, after: Line) -> dict[int, int] | None:
-    """Return which argument of a call is which result of the call before, or None."""
+    """Return which argument of a call is which result of the one before; None if no loop fits."""
     if before.module is None or after.module is None or not _is_next(before.module, after.module):
         return None
     is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient
@@ -248,7 +248,7 @@ def _is_next(before: str, after: str) -> bool:
 
 
 def _is_indexed(line: Line) -> bool:
-    """Whether a line calls a module of a container with something that it could return itself."""
+    """Whether a line calls a numbered module that takes and returns a tensor."""
     is_number = (line.module or "").rpartition(".")[2].isdigit()
     return is_number and bool(_sole_carries(line))
 
@@ -263,7 +263,7 @@ def _is_listed(line: Line, modules: Modules) -> bool:
 
 
 def _sole_carries(line: Line) -> dict[int, int]:
-    """Return the carry of a loop with one iteration: the first argument and result."""
+    """Return the carry of a loop with one iteration: the first tensor argument and result."""
     first = next((i for i, (_, v) in enumerate(line.arguments) if isinstance(v, LocalTensor)), None)
     results = [i for i, held in enumerate(_flat(line.results)) if held is not None]
     return {first: results[0]} if first is not None and results else {}
@@ -317,7 +317,7 @@ def _number(path: str | None) -> int:
 
 
 def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
-    """Return the modules of a loop; a list of the user's own class is not sliced."""
+    """Return the expression of a loop's modules; only torch's lists are sliced directly."""
     path = (first.module or "").rpartition(".")[0]
     cut, module = _slice(first, last, owner, slice_text), owner.split.modules[path]
     place = f"self{owner.steps(path)}{_MEMBERS[module.container]}"

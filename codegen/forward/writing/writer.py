@@ -26,7 +26,7 @@ from autopar.codegen.text.lines import WIDTH, Body, Pattern, wrapped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """The frame of a body."""
+    """The name of the tensor axis in a body, and the body's indentation."""
 
     axis: str
     indent: int
@@ -108,7 +108,7 @@ class _Writer:
         return lines
 
     def _returned_at_once(self) -> Sequence[Statement]:
-        """Return the statements, without a name that is only returned."""
+        """Return the statements; a value that is named only to be returned gets no name."""
         if len(self.found) < 2:
             return self.found
         before, last = self.found[-2:]
@@ -200,7 +200,7 @@ def _to_be_named(statement: Statement) -> LocalTensor:
     """Return the value in a long statement that gets a name: its outermost operation's operand."""
     is_bare = isinstance(
         statement.line.expression, LocalTensor
-    )  # a return of what is folded into it
+    )  # a return whose whole value is folded into it
     inner = statement.folded[:-1] if is_bare and len(statement.folded) > 1 else statement.folded
     return inner[-1]
 

@@ -1,4 +1,4 @@
-"""The memory of a dry run: stand-ins for kernels, and the owners of storages.
+"""The memory of a dry run: stand-ins for kernels, and the categories of storages.
 
 Ops allocate and save on the CPU what a CUDA device's kernels would. Some ops are one kernel there
 and several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice),
@@ -87,7 +87,7 @@ REPLACED = (
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Replace torch's functions by stand-ins."""
+    """Replace torch's functions by stand-ins that allocate and save as CUDA kernels do."""
     with ExitStack() as stack:
         for owner, name, stand_in in REPLACED:
             stack.enter_context(patch.object(owner, name, stand_in))
@@ -95,7 +95,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def owners_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Map storages to their owners; a later owner below replaces an earlier one."""
+    """Map storages to categories; if several claim one, the last claim below wins."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:
         _claim(owners, "optimizer", _optimizer_tensors(optimizer))
@@ -115,7 +115,7 @@ def _claim(
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the states, and the fp32 masters of 16-bit parameters."""
+    """Yield the states, and the optimizer's parameters, which may be fp32 masters."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for state in optimizer.state.values():
@@ -140,9 +140,9 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _unsharded_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """Yield whole parameters, and the messages that they are copied out of."""
+    """Yield unsharded parameters, and the all-gather outputs that they are copied from."""
     for group in _fsdp_groups(module):
-        for result in (group._all_gather_result, _waiting_result(group)):
+        for result in (group._all_gather_result, _last_gather_result(group)):
             if result is not None:
                 yield result.all_gather_output
     for fsdp_parameter in _fsdp_parameters(module):
@@ -157,8 +157,8 @@ def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
         yield fsdp_parameter._sharded_param_data
 
 
-def _waiting_result(group: FSDPParamGroup) -> Any:
-    """Return the last gathered message, kept until the next copy out is over."""
+def _last_gather_result(group: FSDPParamGroup) -> Any:
+    """Return the last all-gather's result, which FSDP keeps until the next copy-out."""
     state = getattr(group.comm_ctx, "all_gather_state", None)  # absent before the first forward
     return None if state is None else state.all_gather_result
 
@@ -178,11 +178,11 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
                 yield state._fsdp_param_group
 
 
-# storage → category, for storages with an owner
+# storage → category, for storages that a category claims (see owners_of)
 Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
-# Owners are searched again only when a new peak exceeds the last one by this much, because the
-# search visits all live storages. Storages made since then count as owned by nobody.
+# Categories are looked up again only if a new peak exceeds the one at the last look-up by this
+# ratio: a look-up visits all live storages. Later storages count in their default categories.
 LOOK_UP_EVERY = 1.005
 
 
@@ -190,7 +190,7 @@ LOOK_UP_EVERY = 1.005
 class _Live:
     reference: weakref.ref[UntypedStorage]
     size: int
-    unowned: str  # its category without an owner
+    default_category: str  # its category if none claims it
     category: str
 
 
@@ -216,16 +216,16 @@ class LiveMemory:
         live = _Live(
             reference=weakref.ref(storage, lambda _: self._forget(key)),
             size=0,
-            unowned=category,
+            default_category=category,
             category=category,
         )
         self._live[key] = live
         self._resize(live, storage.nbytes())
 
     def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
-        """Count no live storages except those with an owner and the step's arguments.
+        """Stop counting live storages, except claimed ones and the step's arguments.
 
-        Rows that are read ahead are in host memory, which is the same memory here.
+        Rows that are read ahead lie in host memory, which is the same memory in a dry run.
         """
         kept = owners.keys() | {one.untyped_storage()._cdata for one in given}
         for key in self._live.keys() - kept:
@@ -275,10 +275,10 @@ class LiveMemory:
         self.peak_by_category = +self._by_category
 
     def _look_up(self, owners: Mapping[int, str]) -> None:
-        """Sort live storages by owner."""
+        """Assign live storages to categories."""
         self._by_category.clear()
         for key, live in self._live.items():
-            live.category = owners.get(key, live.unowned)
+            live.category = owners.get(key, live.default_category)
             self._by_category[live.category] += live.size
 
 

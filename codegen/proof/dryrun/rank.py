@@ -25,7 +25,7 @@ from autopar.runtime.data.batches import Batch
 Entered = TypeVar("Entered")
 
 
-class _SeenError(Exception):
+class _StepRecordedError(Exception):
     """A step has been recorded: the script ends here."""
 
 
@@ -49,7 +49,7 @@ class FirstStep:
     take: Callable[[], Any]
     parts: Sequence[nn.Module]
     optimizer: Optimizer
-    given: tuple[Any, ...]  # further arguments
+    given: tuple[Any, ...]  # further arguments of train_step
 
 
 def run_first_step(
@@ -57,8 +57,8 @@ def run_first_step(
 ) -> None:
     """Run a script's `main` up to its first step, which is passed to `run`.
 
-    Tensors have no values in `watching`, which begins when weights are loaded; modules built before
-    have no memory.
+    `watching` is entered when weights are loaded: modules that were built before have no memory,
+    and tensors made later have no values.
     """
     script: Any = imported(path)
     load_weights, train_step = script.load_weights, script.train_step
@@ -73,11 +73,11 @@ def run_first_step(
             parts = [model] if isinstance(model, nn.Module) else model.parts
             taken = partial(train_step, model, optimizer, *args)
             run(FirstStep(taken, parts, optimizer, args), entered[0])
-            raise _SeenError
+            raise _StepRecordedError
 
         script.load_weights, script.train_step = load, step
         script.new_batch = _with_values(script.new_batch)
-        with suppress(_SeenError):
+        with suppress(_StepRecordedError):
             script.main([])
 
 

@@ -1,8 +1,8 @@
 """Runs one rank of a plan's script without computing: its memory and its messages.
 
 The microbatches of a step are alike. When the maximum is in flight, another one needs no more
-memory and sends the same messages. So a step with few microbatches is run, and one with fewer,
-whose difference gives the messages of each further microbatch.
+memory and sends the same messages. So two steps with few microbatches are run. Their
+difference gives the messages of each further microbatch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ONE_BY_ONE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """The needs of a script's rank, and the plan's prediction.
+    """The memory and messages of a script's rank, and the plan's prediction of the memory.
 
-    `predicted_bytes` are of tensors, like the peak. `predicted_device_bytes`, shown on the plan's
-    page, include the allocator's fragments and the device's context.
+    `predicted_bytes` counts tensors, like the peak. `predicted_device_bytes`, shown on the plan's
+    page, includes the allocator's fragments and the device's context.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
-    """Return a rank's needs for a step with existing optimizer states."""
+    """Return a rank's memory and messages in a step with existing optimizer states."""
     ranks = plan.arrangement.ranks
     if not 0 <= rank < ranks:
         raise InputError(f"there is no rank {rank}", expected=f"0 to {ranks - 1}")
@@ -106,7 +106,7 @@ def _in_flight(arrangement: Arrangement, microbatches: int) -> tuple[int, ...]:
 def extrapolated(
     runs: Sequence[Collectives], counts: Sequence[int], microbatches: int
 ) -> Collectives:
-    """Return a step's collectives with more microbatches, from those of one or two steps."""
+    """Return the collectives of a step with `microbatches`, from the steps that were run."""
     last = runs[-1]
     if counts[-1] == microbatches:
         return last
@@ -133,7 +133,7 @@ def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> li
 
 
 def _picked(plan: Plan) -> list[tuple[int, float]]:
-    """Return the sizes of a microbatch's masks, with their expected shares."""
+    """Return the sizes of a microbatch's masks, with the expected shares of true entries."""
     tensors, rows = plan.graph.tensors, plan.arrangement.microbatch
     shares: dict[int, float] = {}
     for one in tensors.values():
@@ -161,7 +161,7 @@ def _started(
 
 
 def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
-    """Return the report of a step."""
+    """Wait for the process of a rank, and return its report."""
     printed, said = process.communicate()
     if process.returncode:
         lines = said.strip().splitlines()[-LAST_LINES:]

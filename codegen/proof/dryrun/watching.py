@@ -5,7 +5,7 @@ AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have sha
 so a step of one rank of thousands runs in seconds.
 
 Sizes that depend on data get the plan's expected values: AUTOPAR_DRYRUN_PICKED has pairs of a
-mask's number of entries and its share; other masks select everything.
+mask's number of entries and the share of true ones; other masks select everything.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _grouped_mm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Infer the shape: torch only does for bfloat16, but kernels take other dtypes."""
+    """Infer the shape: torch does so only for bfloat16, but kernels take other dtypes."""
     groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
     with mode:
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))
@@ -98,7 +98,7 @@ _SIZED = {
 
 @contextmanager
 def sizes_of_numbers() -> Iterator[None]:
-    """Give data-dependent tensors these sizes."""
+    """Give tensors whose sizes depend on data the expected sizes."""
     with patch.dict(fake_impls.op_implementations_dict, _SIZED):
         yield
 
@@ -115,7 +115,7 @@ class CollectiveTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The needs of a step of one rank: the peak of allocated bytes, and its collectives."""
+    """The needs of one rank's step: the peak of allocated bytes, and the collectives."""
 
     peak_bytes: int
     peak_bytes_by_category: Mapping[str, int]
@@ -138,7 +138,7 @@ _FUNCTIONAL = {  # kinds by the names of functional collectives
 
 @contextmanager
 def recording() -> Iterator[DryRunRecording]:
-    """Give tensors made inside shapes without values, and count their memory."""
+    """Make tensors inside without values, and record their memory and their collectives."""
     memory = LiveMemory()
     record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,7 +159,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def measured(
         self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Iterator[None]:
-        """Report on the code inside."""
+        """Measure the peak and the collectives of the code inside."""
         self._measures = True
         self._memory.start_measuring(lambda: owners_of(modules, optimizers))
         yield
@@ -170,9 +170,9 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def second_step(
         self, modules: Sequence[nn.Module], optimizer: Optimizer, given: object = None
     ) -> Iterator[None]:
-        """Report on a step inside, as if it were not the first.
+        """Measure a step inside as if it were not the first.
 
-        Its arguments (`given`) are on the device; other tensors outside of modules are on the host.
+        Its arguments (`given`) count as on the device, other tensors outside of modules do not.
         """
         _leave_a_step_behind(modules, optimizer)
         if given is not None:

@@ -64,7 +64,7 @@ def test_parts_of_what_a_dict_of_keywords_has_get_names() -> None:
 
 
 def test_a_tensor_of_more_numbers_than_a_script_should_have_is_refused() -> None:
-    with pytest.raises(InputError, match="many numbers") as told:
+    with pytest.raises(InputError, match="more than 64 numbers") as told:
         printed(Numbering, [""])
     assert "small_models.py" in told.value.where
     assert "register_buffer" in told.value.fix

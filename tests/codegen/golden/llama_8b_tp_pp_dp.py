@@ -30,7 +30,7 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 43474862b293cdce, plan 6021a0ca12f11f87.
+# Written by autopar 0.2.0, which keeps changes by hand: 3a7b0ec8579a1af4, plan 6021a0ca12f11f87.
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class LastStage(Llama):
 
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
-    """Return what a stage gives to the next of a microbatch."""
+    """Describe what a stage sends to the next one for a microbatch."""
     seq = batch["input_ids"].shape[1]
     return (Crossing((ROWS, seq, 4096), Split(1, ((seq, 1),))),)
 

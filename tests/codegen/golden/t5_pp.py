@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 79% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: a879daba619d2c07, plan 8e67db38722c41c0.
+# Written by autopar 0.2.0, which keeps changes by hand: fc6eba0e3e78081d, plan 8e67db38722c41c0.
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class LastStage(T5):
 
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
-    """Return what a stage gives to the next of a microbatch."""
+    """Describe what a stage sends to the next one for a microbatch."""
     return Crossing((ROWS, batch["input_ids"].shape[1], 768)), Crossing(
         (ROWS, batch["labels"].shape[1], 768)
     )
