@@ -1,4 +1,4 @@
-"""The cluster that a file, `--gpus` and `--device` describe."""
+"""Makes the cluster that a file describes, or `--gpus`, `--device` and `--nodes`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -208,7 +208,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
-    """Return a function: whether a number of devices fills nodes of the usual or given size."""
+    """Return a function: whether so many devices fill usual nodes, or `nodes` equal ones."""
     usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:
@@ -272,7 +272,7 @@ _MOST_TOLD = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return all numbers of devices that first nodes can have, and those within the first node."""
+    """Return the allowed numbers of first devices: a part of the first node, or whole nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 

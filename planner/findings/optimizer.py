@@ -1,9 +1,9 @@
 """Tries a model's optimizer on small stand-ins, to find what a rank must hold for it.
 
-An optimizer steps what its rank holds: parts of parameters with ZeRO and tensor ranks, those of
-some layers in a pipeline. That changes the training silently if an update depends on more than the
-number it updates (Muon's on a matrix, another's on a parameter's norm), or if parameter groups
-depend on positions in the list of parameters.
+An optimizer steps the parameters that its rank holds: parts of them with ZeRO or tensor ranks, only
+those of some layers in a pipeline. This silently changes the training if the update of an element
+depends on other elements (Muon's on a matrix, another's on a parameter's norm), or if parameter
+groups depend on positions in the list of parameters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
 @contextmanager
 def _draws_kept() -> Iterator[None]:
-    """Restore random generators afterwards."""
+    """Restore the random generators of torch (on the CPU), Python and numpy after the body."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -188,7 +188,8 @@ def _is_mistake(cause: BaseException | None) -> bool:
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
     """Whether wrong values also fail with the model's own parameters, not just stand-ins.
 
-    These are on meta, and some optimizers read values; that raises other errors.
+    The model's parameters are on meta. If an optimizer reads their values, torch raises an error of
+    another type, which does not count.
     """
     if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
         return False
@@ -225,7 +226,7 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
 
 
 def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
-    """Change some numbers and their gradients, and see which other updates change."""
+    """Return an optimizer's reach: change some elements, and see whether other updates change."""
     second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
@@ -238,7 +239,7 @@ def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
 
 
 def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
-    """Return every second number of each parameter along each dim, like a chessboard."""
+    """Return masks of every second element along each dim of a parameter, like a chessboard."""
     places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
     return [one % 2 == 1 for one in places]
 
@@ -256,7 +257,7 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
 
 
 def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
-    """Return each number's change over some steps, after the numbers in `changed` were altered."""
+    """Return each element's change over some steps; elements in `changed` begin 10 times larger."""
     parameters = _stand_ins(sizes)
     factors = [
         1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
@@ -270,7 +271,7 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
 
 
 def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
-    """Take some steps with scaled gradients, and record whether they draw random numbers."""
+    """Return an optimizer after some steps, and whether these draw; `factors` scale gradients."""
     optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
@@ -308,7 +309,7 @@ def _other_states(optimizer: Any) -> bytes:
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
-    """Return how many fp32 numbers in its own shape are kept for each parameter."""
+    """Return how many states of its shape the optimizer keeps for each parameter, as fp32."""
     parameters = _stand_ins(sizes)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
@@ -326,7 +327,7 @@ def _count(one: StandIn) -> int:
 
 
 def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
-    """Whether halves of the list get other settings than in the whole."""
+    """Whether parameters get other settings if the optimizer gets half of the list."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
     if not middle:
@@ -354,6 +355,6 @@ def _settings(
                 found[id(parameter)] += repr(settings)
         if scheduler is not None:
             optimizer.step()
-            with suppress(Exception):  # it has ended
+            with suppress(Exception):  # the schedule has ended
                 scheduler.step()
     return dict(found)

@@ -53,7 +53,7 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
 
 def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
-    """Return the input with its rows and steps; a packed one has the sizes of its steps."""
+    """Return the input, its rows and its steps; for a packed input, `batch_sizes` has the steps."""
     packed = tensors(sizes, "data")
     if packed:
         return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
@@ -226,7 +226,7 @@ def bags(sizes: OpSizes) -> Computation:
 
 
 def attention(sizes: OpSizes) -> Computation:
-    """Scores of queries and keys, and sums of values; the backward computes 5 products for 2.
+    """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
     For kernels that a model calls directly. Heads come before rows in those of
     scaled_dot_product_attention, after rows in the others.

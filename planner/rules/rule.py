@@ -158,7 +158,7 @@ class OpKind(StrEnum):
 
     @property
     def reads_table(self) -> bool:
-        """Whether it reads rows of a table, so that ranks with different rows produce a sum."""
+        """Whether it reads rows of a table, so that a rank with some rows gives a partial sum."""
         return self in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
@@ -247,7 +247,7 @@ class Rule:
     updates: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     is_wide: bool = False
-    is_elementwise: bool = False  # each element of the result is of one element of each input
+    is_elementwise: bool = False  # an element of the result depends on one element of each input
     permutes: bool = False  # a view whose dims are the input's in another order
     names: Mapping[str, str] = field(default_factory=dict)
 

@@ -93,7 +93,7 @@ _OP = torch.ops.aten._grouped_mm.default
 
 @contextmanager
 def grouped_products_traced() -> Iterator[None]:
-    """Give grouped matrix products their correct shape; their kernels take float32."""
+    """Give grouped matrix products their shape in every dtype; torch's meta function wants bf16."""
     with patch.dict(fake_impls.op_implementations_dict, {_OP: _result}):
         yield
 
