@@ -22,7 +22,7 @@ _MOST = 2**60  # bytes, elements, FLOPs: more than any machine has
 Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # a number of ranks, devices or nodes
 Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # a number that may be 0
 Rows = Annotated[int, Ge(1), Le(2**31)]
-Repeats = Annotated[int, Ge(1), Le(2**20)]  # of things that a script does one after another
+Repeats = Annotated[int, Ge(1), Le(2**20)]  # done in sequence, such as microbatches
 Bytes = Annotated[int, Ge(0), Le(_MOST)]
 SomeBytes = Annotated[int, Ge(1), Le(_MOST)]
 Elements = Annotated[int, Ge(0), Le(_MOST)]
@@ -136,7 +136,7 @@ _DEVICES = Path("/dev")  # users may name /dev/stdout
 
 
 def check_writable(path: Path) -> None:
-    """Raise for a path that cannot be written: a folder, a pipe, or inside a checkpoint."""
+    """Raise if no file can be written to a path: a folder, a pipe, a place in a checkpoint."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, not a file", fix=_FIX)
     refuse_in_checkpoint(path)
@@ -232,6 +232,6 @@ def _umask() -> int:
 
 
 def _as_given(folder: Path, path: Path) -> Path:
-    """Return a folder above `path`, given absolutely; as a relative path if `path` is relative."""
+    """Return `folder`, a parent of `path`, as a relative path if `path` is relative."""
     above = len(path.absolute().parts) - len(folder.parts)
     return path.parents[above - 1] if above <= len(path.parents) else folder

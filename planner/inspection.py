@@ -29,7 +29,7 @@ class Both:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLine:
-    """Consecutive equal layers, together."""
+    """The figures of consecutive equal layers."""
 
     name: str
     first_call: str

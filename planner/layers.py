@@ -25,7 +25,7 @@ class Residence:
     home: Mapping[str, int]
     maker: Mapping[str, int]
     users: Mapping[str, frozenset[int]]
-    cuts: tuple[tuple[str, ...], ...]  # tensors that later layers need, after each layer
+    cuts: tuple[tuple[str, ...], ...]  # after each layer: tensors that later layers need
 
 
 def residence(graph: Graph, layers: Layers) -> Residence:
@@ -158,7 +158,7 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: repeated blocks, and calls with own ops around them."""
+    """Return the calls that are layers: repeated blocks, and around them calls with own ops."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent

@@ -239,7 +239,7 @@ def ends_shape(cluster: Cluster, distance: int) -> GroupShape:
 
 
 def _different(cluster: Cluster, firsts: Iterable[int]) -> Iterable[int]:
-    """Return one first rank of the groups at each position in a period of the machines."""
+    """Return the first rank of one group for each position within the cluster's period."""
     places = {first % cluster.period: first for first in firsts}
     return places.values()
 

@@ -42,7 +42,7 @@ FLOPS_PER_SECOND: Mapping[str, float] = MappingProxyType(
         for name in ("FLOP/s", "FLOPS")
     }
 )
-_LEAST, _MOST = 1e-15, 1e18  # no latency (seconds) is shorter; no FLOP/s or bytes are more
+_LEAST, _MOST = 1e-15, 1e18  # no latency (in seconds) is shorter; no rate or memory is larger
 WATTS: Mapping[str, float] = MappingProxyType({"W": 1.0, "kW": 1000.0})
 
 FIGURE = re.compile(

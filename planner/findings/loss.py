@@ -83,7 +83,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether the batch alone does not determine what a mean counts; parts' counts are unknown."""
+    """Whether a mean counts elements that the model selects: a part's count is then unknown."""
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False

@@ -309,7 +309,7 @@ def _other_states(optimizer: Any) -> bytes:
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
-    """Return how many states of its shape the optimizer keeps for each parameter, as fp32."""
+    """Return how many fp32 numbers per element the optimizer keeps for each parameter."""
     parameters = _stand_ins(sizes)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(

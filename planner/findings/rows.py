@@ -103,7 +103,7 @@ class _OrderReader:
         return order == self.order.get(added) and target not in self.order
 
     def _take(self, op: Op, source: str, index: str) -> None:
-        """Record the order of indexed rows: a sort's for its indices, the original for inverses."""
+        """Record the result's order: a sort's indices give its order, their inverse undoes it."""
         made, order = op.outputs[0], self.order.get(source, _NATURAL)
         if index in self.places and order == _NATURAL:
             self.order[made] = self.places[index]

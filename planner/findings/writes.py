@@ -199,7 +199,7 @@ def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
 def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindrance | None:
     """Return why a layer cannot be recomputed, or None.
 
-    `writers` are ops by the storage they write.
+    `writers` maps a storage to the first op that writes to it.
     """
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
@@ -220,7 +220,7 @@ def _recurrent(layer: Layer) -> Op | None:
 
 
 def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
-    """Return an op that overwrites something selective recompute keeps: a contraction's result.
+    """Return an op that writes into a contraction's result, which selective recompute saves.
 
     The last tensor that is saved ends the recomputation; later writes do no harm.
     """

@@ -307,7 +307,7 @@ class GradientUse(StrEnum):
 
     CHANGED = "changed"  # by a hook
     TAKEN = "taken"  # by torch.autograd.grad
-    KEPT = "kept"  # by retain_grad, for somebody to look at
+    KEPT = "kept"  # by retain_grad, to look at it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ class ProbeCall:
         """Keep the results for the backward."""
         self.results = results_of(result)[: len(self.probe.results)]
         found, needed = tuple(self.results[0].shape), self.probe.results[0]
-        if found != needed:  # further results may be internal to the kernel
+        if found != needed:  # other results may be internal to the kernel
             raise CannotCallError(f"gives {found} where {needed} is needed")
 
     def prepare_backward(self) -> bool:

@@ -37,7 +37,7 @@ def run_ranks(
     ranks: int,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Call a function with rank and arguments in new processes, all at once.
+    """Call a function with rank and arguments in `ranks` new processes at once.
 
     If a collective hangs, this raises after the timeout.
     """

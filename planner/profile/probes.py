@@ -117,10 +117,10 @@ def _empty(graph: Graph, name: str, batch: int, precision: Precision, device: st
 def local_strides(
     shape: Sequence[int], strides: Sequence[int], local: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the strides of a rank's part of a tensor with the whole one's layout.
+    """Return the strides of a rank's part of a tensor that lies in memory like the whole tensor.
 
-    The order of dims and gaps are kept: if a row of the whole takes three times its length (the
-    query inside a fused matrix), a row of the part takes three times its own.
+    The order of dims and the gaps are the same: if a row of the whole takes three times its length
+    (the query inside a fused matrix), a row of the part takes three times its own.
     """
     placed: dict[int, int] = {}
     whole_end = local_end = 1
@@ -140,7 +140,7 @@ def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandForm:
-    """A tensor that a probe reads, in the state that training has."""
+    """A tensor that a probe reads, in the state that it has in training."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra.
 
 Linear algebra and Fourier transforms have textbook counts of FLOPs. Source: Golub and Van Loan,
-Matrix Computations, for an m × n matrix with n ≤ m; backwards by the products and solves in their
-formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers count as real ones.
+Matrix Computations, for an m × n matrix with n ≤ m. Backwards count the products and solves of
+their formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers count as real ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
 def _layer(
     sizes: OpSizes, source: str, weights: tuple[str, ...], *, rows: int, steps: int
 ) -> Iterator[MatrixProducts]:
-    """Yield the products; only the first state of a layer is an input, and may need no gradient."""
+    """Yield a layer's products; its first state is an input, which may need no gradient."""
     of_input, of_state, *more = weights
     together = rows // steps
     (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
@@ -100,7 +100,7 @@ def cell(gates: int, *, kept: int) -> Computing:
 
 
 def convolution(sizes: OpSizes) -> Computation:
-    """A convolution, for any number of dims; equal to the count by letters.
+    """A convolution with any number of dims; its FLOPs equal those that letters give.
 
     Each result is a sum over the weights of one output channel. Transposed, each input of one input
     channel is spread over the weights.
@@ -257,7 +257,7 @@ _PANEL = 32  # columns of a block in LAPACK's algorithms
 def factored(
     forward: Callable[[int, int], float], backward: Callable[[int, int], float]
 ) -> Computing:
-    """FLOPs by the larger and the smaller size of each matrix, block by block."""
+    """A factorisation in blocks: FLOPs from the larger and the smaller size of each matrix."""
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, rows, columns = sizes.shape(sizes.op.inputs[0])

@@ -166,7 +166,7 @@ def _converted(
 
 
 def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
-    """Return the graph of a subject whose steps do not depend on earlier steps.
+    """Return the graph of a subject; raise if a step depends on an earlier step.
 
     A second run checks this: it must read no tensor that the first run left, advance no counter,
     and give the same graph. Caches that are filled once are allowed.
@@ -196,7 +196,7 @@ def _computed_in(graph: Graph) -> Graph:
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph; it names the parts in eval mode if they matter to the ops."""
+    """Return a subject's graph, with the parts in eval mode if training mode would change it."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:

@@ -242,7 +242,7 @@ class _Converter:
         return spans_of(node) or (self.loss_at if scope.call == LOSS_CALL else ())
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
-        """Return the line of an op."""
+        """Return `file:line` of an op, or ""."""
         return next(map(str, self._spans(node, scope)), "")
 
     def _bound_unbacked(

@@ -2,7 +2,7 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
-- A plain value outside the model that changes with each step: the same. See `outside`.
+- Any other plain value that changes with each step, such as a global: the same. See `outside`.
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 - A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 
@@ -114,7 +114,7 @@ def assigned_buffers_written(module: nn.Module, path: str) -> Iterator[None]:
 
 
 def counts_outside(place: str, path: Path) -> TraceError:
-    """Return the error for a number outside the model that each step changes."""
+    """Return the error for a number of the Python state that each step changes."""
     found = f"each run of the forward or the loss changes {place}: the trace would keep one value"
     return TraceError(found, where=str(path), expected=_AS_BUFFER, fix=_IN_BUFFER)
 
@@ -155,7 +155,7 @@ def _baked_randomness(where: str) -> TraceError:
 
 
 def _caller() -> str:
-    """Return file:line of the code that called the caller of this, or "" if it is a library."""
+    """Return file:line of the code that draws a random number, or "" if a library does."""
     frame: FrameType | None = sys._getframe(2)
     if frame is None or is_library_file(frame.f_code.co_filename):
         return ""

@@ -4,7 +4,7 @@ Buffers stay in fp32 beside 16-bit parameters. If the model adds a buffer to act
 (x + self.positions), these become fp32, and torch does not multiply fp32 by 16-bit weights. So some
 buffers are cast to 16 bits, as few as possible; model.to(torch.bfloat16) would cast all.
 
-gaussian_nll_loss first checks a tensor's values, which a trace does not know; here it does not.
+gaussian_nll_loss checks a tensor's values, which a trace does not know; here the check is left out.
 
 Libraries ask torch whether a graph is being made. If it is, they compute otherwise than in
 training: with masks of their own instead of `is_causal`, or without a check. So torch answers no.
