@@ -32,7 +32,7 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders between layers it crosses.
 
     Only tensors computed from weights or random numbers cross. Every stage has the inputs, and
-    computes other tensors that it needs again.
+    computes the other tensors that it needs itself.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
