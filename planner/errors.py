@@ -64,7 +64,7 @@ def text_of(error: BaseException) -> str:
     try:
         return str(error).partition("\nException raised from ")[0]
     except Exception as other:
-        return f"(its text cannot be told: {type(other).__name__})"
+        return f"(its __str__ raises {type(other).__name__})"
 
 
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:

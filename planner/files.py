@@ -91,7 +91,7 @@ def _unreadable(error: OSError | ValueError, path: Path, *, what: str, fix: str)
     return InputError(f"{what} cannot be read: {why}", where=str(path), fix=fix)
 
 
-_MOST_TOLD = 5
+_MOST_SHOWN = 5
 
 
 def is_written(table: object) -> bool:
@@ -122,8 +122,8 @@ def told(error: ValidationError) -> list[str]:
 
 def damaged(faults: Sequence[str], *, what: str, where: str, fix: str) -> InputError:
     """Return one error for all faults of a file; it lists the first few."""
-    more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
-    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_TOLD], *more))
+    more = [f"and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
+    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_SHOWN], *more))
     return InputError(f"{what} damaged or changed by hand:{lines}", where=where, fix=fix)
 
 

@@ -268,7 +268,7 @@ def _devices_per_node(gpus: int, nodes: int | None, device: Device) -> int:
     return gpus // nodes
 
 
-_MOST_TOLD = 8
+_MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
@@ -285,8 +285,8 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     if count not in sizes:
         raise InputError(
             f"{count} of the {cluster.size} devices are not a number of whole nodes",
-            expected=f"{_told(sizes)}",
-            fix="nodes are taken in their order; of the first one, a part may be",
+            expected=f"{_numbers_text(sizes)}",
+            fix="take the first nodes as a whole, or a part of the first one",
         )
     first = cluster.nodes[0]
     if count <= first.devices:
@@ -314,6 +314,6 @@ def _units(level: LinkLevel, count: int) -> Iterator[Unit]:
         start += unit.ranks
 
 
-def _told(sizes: tuple[int, ...]) -> str:
-    more = f", … {sizes[-1]}" if len(sizes) > _MOST_TOLD else ""
-    return ", ".join(map(str, sizes[:_MOST_TOLD])) + more
+def _numbers_text(sizes: tuple[int, ...]) -> str:
+    more = f", … {sizes[-1]}" if len(sizes) > _MOST_SHOWN else ""
+    return ", ".join(map(str, sizes[:_MOST_SHOWN])) + more

@@ -98,7 +98,7 @@ def _parse(value: object, units: Mapping[str, float], *, where: str, example: st
     if not math.isfinite(figure) or figure <= 0:
         raise InputError(f"{value!r} is not a positive, finite figure", where=where, fix=fix)
     if not _LEAST <= figure <= _MOST:
-        raise InputError(f"{value!r} is beyond all machines", where=where, fix="check the unit")
+        raise InputError(f"no machine has {value!r}", where=where, fix="check the unit")
     return figure
 
 

@@ -45,7 +45,7 @@ _FP32_BYTES = 4
 _STEPS = 3
 _LISTS = ("params", "param_names")  # keys of a parameter group
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
-_APART = 1e-3  # relative to the largest update; larger differences count
+_LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
 
 
 class StandIn(NamedTuple):
@@ -66,12 +66,12 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
     Raises for an optimizer or scheduler that a script cannot create or call.
     """
-    with _draws_kept():
+    with _generators_restored():
         return _traits(model_file, graph)
 
 
 @contextmanager
-def _draws_kept() -> Iterator[None]:
+def _generators_restored() -> Iterator[None]:
     """Restore the random generators of torch (on the CPU), Python and numpy after the body."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
@@ -86,7 +86,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
     built = without_memory(model_file) if is_own else None
     make = make_on_stand_ins(model_file, graph, built)
-    every = _to_stand_in_for(graph, built)
+    every = _stand_ins_of(graph, built)
     by_size = {one.size: one for one in every}
     # AdamW treats parameters of one size alike, and a large model has thousands.
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
@@ -136,7 +136,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         return None
 
 
-def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
+def _stand_ins_of(graph: Graph, built: nn.Module | None) -> list[StandIn]:
     """Return a small stand-in for each trainable parameter."""
     originals = dict(built.named_parameters()) if built is not None else {}
     return [
@@ -153,7 +153,9 @@ def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
     """Raise for an optimizer that accepts only sparse gradients."""
     parameters = [one for one in _stand_ins(every) if one.ndim == 2]
-    if _steps(make, parameters, is_sparse=False) or not _steps(make, parameters, is_sparse=True):
+    if _can_step(make, parameters, is_sparse=False) or not _can_step(
+        make, parameters, is_sparse=True
+    ):
         return
     raise InputError(
         f"{name} takes sparse gradients alone",
@@ -163,7 +165,7 @@ def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) 
     )
 
 
-def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
+def _can_step(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
     """Whether an optimizer takes a step with dense or sparse gradients."""
     try:
         optimizer = make(parameters)
@@ -232,13 +234,14 @@ def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
         return Reach.MODEL
     second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
     if not all(
-        _same_where_unchanged(make, sizes, changed) for changed in (second_halves, _apart(sizes))
+        _same_where_unchanged(make, sizes, changed)
+        for changed in (second_halves, _every_second(sizes))
     ):
         return Reach.PARAMETER
     return Reach.NUMBER
 
 
-def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
+def _every_second(sizes: Sequence[StandIn]) -> list[Tensor]:
     """Return masks of every second element along each dim of a parameter, like a chessboard."""
     places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
     return [one % 2 == 1 for one in places]
@@ -251,7 +254,7 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
         raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
     return all(
-        float((own - new).abs().mul(~is_changed).max()) <= _APART * largest
+        float((own - new).abs().mul(~is_changed).max()) <= _LARGEST_DIFFERENCE * largest
         for own, new, is_changed in zip(plain, other, changed, strict=True)
     )
 

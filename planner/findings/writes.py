@@ -88,10 +88,10 @@ class _Borders:
         )
         for storage in given:
             if self._is_seen(storage):
-                self._refuse("writes into what it is given, and others read that afterwards")
+                self._refuse("writes into its input, and other code reads that afterwards")
         for storage in returned:
             if [self._storage(name) for name in self.results].count(storage) > 1:
-                self._refuse("returns views of one tensor, and others write into one of them")
+                self._refuse("returns views of one tensor, and other code writes into one")
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
@@ -118,10 +118,10 @@ class _Borders:
 
     def _refuse(self, what: str) -> None:
         raise InputError(
-            f"layer {self.call.path!r} {what}: a copy, which ZeRO-2 and 3 and recomputation need, "
-            "would not be what they know",
+            f"layer {self.call.path!r} {what}: with ZeRO-2, ZeRO-3 or recomputation, it works on "
+            "a copy, so that some code would miss the writes",
             where=self.own[0].location,
-            expected="a layer whose results alone tell what it wrote",
+            expected="a layer whose writes are needed only in its results",
             fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
         )
 
@@ -162,7 +162,7 @@ class Hindrance:
     where: str = ""
 
 
-_TWICE = "the model takes a gradient, through which the backward goes a second time"
+_TWICE = "the model computes a gradient, through which the backward runs a second time"
 Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
 
 

@@ -116,14 +116,14 @@ _KNOWN = (
     ),
     (
         "beyond top-level package",
-        "put an __init__.py into each folder from there down to the model file's",
+        "put an __init__.py into each folder from the imported package to the model file",
     ),
 )
 
 INSTEAD = MappingProxyType(
     {
         ".ipynb": "jupyter nbconvert --to script makes a Python file of a notebook",
-        ".json": "of a plan that is there, autopar emit, explain, verify and dryrun take the file",
+        ".json": "if it is a plan.json: autopar emit, explain, verify and dryrun take it",
     }
 )
 
@@ -141,7 +141,7 @@ def nearest_file(path: Path) -> str:
     if near:
         return f"did you mean {folder / near[0]}?"
     if path.suffix:
-        return f"check the path: it is seen from {Path.cwd()}"
+        return f"check the path: the working directory is {Path.cwd()}"
     return "write a model file; for one of Hugging Face see docs/model-file.md"
 
 

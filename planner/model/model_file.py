@@ -129,7 +129,7 @@ def _check_name(path: Path, known: ImportName) -> None:
     if top in sys.stdlib_module_names or "site-packages" in there:
         found = known.home if dot else path
         raise InputError(
-            f"{found.name} would hide the module {top}, which others import",
+            f"{found.name} would hide the module {top}, which other modules import",
             where=str(found),
             fix=f"rename it, such as my_{found.name}",
         )
@@ -262,7 +262,7 @@ def _check_optional(module: ModuleType, path: Path) -> None:
             raise InputError(
                 f"autopar knows no function {near[0]}, and would not call it",
                 where=str(path),
-                fix=f"did you mean {name}? Otherwise give it a name that is less like it",
+                fix=f"did you mean {name}? Otherwise rename it: the names are too similar",
             )
 
 

@@ -34,18 +34,18 @@ from autopar.planner.model.functions import loaded_sources
 
 PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
 # compared by repr: nan != nan, and itertools.count compares by identity
-_SHOWN = (float, complex, itertools.count)
+_COMPARED_BY_REPR = (float, complex, itertools.count)
 _LONGEST = 1000  # entries: a longer container holds data
 _LARGEST_BYTES = 2**20  # of an array
-_OF_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
-_OF_HOOKS = frozenset(  # empty for most modules
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOK_ATTRIBUTES = frozenset(  # empty for most modules
     key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
 )
-_OF_PYTHON = frozenset(
+_PYTHON_ATTRIBUTES = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__builtins__"}
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_ITERATORS = ("builtins", "itertools")  # modules whose iterators may hold other objects
+_ITERATOR_MODULES = ("builtins", "itertools")  # modules whose iterators may hold other objects
 _CACHED = type(cache(int))
 ABSENT = object()
 
@@ -171,16 +171,16 @@ class _OutsideWalk:
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            if key in _OF_HOOKS and not value:  # a library may add hooks in its first call
+            if key in _HOOK_ATTRIBUTES and not value:  # a library may add hooks in its first call
                 if isinstance(value, dict):
                     self.found.holders[id(value)] = Holder(value, {})
-            elif key not in _OF_TENSORS and not key.startswith("__"):
+            elif key not in _REGISTRIES and not key.startswith("__"):
                 self.look(f"{key} of {name}", value)
 
     def look(self, place: str, value: Any) -> None:
         """Record a value, or walk into it."""
         if isinstance(value, PLAIN):
-            told_by = repr(value) if isinstance(value, _SHOWN) else (type(value), value)
+            told_by = repr(value) if isinstance(value, _COMPARED_BY_REPR) else (type(value), value)
             self.found.leaves[place] = OutsideValue(told_by, is_number=True)
         elif isinstance(value, torch.Tensor):
             self._look_at_tensor(place, value)
@@ -213,7 +213,7 @@ class _OutsideWalk:
             return self._of_function(value)
         if isinstance(value, _CACHED):
             return (("", value.__wrapped__),)
-        if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+        if isinstance(value, Iterator) and type(value).__module__ in _ITERATOR_MODULES:
             inner = () if isinstance(value, GeneratorType) else gc.get_referents(value)
             return ((f"[{n}]", one) for n, one in enumerate(inner))
         if isinstance(value, MethodType):
@@ -252,9 +252,9 @@ class _OutsideWalk:
                 yield "", inner
             elif isinstance(value, _CONTAINERS):
                 yield f"[{key!r}]", inner
-            elif isinstance(value, nn.Module) and key in _OF_TENSORS:
+            elif isinstance(value, nn.Module) and key in _REGISTRIES:
                 yield from ((f".{name[2:-2]}", one) for name, one in self._of_holder(inner))
-            elif key not in _OF_PYTHON:
+            elif key not in _PYTHON_ATTRIBUTES:
                 yield f".{key}", inner
 
 

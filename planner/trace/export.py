@@ -262,7 +262,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"must match the size of tensor .*//2",
-        "halves of the batch meet, which may have an odd number of rows ({summary})",
+        "the model combines halves of the batch, which may have an odd number of rows ({summary})",
         "give each half as a key of its own, and join them in the forward with torch.cat",
     ),
     (
@@ -282,7 +282,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"UnsupportedOperator",
-        "torch does not know what {summary} makes before it has numbers ({line})",
+        "torch cannot compute the shapes that {summary} returns without values ({line})",
         "write it with other ops; for an op of your own: torch.library.register_fake",
     ),
     (
@@ -292,8 +292,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"argument #1 'indices'",
-        "an embedding is looked up by what are no whole numbers ({summary})",
-        "give whole numbers in example_batch: torch.randint, or .long()",
+        "an embedding gets indices that are not integers ({summary})",
+        "give integers in example_batch: torch.randint, or .long()",
     ),
     (
         r"does not require grad|element 0 of tensors",
@@ -318,7 +318,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"(device meta|on meta)",
-        "numbers are asked of a model that is too large to have some yet ({summary})",
+        "the model reads values of tensors, but is too large to be traced with values ({summary})",
         "compute with tensors alone, and create them on the device of an input",
     ),
 )

@@ -39,9 +39,7 @@ def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...
                 name: torch.empty(value.shape, dtype=value.dtype)
                 for name, value in _state_of(subject.model).items()
             }
-            batch = {
-                key: _pretended(subject.batch[key], key in images) for key in subject.step.keys
-            }
+            batch = {key: _fake(subject.batch[key], key in images) for key in subject.step.keys}
             functional_call(subject.model, state, kwargs=batch, strict=False)
     except Exception:  # any error of the model's code: its images stay contiguous
         return ()
@@ -60,7 +58,7 @@ def _state_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value for each in tensors for name, value in each(remove_duplicate=False)}
 
 
-def _pretended(value: Any, is_image: bool) -> Any:
+def _fake(value: Any, is_image: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     order = torch.channels_last if is_image else torch.contiguous_format

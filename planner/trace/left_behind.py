@@ -82,11 +82,13 @@ def _changed(
     """Return the changed values of a holder, as the next step finds them."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
     return {
-        key: _kept(value, old, replaced) for key, (old, value) in pairs.items() if value is not old
+        key: _as_found_later(value, old, replaced)
+        for key, (old, value) in pairs.items()
+        if value is not old
     }
 
 
-def _kept(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
+def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return a changed value as the next step finds it: as it is, replaced, or the old one."""
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:

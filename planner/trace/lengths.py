@@ -58,14 +58,18 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     Twice the size plus one distinguishes halves that are rounded down and up. Twice the size has
     the same divisors as the size. Half the size is for models with a maximum length.
     """
-    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    weight_axes = {
+        leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
+    }
     dims = {
         (name, place): dim
         for name in graph.inputs
         for place, dim in enumerate(axes.dims[name])
         if place and (size := graph.tensors[name].shape[place]).is_constant and size.at(0) > 1
     }
-    free = {k: d for k, d in dims.items() if learnt.isdisjoint(leaf.name for leaf in leaves(d))}
+    free = {
+        k: d for k, d in dims.items() if weight_axes.isdisjoint(leaf.name for leaf in leaves(d))
+    }
     numbered = {k: d for k, d in dims.items() if graph.tensors[k[0]].is_whole_numbered}
     every = (free, numbered | free, numbered)
     choices = [one for place, one in enumerate(every) if one not in every[:place]]

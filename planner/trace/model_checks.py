@@ -126,7 +126,7 @@ _REFUSED = (
     (
         "OptimizedModule",
         "compiled by torch.compile, and traced by autopar instead",
-        "modules as they are before",
+        "the modules themselves",
         "leave out torch.compile in the model file",
     ),
 )
@@ -255,7 +255,7 @@ def _check_type(model: nn.Module, where: str) -> None:
         raise InputError(
             "the model is in float64",
             where=where,
-            expected="float32, of which --precision makes what is trained in",
+            expected="float32; --precision sets the dtype of the training",
             fix="leave out .double() and torch.set_default_dtype",
         )
 

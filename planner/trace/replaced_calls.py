@@ -199,14 +199,14 @@ _RUNS_BACKWARD = (
     "take a gradient by torch.autograd.grad(…, create_graph=True), and add up losses",
 )
 _LEARNS_OUTSIDE = (
-    "the forward or the loss computes with a parameter that is not the model's, and that learns",
+    "the forward or the loss computes with a trainable parameter that is not the model's",
     "parameters of modules of the model: these are built, split and optimized",
     "make it, or the module that has it, a part of the model, and let forward compute with it "
     "(return the loss, or what it needs); one that stays as it is: requires_grad_(False)",
 )
 _DERIVES = (
-    "the forward derives a function by torch.func, which has no plain graph",
-    "gradients that autograd takes",
+    "the forward differentiates a function by torch.func, which has no plain graph",
+    "gradients that torch.autograd computes",
     "torch.autograd.grad(…, create_graph=True)",
 )
 _REFUSED = {

@@ -184,7 +184,7 @@ def _is_asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
 
 
-_WHOLE = ("int", "uint", "bool")
+_INTEGER_TYPES = ("int", "uint", "bool")
 
 
 class UnlikeTypesError(TraceError):
@@ -243,12 +243,12 @@ def check_types(graph: Graph, *, is_half: bool) -> None:
 
 def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
     types = list(dict.fromkeys(graph.tensors[name].dtype for name in op.inputs))
-    odd = [one for one in types if one.startswith(_WHOLE) or one in odd_types]
+    odd = [one for one in types if one.startswith(_INTEGER_TYPES) or one in odd_types]
     if not odd or len(types) == 1:
         return
     others = [one for one in types if one not in odd]
     raise UnlikeTypesError(
-        f"{_name(op)} multiplies {_told(odd[0])} by {_told((others or odd[1:])[0])}",
+        f"{_name(op)} multiplies {_type_text(odd[0])} by {_type_text((others or odd[1:])[0])}",
         where=_where(op, graph),
         expected="operands of one type",
         fix="give float32 in example_batch, or cast what the product reads: x.to(weight.dtype)",
@@ -265,7 +265,8 @@ def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
     types = [graph.tensors[name].dtype for name in refs.values()]
     if len(set(types)) == 2 and set(types) & set(odd_types):
         raise UnlikePairError(
-            f"{_name(op)} computes in {_told(types[0])}, and its {[*refs][1]} is {_told(types[1])}",
+            f"{_name(op)} computes in {_type_text(types[0])}, and its {[*refs][1]} is "
+            f"{_type_text(types[1])}",
             where=_where(op, graph),
             expected="both in one type",
             fix=UnlikePairError.half_fix,
@@ -285,7 +286,7 @@ def _check_classes(op: Op, graph: Graph) -> None:
             )
 
 
-def _told(dtype: str) -> str:
+def _type_text(dtype: str) -> str:
     return "the model's own type" if dtype == MODEL_DTYPE else dtype
 
 
