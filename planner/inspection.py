@@ -72,7 +72,7 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLine:
-    """The bytes of parameters and optimizer at one precision."""
+    """The bytes of parameters, gradients and optimizer states at one precision."""
 
     precision: str
     parameter_bytes: int

@@ -180,7 +180,7 @@ class Values:
         return self.ledger.latest_value(scope.values[node])
 
     def leaf(self, leaf: Any) -> Value:
-        """Return an argument that is neither a tensor nor a container."""
+        """Return the value of an argument that is neither a tensor nor a container."""
         if isinstance(leaf, torch.SymInt):
             return self.ledger.symbols.extent(leaf)
         if isinstance(leaf, torch.dtype):
