@@ -1,4 +1,4 @@
-"""Says what every op of a graph computes, moves and keeps, and how long it takes."""
+"""Computes each op's FLOPs, the bytes that it moves and saves for the backward, and its seconds."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotatedOp:
-    """An op, unsplit, at one batch and precision; it stands for `count` identical layers."""
+    """An unsplit op, with its work and seconds at one batch and precision."""
 
     name: str
     target: str
     module: str
     location: str
     layer: int
-    count: int  # 0: identical to an op of the first layer of the class
+    count: int  # of equal layers, if it is in the first of them; otherwise 0
     forward_flops: int
     backward_flops: int
     moved_bytes: int  # forward and backward
@@ -50,7 +50,7 @@ class AnnotatedOp:
 def annotated_ops(
     graph: Graph, *, batch: int, precision: Precision, device: Device
 ) -> tuple[AnnotatedOp, ...]:
-    """Return the ops in the order in which they run."""
+    """Return all ops with their work and seconds, in the order in which they run."""
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
     annotation = annotate(graph, axes, batch=batch, precision=precision)
@@ -83,9 +83,9 @@ def annotated_ops(
 def annotated_graph(
     graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int, precision: Precision
 ) -> nx.DiGraph:
-    """Return ops, and tensors that no op makes, as nodes of a graph; edges are tensors.
+    """Return a graph whose nodes are ops, and tensors that no op makes; its edges are tensors.
 
-    A tensor that no op makes (a parameter, an input) has its size in bytes.
+    The node of a tensor that no op makes (a parameter, an input) has its size in bytes.
     """
     found = nx.DiGraph()
     known = {one.name: one for one in ops}
@@ -135,7 +135,7 @@ class OpWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The memory of parameters between steps."""
+    """The bytes of parameters, gradients and optimizer states."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -144,23 +144,23 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """The work of every op at one batch and precision; a tensor kept twice counts once."""
+    """The work of every op at one batch and precision; a tensor that is saved twice counts once."""
 
     batch: int
     precision: Precision
     ops: Mapping[str, OpWork]
 
     def total(self, ops: Iterable[Op]) -> OpWork:
-        """Return the work of some ops together."""
+        """Return the summed work of some ops."""
         return sum((self.ops[op.name] for op in ops), OpWork())
 
 
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
     """Return the bytes of parameters, gradients and optimizer states.
 
-    With AdamW in fp32: 4 bytes, 4 of gradient, 8 of moments. bf16, fp16: 2 bytes, 4 of fp32
-    gradient, 4 of master weight and 8 of moments. Frozen parameters have neither gradient nor
-    optimizer state.
+    With AdamW in fp32, an element has 4 bytes of parameter, 4 of gradient and 8 of moments. In bf16
+    and fp16 it has 2 of parameter, 4 of fp32 gradient, 4 of master weight and 8 of moments. Frozen
+    parameters have neither gradient nor optimizer state.
     """
     weights = gradients = optimizer = 0
     for parameter in parameters:
@@ -180,7 +180,7 @@ def annotate(
     precision: Precision,
     kernels: Kernels = FUSED,
 ) -> Annotation:
-    """Return the work of every op."""
+    """Return the work of every op of a graph."""
     annotator = _Annotator(graph, axes, batch, precision, kernels)
     works = {op.name: annotator.work(op) for op in graph.ops}
     return Annotation(batch=batch, precision=precision, ops=MappingProxyType(works))
@@ -199,7 +199,7 @@ class _Annotator:
         self.memory = TensorMemory(graph, precision)
 
     def work(self, op: Op) -> OpWork:
-        """Return the work of an op, and mark the tensors that it keeps."""
+        """Return the work of an op, and note the tensors that it saves: each counts once."""
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
         differentiable = self.graph.learns(op)
@@ -219,7 +219,7 @@ class _Annotator:
         return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
     def _moved_backward(self, rule: Rule, op: Op, moved: int) -> int:
-        """Return the bytes that a backward reads and writes: gradients and kept tensors."""
+        """Return the bytes that an op's backward reads and writes: saved tensors and gradients."""
         if moved == 0 or rule.traffic is Traffic.GATHERED:
             return moved
         tensors = self.graph.tensors

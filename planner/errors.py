@@ -1,4 +1,4 @@
-"""Errors with what was found, where, what was expected, what to do; and exit codes."""
+"""Errors that say what was found, where, what was expected and what to do; and exit codes."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -38,7 +38,7 @@ class AutoparError(Exception):
 
 
 class InputError(AutoparError):
-    """Input of the user is missing, malformed or contradictory."""
+    """The user's input is missing, malformed or contradictory."""
 
 
 class TraceError(AutoparError):
@@ -60,11 +60,11 @@ class TimeLimitError(AutoparError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text without C++ frames; its __str__ may raise."""
+    """Return an error's text without C++ frames, even if the error's __str__ raises."""
     try:
         return str(error).partition("\nException raised from ")[0]
     except Exception as other:
-        return f"(its text cannot be told: {type(other).__name__})"
+        return f"(its __str__ raises {type(other).__name__})"
 
 
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
@@ -78,7 +78,7 @@ class SourceSpan(NamedTuple):
 
     file: str
     line: int
-    column: int  # in bytes, as Python counts them
+    column: int  # in UTF-8 bytes, as in ast
     end_line: int
     end_column: int
 

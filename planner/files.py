@@ -1,4 +1,4 @@
-"""Files from users and files that autopar writes: read whole, checked, written whole."""
+"""Reads and checks users' files, and writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydantic import ValidationError
 
 from autopar.planner.errors import InputError
 
-# The largest machines have about 100,000; ten million is a typing error.
+# The largest clusters have about 100,000 devices; many more are a typing error.
 MOST_DEVICES = 262_144
 _MOST = 2**60  # bytes, elements, FLOPs: more than any machine has
 
-Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # of ranks, devices, nodes
-Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # of something that may be absent
+Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # a number of ranks, devices or nodes
+Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # a number that may be 0
 Rows = Annotated[int, Ge(1), Le(2**31)]
-Repeats = Annotated[int, Ge(1), Le(2**20)]  # of things that a script does one after another
+Repeats = Annotated[int, Ge(1), Le(2**20)]  # done in sequence, such as microbatches
 Bytes = Annotated[int, Ge(0), Le(_MOST)]
 SomeBytes = Annotated[int, Ge(1), Le(_MOST)]
 Elements = Annotated[int, Ge(0), Le(_MOST)]
@@ -59,7 +59,7 @@ def read_given(path: Path, *, what: str, expected: str = "", fix: str = "") -> s
 
 
 def check_given(path: Path, *, what: str, fix: str = "") -> None:
-    """Raise if a path does not exist, is no file, or is larger than files that people write."""
+    """Raise if a path does not exist, is not a file, or is larger than what people write."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def check_given(path: Path, *, what: str, fix: str = "") -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of something that is no file, such as a pipe; "" for a file, or nothing."""
+    """Return what a path is if it is no file, such as "a pipe"; "" for a file, or if missing."""
     try:
         return _kind(path.stat())
     except (OSError, ValueError):
@@ -91,7 +91,7 @@ def _unreadable(error: OSError | ValueError, path: Path, *, what: str, fix: str)
     return InputError(f"{what} cannot be read: {why}", where=str(path), fix=fix)
 
 
-_MOST_TOLD = 5
+_MOST_SHOWN = 5
 
 
 def is_written(table: object) -> bool:
@@ -100,7 +100,7 @@ def is_written(table: object) -> bool:
 
 
 def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str, fix: str) -> None:
-    """Raise for a file in another format, of an older or newer autopar."""
+    """Raise if an older or newer autopar wrote a file, in another format than `known`."""
     number = table["format"]
     if number != known:
         newer = "update autopar, or " if number > known else ""
@@ -113,7 +113,7 @@ def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str,
 
 
 def told(error: ValidationError) -> list[str]:
-    """Return pydantic's messages: each with its place below the outermost field."""
+    """Return pydantic's messages, each after the path of its field without the outermost name."""
     return [
         f"{'.'.join(str(part) for part in one['loc'][1:] or one['loc'])}: {one['msg']}"
         for one in error.errors(include_url=False, include_input=False)
@@ -122,8 +122,8 @@ def told(error: ValidationError) -> list[str]:
 
 def damaged(faults: Sequence[str], *, what: str, where: str, fix: str) -> InputError:
     """Return one error for all faults of a file; it lists the first few."""
-    more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
-    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_TOLD], *more))
+    more = [f"and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
+    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_SHOWN], *more))
     return InputError(f"{what} damaged or changed by hand:{lines}", where=where, fix=fix)
 
 
@@ -136,7 +136,7 @@ _DEVICES = Path("/dev")  # users may name /dev/stdout
 
 
 def check_writable(path: Path) -> None:
-    """Raise for a path that cannot be written: a folder, a pipe, or inside a checkpoint."""
+    """Raise if no file can be written to a path: a folder, a pipe, a place in a checkpoint."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, not a file", fix=_FIX)
     refuse_in_checkpoint(path)
@@ -166,7 +166,7 @@ def refuse_in_checkpoint(path: Path) -> None:
 def refuse_named_as_file(
     folder: Path, *, option: str = "-o", expected: str = "the name of a folder"
 ) -> None:
-    """Raise for a new folder whose name has a file's ending: probably a file was meant."""
+    """Raise if a new folder's name ends like a file's: the user probably means a file."""
     if _OF_A_FILE.fullmatch(folder.suffix) and not folder.exists():
         raise InputError(
             f"{option} {folder} names a file",
@@ -191,7 +191,7 @@ def refuse_others(path: Path, *, beginning: str) -> None:
 
 
 def write_whole(path: Path, text: str, *, what: str, mode: int = 0o666) -> None:
-    """Write a file, and create its folder: the whole file, or nothing.
+    """Write a file completely or not at all; create its folder.
 
     `mode` is its permissions, restricted by the umask.
     """
@@ -213,7 +213,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        temporary.chmod(mode & ~_umask())  # mkstemp's own permissions are for secrets
+        temporary.chmod(mode & ~_umask())  # mkstemp lets only the owner read
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -232,6 +232,6 @@ def _umask() -> int:
 
 
 def _as_given(folder: Path, path: Path) -> Path:
-    """Return a folder above a path, relative if the path is."""
+    """Return `folder`, a parent of `path`, as a relative path if `path` is relative."""
     above = len(path.absolute().parts) - len(folder.parts)
     return path.parents[above - 1] if above <= len(path.parents) else folder

@@ -21,7 +21,7 @@ SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes as long as bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Both:
-    """A figure at both precisions."""
+    """A number of bytes in fp32 and in bf16."""
 
     fp32: int
     bf16: int
@@ -29,7 +29,7 @@ class Both:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLine:
-    """Consecutive equal layers, as one line."""
+    """The figures of consecutive equal layers."""
 
     name: str
     first_call: str
@@ -44,7 +44,7 @@ class RunLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisLine:
-    """A logical axis: its size, and how many parameter dims it occurs in."""
+    """A logical axis: its size, and how many inputs and parameters have it."""
 
     name: str
     size: str
@@ -53,7 +53,7 @@ class AxisLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLine:
-    """The dims of a parameter in logical axes, and how many other parameters have the same."""
+    """The logical axes of the dims of `count` similar parameters, and the name of the first."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ParameterLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLine:
-    """An op whose dims the table does not know."""
+    """An op that has no rule in the op table, with the location of its first call."""
 
     target: str
     count: int
@@ -72,7 +72,7 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLine:
-    """The bytes of parameters and optimizer at one precision."""
+    """The bytes of parameters, gradients and optimizer states at one precision."""
 
     precision: str
     parameter_bytes: int
@@ -82,7 +82,7 @@ class StateLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What autopar understands of a model at one batch."""
+    """The facts about a model at one batch size."""
 
     model: str
     batch: int
@@ -150,7 +150,7 @@ def _count(parameter: Parameter) -> int:
 
 
 def _tokens(graph: Graph, batch: int) -> int:
-    """Return the number of tokens of a batch; 0 if the inputs are no sequences of numbers."""
+    """Return the number of tokens in a batch; 0 if no input is a 2-D tensor of integers."""
     for name in graph.inputs:
         tensor = graph.tensors[name]
         if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
@@ -202,7 +202,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
-    """Return the dims of the parameters; those with equal shape, meaning and last name as one."""
+    """Return a line for all parameters of equal shape, axes and last two parts of the name."""
     groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for parameter in graph.parameters:
         shape = tuple(size.at(0) for size in parameter.shape)

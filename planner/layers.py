@@ -1,7 +1,7 @@
 """Cuts a graph into layers, finds equal layers, and the tensors that cross between layers.
 
-A layer is a repeated block of the model, if there is one, or what surrounds the blocks (embedding,
-head). Equal layers have the same ops in the same order on tensors of the same form; they are priced
+A layer is a repeated block of the model, or code around the blocks (embedding, head). Equal layers
+have the same ops in the same order, on tensors of equal shapes, dtypes and axes. They are priced
 and solved once.
 """
 
@@ -25,14 +25,14 @@ class Residence:
     home: Mapping[str, int]
     maker: Mapping[str, int]
     users: Mapping[str, frozenset[int]]
-    cuts: tuple[tuple[str, ...], ...]  # tensors that cross behind each layer
+    cuts: tuple[tuple[str, ...], ...]  # after each layer: tensors that later layers need
 
 
 def residence(graph: Graph, layers: Layers) -> Residence:
-    """Return where the tensors of a graph are made and used, and which cuts they cross.
+    """Return the layers that make and use each tensor, and the borders between layers it crosses.
 
-    Tensors computed from weights or random numbers cross. Others are computed again on every stage
-    that needs them; inputs are on every stage.
+    Only tensors computed from weights or random numbers cross. Every stage has the inputs, and
+    computes the other tensors that it needs itself.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -56,9 +56,9 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return the tensors that one stage computes: from weights, or from these random numbers.
+    """Return the tensors that only one stage computes: from weights, or from the tensors `drawn`.
 
-    This includes results of ops that update statistics, such as a norm of a frozen teacher.
+    Results of ops that update buffers are among them, such as a frozen teacher's batch norm.
     """
     found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
     found -= {parameter.name for parameter in graph.parameters}
@@ -76,7 +76,7 @@ def _beside_statistics(graph: Graph) -> Iterator[str]:
 
 
 def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
-    """Return the last layer that needs each tensor, also to recompute others from it."""
+    """Return the last layer that needs each tensor, also to compute other tensors again."""
     last: dict[str, int] = {}
     for op in reversed(graph.ops):
         is_again = not once.intersection(op.outputs)
@@ -98,7 +98,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerClass:
-    """All layers that are equal, named like their module's class."""
+    """All layers that are equal, and the name of their module's class."""
 
     name: str
     layers: tuple[int, ...]
@@ -143,7 +143,7 @@ def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
 
 
 class _CallTree:
-    """The calls that have ops, by parent; with the ops of each, including inner calls."""
+    """The tree of calls that contain ops, with the ops of each call and of its inner calls."""
 
     def __init__(self, graph: Graph) -> None:
         self.ops = graph.index.ops_in
@@ -151,14 +151,14 @@ class _CallTree:
         for call in self.ops:
             self.children[graph.calls[call].parent].append(call)
         numbers: dict[Hashable, int] = {}
-        self.forms = {  # calls of equal code have equal numbers
+        self.forms = {  # calls with equal ops have equal numbers
             call: numbers.setdefault(_form(ops, graph, None), len(numbers))
             for call, ops in self.ops.items()
         }
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: descend until blocks repeat, or to the end."""
+    """Return the calls that are layers: repeated blocks, and around them calls with own ops."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent
@@ -193,7 +193,7 @@ def _units(tree: _CallTree, graph: Graph) -> list[str]:
 
 
 def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
-    """Assign every op to one layer; ops between layers join the one before."""
+    """Assign every op to one layer; an op between two layers joins the first."""
     weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in tree.ops[unit])}
     order: list[str] = []
     groups: dict[str, list[Op]] = {}
@@ -201,7 +201,7 @@ def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str
     for op in graph.ops:
         own = next((c for c in graph.index.around(op.call) if c in weighty), None)
         if own is None and not order and _has_parameter(op, graph):
-            own = op.call  # a model with weights of its own, outside of submodules
+            own = op.call  # weights of the model itself, outside submodules
         if own is not None and own not in groups:
             order.append(own)
             groups[own] = []
@@ -224,8 +224,8 @@ def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable
     met_axes: dict[str, Leaf] = {}
 
     def axis(leaf: Leaf) -> Leaf:
-        # Positions are part of it: a concatenation of one axis can be split; one of two similar
-        # axes cannot.
+        # The number tells axes of the same name apart: a concatenation within one axis can be
+        # split, one of two similar axes cannot.
         assert axes is not None
         name = f"{axes.names[leaf.name]} {len(met_axes)}"
         return met_axes.setdefault(leaf.name, replace(leaf, name=name))

@@ -14,14 +14,14 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
 class Precision(StrEnum):
-    """How the model's own floating type is held in training; 16 bits have fp32 master weights."""
+    """The dtype of a model's floating-point tensors in training; 16-bit ones have fp32 masters."""
 
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
-    scales_loss: bool  # gradients would be too small for the type: fp16 ends at 6e-8
-    peaks: tuple[str, ...]  # the first of these that a device has is its peak
-    products: str  # of fp32, for torch.set_float32_matmul_precision; torch's default if empty
+    scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
+    peaks: tuple[str, ...]  # dtypes: the first that a device lists gives its peak FLOPs
+    products: str  # for torch.set_float32_matmul_precision; torch's default if empty
 
     FP32 = "fp32", "float32", 4, False, ("fp32",), ""
     TF32 = "tf32", "float32", 4, False, ("tf32",), "high"
@@ -43,7 +43,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What kernels save: flash attention always; a dropout mask of one byte if fused."""
+    """What kernels save: attention is always flash; fused dropout saves a mask of bytes."""
 
     fused_dropout: bool = True
 
@@ -66,5 +66,5 @@ def item_bytes(dtype: str, precision: Precision) -> int:
 
 
 def optimizer_bytes(precision: Precision, moments: float) -> float:
-    """Return an optimizer's bytes per element: fp32 moments, and a master weight beside 16 bits."""
+    """Return an optimizer's bytes per element: fp32 moments, and for 16 bits a master weight."""
     return 4 * (moments + precision.is_half)

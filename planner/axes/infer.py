@@ -86,7 +86,7 @@ class _Inference:
         self._unify_batches()
 
     def _unify_batches(self) -> None:
-        """The first dim of every input is the batch."""
+        """Make the first dims of all inputs equal: each is the batch."""
         firsts = [self.dims[name][0] for name in self.graph.inputs if self.dims[name]]
         for other in firsts[1:]:
             self.unifier.unify(firsts[0], other)
@@ -118,7 +118,7 @@ class _Inference:
         self.hints += hints_of(op, rule, signature, letters, self.graph)
 
     def axes(self) -> GraphAxes:
-        """Return the result in terms of the remaining axes."""
+        """Return all dims in terms of the axes that unification has left."""
         names, whole_names = named(self.graph, self.dims, self.unifier, self.hints)
 
         def final(dim: Dim) -> Dim:

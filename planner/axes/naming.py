@@ -95,9 +95,9 @@ class Unifier:
         return True
 
     def _unify_lists(self, top_a: FlattenedDims | Concat, top_b: FlattenedDims | Concat) -> bool:
-        """Unify factors or parts, the first ones first.
+        """Unify factors or parts in their order.
 
-        A longer free one is split at the shorter.
+        If one is longer and free, it is split to match the shorter one.
         """
         kind = type(top_a)
         split = self._split_product if kind is FlattenedDims else self._cut_part
@@ -190,7 +190,8 @@ _RANKS = {
     "positions": 35,
     "ffn": 10,
 }
-# Concatenated features are all features; but half a head_dim is not a head_dim.
+# Names that also fit parts of a concatenation: some features are features, but half a head_dim is
+# not a head_dim.
 _MADE_OF_ALIKE = ("channels", "embed")
 _WEAK = 30  # subtracted from the priority of an uncertain name
 
@@ -299,7 +300,7 @@ def _propose(
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not open_ and len(joined) == 1:  # heads whose slopes were concatenated
+        if not open_ and len(joined) == 1:  # heads of ALiBi, whose slopes are joined
             wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _MADE_OF_ALIKE:
         for part in top.parts:

@@ -33,7 +33,7 @@ class Topology(StrEnum):
 
 
 class Backend(StrEnum):
-    """The library that runs the collectives; RCCL keeps NCCL's protocols."""
+    """The library that runs the collectives; NCCL also stands for RCCL, which has its protocols."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -68,7 +68,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A kind of link. Half a port per device means that two devices share one."""
+    """A link between devices, sockets or nodes; with half a port per device, two share a port."""
 
     name: str
     topology: Topology
@@ -189,7 +189,7 @@ class Cluster:
     def period(self) -> int:
         """Return after how many ranks the machines repeat.
 
-        The number of all ranks if they are unequal.
+        If the machines are unequal, it is the number of all ranks.
         """
         repeated = [level for level in self.levels if len(level.units) > 1]
         if any(len(set(level.units)) > 1 for level in repeated):

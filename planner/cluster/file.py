@@ -1,4 +1,4 @@
-"""The cluster that a file, `--gpus` and `--device` describe."""
+"""Makes the cluster that a file describes, or `--gpus`, `--device` and `--nodes`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -208,7 +208,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
-    """Return a function: whether a number of devices fills nodes of the usual or given size."""
+    """Return a function: whether so many devices fill usual nodes, or `nodes` equal ones."""
     usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:
@@ -268,11 +268,11 @@ def _devices_per_node(gpus: int, nodes: int | None, device: Device) -> int:
     return gpus // nodes
 
 
-_MOST_TOLD = 8
+_MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return all numbers of devices that first nodes can have, and those within the first node."""
+    """Return the allowed numbers of first devices: a part of the first node, or whole nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 
@@ -285,8 +285,8 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     if count not in sizes:
         raise InputError(
             f"{count} of the {cluster.size} devices are not a number of whole nodes",
-            expected=f"{_told(sizes)}",
-            fix="nodes are taken in their order; of the first one, a part may be",
+            expected=f"{_numbers_text(sizes)}",
+            fix="take the first nodes as a whole, or a part of the first one",
         )
     first = cluster.nodes[0]
     if count <= first.devices:
@@ -314,6 +314,6 @@ def _units(level: LinkLevel, count: int) -> Iterator[Unit]:
         start += unit.ranks
 
 
-def _told(sizes: tuple[int, ...]) -> str:
-    more = f", … {sizes[-1]}" if len(sizes) > _MOST_TOLD else ""
-    return ", ".join(map(str, sizes[:_MOST_TOLD])) + more
+def _numbers_text(sizes: tuple[int, ...]) -> str:
+    more = f", … {sizes[-1]}" if len(sizes) > _MOST_SHOWN else ""
+    return ", ".join(map(str, sizes[:_MOST_SHOWN])) + more

@@ -45,9 +45,9 @@ Kind = tuple[RowShare, ...]  # devices and rows of a block of ranks that wait fo
 
 @lru_cache(maxsize=1024)
 def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
-    """Return the kind of each of so many equal blocks of consecutive ranks.
+    """Return the distinct devices of each of `blocks` equal blocks of consecutive ranks.
 
-    Equal kinds are one object.
+    Equal results are one object.
     """
     if len({node.device for node in cluster.nodes}) == 1:
         return ((cluster.nodes[0].device,),) * blocks
@@ -65,12 +65,12 @@ def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
 
 @lru_cache(maxsize=1024)
 def different_kinds(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
-    """Return the distinct kinds of blocks, in the order of their first occurrence."""
+    """Return the different results of `kinds_of_blocks`, in the order of their first occurrence."""
     return tuple(dict.fromkeys(kinds_of_blocks(cluster, blocks)))
 
 
 def shares_of(devices: Iterable[Device], rows: Iterable[int]) -> Kind:
-    """Return the kind of a block whose devices have so many rows each."""
+    """Return the kind of a block from the device and the rows of each of its ranks."""
     return tuple(sorted(set(map(RowShare, devices, rows)), key=repr))
 
 
@@ -78,9 +78,9 @@ MOST_ORDERS = 24
 
 
 def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Return the cluster in each order of its nodes.
+    """Return the cluster in several orders of its nodes, or in all if these are few.
 
-    The order with the fastest nodes first is first.
+    In the first one, the fastest nodes come first.
     """
     if cluster.has_equal_nodes:
         return (cluster,)
@@ -239,7 +239,7 @@ def ends_shape(cluster: Cluster, distance: int) -> GroupShape:
 
 
 def _different(cluster: Cluster, firsts: Iterable[int]) -> Iterable[int]:
-    """Return one group's first rank for each position on repeating machines."""
+    """Return the first rank of one group for each position within the cluster's period."""
     places = {first % cluster.period: first for first in firsts}
     return places.values()
 

@@ -45,7 +45,7 @@ DEVICE_KEYS = (
     ),
     *("cache", "usd_per_hour", "source"),
 )
-# of a link about which nothing else is known; NCCL reaches as much of NVLink
+# of a link that does not give its own; NCCL reaches as much of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -83,7 +83,7 @@ def device_sheet() -> Mapping[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """words that people write instead of a device's name"""
+    """Return the known device with this name or alias; raise if there is none."""
     key = canonical_name(name)
     names = _names()
     if key not in names:
@@ -96,7 +96,7 @@ def find_device(name: str) -> Device:
     return device_sheet()[names[key]]
 
 
-_WHATEVER_IS_HERE = ("cuda", "gpu", "nvidia", "rocm")  # no names, but what people write
+_WHATEVER_IS_HERE = ("cuda", "gpu", "nvidia", "rocm")  # written instead of a device's name
 
 
 def _meant(key: str) -> str:
@@ -149,7 +149,7 @@ def _link(name: str, table: Mapping[str, object], *, ports: float, where: str) -
 def device_of(
     name: str, table: Mapping[str, object], *, where: str, links: Mapping[str, Link] | None = None
 ) -> Device:
-    """Return the device that a table describes; `links` of the same file come first."""
+    """Return the device that a table describes; `links` of the same file replace known links."""
     reading.refuse_unknown(table, DEVICE_KEYS, where=where)
     all_links = {**known_links(), **(links or {})}
     per_node = reading.count(table, "devices_per_node", where=where, default=8)
@@ -212,7 +212,7 @@ def _peaks(value: object, *, where: str) -> tuple[tuple[str, float], ...]:
 
 @cache
 def _names() -> Mapping[str, str]:
-    """Return name and aliases → canonical name."""
+    """Map the name and the aliases of each device to its canonical name."""
     names = {name: name for name in device_sheet()}
     for name, table in _tables("devices.toml", "device"):
         aliases = table.get("aliases", ())
@@ -229,7 +229,7 @@ def _tables(file: str, section: str) -> tuple[tuple[str, Mapping[str, object]], 
 
 
 def _frozen(value: Any) -> Any:
-    """Return a value of a file as nobody can edit it."""
+    """Return a value of a file in immutable form."""
     if isinstance(value, dict):
         return MappingProxyType({key: _frozen(one) for key, one in value.items()})
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -42,7 +42,7 @@ FLOPS_PER_SECOND: Mapping[str, float] = MappingProxyType(
         for name in ("FLOP/s", "FLOPS")
     }
 )
-_LEAST, _MOST = 1e-15, 1e18  # FLOP/s and bytes; no latency is shorter
+_LEAST, _MOST = 1e-15, 1e18  # no latency (in seconds) is shorter; no rate or memory is larger
 WATTS: Mapping[str, float] = MappingProxyType({"W": 1.0, "kW": 1000.0})
 
 FIGURE = re.compile(
@@ -61,7 +61,7 @@ def parse_seconds(value: object, *, where: str) -> float:
 
 
 def parse_bytes_per_second(value: object, *, where: str) -> float:
-    """Return a value of a file in immutable form."""
+    """Return the bytes per second of a rate such as "450 GB/s"."""
     return _parse(value, BYTES_PER_SECOND, where=where, example="450 GB/s")
 
 
@@ -98,7 +98,7 @@ def _parse(value: object, units: Mapping[str, float], *, where: str, example: st
     if not math.isfinite(figure) or figure <= 0:
         raise InputError(f"{value!r} is not a positive, finite figure", where=where, fix=fix)
     if not _LEAST <= figure <= _MOST:
-        raise InputError(f"{value!r} is beyond all machines", where=where, fix="check the unit")
+        raise InputError(f"no machine has {value!r}", where=where, fix="check the unit")
     return figure
 
 
@@ -250,7 +250,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _likeness(one: str, word: str) -> tuple[float, bool, bool]:
-    """Return how alike two words are: by difflib, then of the same letters, then the first one."""
+    """Return a sort key of likeness: difflib's ratio, the same letters, the same first letter."""
     ratio = difflib.SequenceMatcher(None, one, word).ratio()
     return ratio, sorted(one) == sorted(word), one[:1] == word[:1]
 

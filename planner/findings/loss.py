@@ -1,11 +1,11 @@
-"""How the loss of a batch follows from the losses of its parts.
+"""Determines how the loss of a batch follows from the losses of its parts.
 
 The loss of a batch is the mean or the sum of its parts' losses, or neither. A reduction makes a
 mean or a sum over rows, and linear ops preserve that. A nonlinear function of such a number (a
-root, a product, a maximum) cannot be computed from its parts.
+root, a product, a maximum) cannot be computed from the parts' values.
 
-A mean may count something else than all of a batch: valid targets, a mask. A part is then weighted
-by its own count, which the batch alone must determine.
+A mean may be over some elements of a batch only: valid targets, or elements that a mask selects. A
+part is then weighted by its own number of elements, which must depend on the batch alone.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def counts_rows(op: Op) -> bool:
     return any(isinstance(one, Extent) and not one.is_constant for one in numbers(op))
 
 
-_MEAN = 1  # ATen's code for the reduction of a loss
+_MEAN = 1  # ATen's code for reduction="mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """A division by a number that the batch alone determines.
 
-    `counts` are computed from rows. `steps` are the ops that turn these numbers into the divisor,
-    such as `clamp(min=1)`.
+    `counted` is divided by `divisor`. `counts` are numbers computed from rows. `steps` are the ops
+    that turn these numbers into the divisor, such as `clamp(min=1)`.
     """
 
     counted: str
@@ -61,10 +61,10 @@ def is_class(graph: Graph, target: Ref) -> bool:
 
 
 def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
-    """Return what a mean counts; () if it is over the whole batch, or is no mean.
+    """Return the tensors that say what a mean counts; () if it counts all rows, or is no mean.
 
-    These are the targets of a loss over classes, with class weights, or the mask that selected the
-    mean's elements.
+    For a loss over classes, these are the targets and class weights. Otherwise it is the mask that
+    selected the mean's elements.
     """
     arguments = dict(op.arguments)
     is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
@@ -83,7 +83,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts something that only the model determines, so that parts differ."""
+    """Whether a mean counts elements that the model selects: a part's count is then unknown."""
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False
@@ -100,7 +100,7 @@ def is_told(graph: Graph, names: Iterable[str]) -> bool:
 
 
 def _ignores(op: Op, graph: Graph, target: str) -> bool:
-    """Whether targets are created with the loss's ignore_index."""
+    """Whether an op that computes the targets has the loss's ignore_index as an argument."""
     ignored = op.argument("ignore_index")
     return any(
         not isinstance(value, bool) and value == ignored
@@ -112,7 +112,7 @@ def _ignores(op: Op, graph: Graph, target: str) -> bool:
 def division_of(graph: Graph, op: Op) -> Division | None:
     """Return an op's division by a number that the batch alone determines, or None.
 
-    A sum over rows (`(x * mask).sum() / mask.sum()`) becomes a mean by it.
+    Such a division turns a sum over rows into a mean: `(x * mask).sum() / mask.sum()`.
     """
     if kind_of(op) is not OpKind.DIVISION:
         return None
@@ -127,9 +127,9 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 
 def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
-    """Return the ops that compute a number from other numbers, in order, and those made of rows.
+    """Return the ops that compute a number from numbers, in order, and the numbers made of rows.
 
-    Numbers that are the same for every batch are recomputed as well.
+    Ops that compute numbers which are the same for every batch are returned, too.
     """
     of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
     waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
@@ -173,13 +173,13 @@ class Follows(StrEnum):
     ROWS = "rows"  # it has a value for each row
     MEAN = "mean"
     SUM = "sum"
-    NEARLY = "nearly"  # their mean, except for weights or a term that no part determines
+    NEARLY = "nearly"  # their mean, but for weights or a term that depend on the whole batch
     MEETS = "meets"  # it cannot be computed from parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOfParts:
-    """How the loss follows, and the op that determined it."""
+    """How the loss of a batch follows from the parts' losses, and the op that decides this."""
 
     follows: Follows
     op: Op | None = None
@@ -187,7 +187,7 @@ class LossOfParts:
 
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
-_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # over all rows, however many there are
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, even if the result's size varies
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
 
@@ -209,7 +209,7 @@ def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
 def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> bool:
     """Whether an op divides a mean or sum over rows by a number that the batch alone determines.
 
-    The result is a mean in which each part is weighted by its own such number.
+    The result is a mean in which the weight of each part is the part's own divisor.
     """
     division = division_of(graph, op)
     if division is None or not division.counts or _is_weighed(division.counted, graph):
@@ -218,7 +218,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is made of means that do not weight parts by their rows."""
+    """Whether a number is computed from means in which a part's weight is not its rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False
@@ -288,8 +288,8 @@ class _LossReader:
         if rule.kind is OpKind.MEAN:
             return Follows.MEAN
         if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
-            return Follows.SUM  # bounds that no row can change
-        adds = isinstance(arguments.get(rule.added), Ref)  # added once per part
+            return Follows.SUM  # the bins do not depend on rows
+        adds = isinstance(arguments.get(rule.added), Ref)  # would be added once per part
         if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
             return Follows.SUM
         return self._unknown(op, rule)
@@ -332,7 +332,7 @@ class _LossReader:
 
 
 def _by_number(kind: Follows, number: Value, *, is_division: bool) -> Follows:
-    """Return the kind of a mean or a sum after an op with a number of rows."""
+    """Return how a mean or a sum follows after a product or quotient with a number."""
     if not isinstance(number, Extent) or number.is_constant:
         return kind
     pairs = {(Follows.SUM, True): Follows.MEAN, (Follows.MEAN, False): Follows.SUM}

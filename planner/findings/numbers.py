@@ -32,7 +32,7 @@ class Unpriced:
 
 
 def unpriced(graph: Graph, axes: GraphAxes) -> Iterator[Unpriced]:
-    """Yield the kinds of ops without a formula that multiply by a parameter, or move much."""
+    """Yield the kinds of ops without a formula that read a parameter, or move many bytes."""
     kinds: dict[str, list[Op]] = {}
     for op in graph.ops:
         if not has_line(op.target):
@@ -55,13 +55,13 @@ def _reads_parameter(op: Op, graph: Graph) -> bool:
 
 SLOW = 0.02  # of the seconds of a microbatch: a smaller loss hardly matters
 LEAST_LOSS_SECONDS = 1e-3  # of a microbatch: small models are not trained for their speed
-_ALIGNED = 8  # elements of 16 bits, 16 bytes
-_PADDED = 64  # to whole rows of tiles
+_ALIGNED = 8  # 16-bit elements: 16 bytes
+_PADDED = 64  # elements: whole rows of tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unaligned:
-    """A size of matrix products whose rows are no whole 16 bytes, and seconds of one microbatch."""
+    """A size of matrix products whose rows are no multiple of 16 bytes; seconds per microbatch."""
 
     size: int
     location: str

@@ -1,9 +1,9 @@
 """Tries a model's optimizer on small stand-ins, to find what a rank must hold for it.
 
-An optimizer steps what its rank holds: parts of parameters with ZeRO and tensor ranks, those of
-some layers in a pipeline. That changes the training silently if an update depends on more than the
-number it updates (Muon's on a matrix, another's on a parameter's norm), or if parameter groups
-depend on positions in the list of parameters.
+An optimizer steps the parameters that its rank holds: parts of them with ZeRO or tensor ranks, only
+those of some layers in a pipeline. This silently changes the training if the update of an element
+depends on other elements (Muon's on a matrix, another's on a parameter's norm), or if parameter
+groups depend on positions in the list of parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FP32_BYTES = 4
 _STEPS = 3
 _LISTS = ("params", "param_names")  # keys of a parameter group
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
-_APART = 1e-3  # relative to the largest update; larger differences count
+_LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
 
 
 class StandIn(NamedTuple):
@@ -66,13 +66,13 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
     Raises for an optimizer or scheduler that a script cannot create or call.
     """
-    with _draws_kept():
+    with _generators_restored():
         return _traits(model_file, graph)
 
 
 @contextmanager
-def _draws_kept() -> Iterator[None]:
-    """Restore random generators afterwards."""
+def _generators_restored() -> Iterator[None]:
+    """Restore the random generators of torch (on the CPU), Python and numpy after the body."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -86,7 +86,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
     built = without_memory(model_file) if is_own else None
     make = make_on_stand_ins(model_file, graph, built)
-    every = _to_stand_in_for(graph, built)
+    every = _stand_ins_of(graph, built)
     by_size = {one.size: one for one in every}
     # AdamW treats parameters of one size alike, and a large model has thousands.
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
@@ -136,7 +136,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         return None
 
 
-def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
+def _stand_ins_of(graph: Graph, built: nn.Module | None) -> list[StandIn]:
     """Return a small stand-in for each trainable parameter."""
     originals = dict(built.named_parameters()) if built is not None else {}
     return [
@@ -153,7 +153,9 @@ def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
     """Raise for an optimizer that accepts only sparse gradients."""
     parameters = [one for one in _stand_ins(every) if one.ndim == 2]
-    if _steps(make, parameters, is_sparse=False) or not _steps(make, parameters, is_sparse=True):
+    if _can_step(make, parameters, is_sparse=False) or not _can_step(
+        make, parameters, is_sparse=True
+    ):
         return
     raise InputError(
         f"{name} takes sparse gradients alone",
@@ -163,7 +165,7 @@ def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) 
     )
 
 
-def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
+def _can_step(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
     """Whether an optimizer takes a step with dense or sparse gradients."""
     try:
         optimizer = make(parameters)
@@ -188,7 +190,8 @@ def _is_mistake(cause: BaseException | None) -> bool:
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
     """Whether wrong values also fail with the model's own parameters, not just stand-ins.
 
-    These are on meta, and some optimizers read values; that raises other errors.
+    The model's parameters are on meta. If an optimizer reads their values, torch raises an error of
+    another type, which does not count.
     """
     if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
         return False
@@ -225,20 +228,21 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
 
 
 def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
-    """Change some numbers and their gradients, and see which other updates change."""
+    """Return an optimizer's reach: change some elements, and see whether other updates change."""
     second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
     second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
     if not all(
-        _same_where_unchanged(make, sizes, changed) for changed in (second_halves, _apart(sizes))
+        _same_where_unchanged(make, sizes, changed)
+        for changed in (second_halves, _every_second(sizes))
     ):
         return Reach.PARAMETER
     return Reach.NUMBER
 
 
-def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
-    """Return every second number of each parameter along each dim, like a chessboard."""
+def _every_second(sizes: Sequence[StandIn]) -> list[Tensor]:
+    """Return masks of every second element along each dim of a parameter, like a chessboard."""
     places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
     return [one % 2 == 1 for one in places]
 
@@ -250,13 +254,13 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
         raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
     return all(
-        float((own - new).abs().mul(~is_changed).max()) <= _APART * largest
+        float((own - new).abs().mul(~is_changed).max()) <= _LARGEST_DIFFERENCE * largest
         for own, new, is_changed in zip(plain, other, changed, strict=True)
     )
 
 
 def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
-    """Return each number's change over some steps, after the numbers in `changed` were altered."""
+    """Return each element's change over some steps; elements in `changed` begin 10 times larger."""
     parameters = _stand_ins(sizes)
     factors = [
         1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
@@ -270,7 +274,7 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
 
 
 def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
-    """Take some steps with scaled gradients, and record whether they draw random numbers."""
+    """Return an optimizer after some steps, and whether these draw; `factors` scale gradients."""
     optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
@@ -308,7 +312,7 @@ def _other_states(optimizer: Any) -> bytes:
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
-    """Return how many fp32 numbers in its own shape are kept for each parameter."""
+    """Return how many fp32 numbers per element the optimizer keeps for each parameter."""
     parameters = _stand_ins(sizes)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
@@ -326,7 +330,7 @@ def _count(one: StandIn) -> int:
 
 
 def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
-    """Whether halves of the list get other settings than in the whole."""
+    """Whether parameters get other settings if the optimizer gets half of the list."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
     if not middle:
@@ -354,6 +358,6 @@ def _settings(
                 found[id(parameter)] += repr(settings)
         if scheduler is not None:
             optimizer.step()
-            with suppress(Exception):  # it has ended
+            with suppress(Exception):  # the schedule has ended
                 scheduler.step()
     return dict(found)

@@ -1,9 +1,8 @@
-"""Finds where rows of a batch are mixed or reordered, and numbers drawn for all of them.
+"""Finds ops that mix or reorder rows of a batch, and random numbers that all rows share.
 
-Also finds rows that are sorted by group, computed there, and brought back, as in experts: the rows
-are sorted by expert, each group is multiplied by its expert's matrix, and every row returns to its
-place. Rows do not affect each other, if tensors in the order of a sort never meet tensors in
-another order.
+A mixture of experts sorts rows and returns them: the rows are sorted by expert, each group is
+multiplied by its expert's matrix, and every row returns to its place. Rows do not affect each other
+if tensors in the order of a sort never meet tensors in another order.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def norm_of_rows(graph: Graph) -> Op | None:
 
 
 _NATURAL = ""
-# From the indices of a sort to the rows at these places.
+# Ops that turn the indices of a sort into indices of rows.
 _STEPS = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
 
 
@@ -104,7 +103,7 @@ class _OrderReader:
         return order == self.order.get(added) and target not in self.order
 
     def _take(self, op: Op, source: str, index: str) -> None:
-        """Indexing with a sort's indices gives its order; with the inverse, the original one."""
+        """Record the result's order: a sort's indices give its order, their inverse undoes it."""
         made, order = op.outputs[0], self.order.get(source, _NATURAL)
         if index in self.places and order == _NATURAL:
             self.order[made] = self.places[index]
@@ -180,7 +179,8 @@ def _compares_rows(op: Op, graph: Graph) -> bool:
 def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op uses a result of all rows in each row.
 
-    The gradient of a sum over rows is that of each row; that of a mean contains their number.
+    The gradient of a sum over rows is each row's own. The gradient of a mean contains the number of
+    rows.
     """
     if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
         return False
@@ -194,14 +194,14 @@ def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
 
 
 def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op computes with the number of rows; means and sums are judged by the loss."""
+    """Whether an op computes with the number of rows; `loss_of_parts` judges means and sums."""
     del graph
     known = (Follows.MEAN, Follows.SUM)
     return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
 
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:
-    """Whether an op works along the rows, or selects some by index."""
+    """Whether an op works along the rows, or takes a part of them."""
     kind = kind_of(op)
     if kind not in _ALONG + _TAKING:
         return False
@@ -270,7 +270,7 @@ def parts_have_weights(graph: Graph) -> bool:
 def drawn_once(graph: Graph) -> Op | None:
     """Return the first op whose random numbers are shared by all rows of a batch.
 
-    Such as dropping a whole layer, noise added to a weight, dropout of a weight.
+    Examples are a dropped layer, noise that is added to a weight, dropout of a weight.
     """
     return next((op for op in graph.ops if is_random(op) and not _has_rows(op, graph)), None)
 

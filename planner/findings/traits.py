@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ScheduleEnd(NamedTuple):
-    """The step in which a schedule fails, and its message."""
+    """The step in which a schedule raises an error, the error's message and its place."""
 
     step: int
     said: str
@@ -16,10 +16,10 @@ class ScheduleEnd(NamedTuple):
 
 
 class Reach(IntEnum):
-    """What the update of a number depends on, beside its own gradients."""
+    """What the update of an element depends on, beside the element's own gradients."""
 
     NUMBER = 0
-    PARAMETER = 1  # other numbers of its parameter
+    PARAMETER = 1  # other elements of its parameter
     MODEL = 2  # other parameters
 
 

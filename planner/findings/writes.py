@@ -74,7 +74,7 @@ class _Borders:
 
     @property
     def matter(self) -> bool:
-        """Whether there are any."""
+        """Whether there are such writes; raises if copies would change results."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
         views = [
@@ -88,17 +88,14 @@ class _Borders:
         )
         for storage in given:
             if self._is_seen(storage):
-                self._refuse("writes into what it is given, and others read that afterwards")
+                self._refuse("writes into its input, and other code reads that afterwards")
         for storage in returned:
             if [self._storage(name) for name in self.results].count(storage) > 1:
-                self._refuse("returns views of one tensor, and others write into one of them")
+                self._refuse("returns views of one tensor, and other code writes into one")
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
-        """Whether torch returns an op's result as a view of a matrix.
-
-        The graph does not show it.
-        """
+        """Whether torch returns an op's result as a view of a matrix, which the graph hides."""
         (result, *_) = op.outputs
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
@@ -121,10 +118,10 @@ class _Borders:
 
     def _refuse(self, what: str) -> None:
         raise InputError(
-            f"layer {self.call.path!r} {what}: a copy, which ZeRO-2 and 3 and recomputation need, "
-            "would not be what they know",
+            f"layer {self.call.path!r} {what}: with ZeRO-2, ZeRO-3 or recomputation, it works on "
+            "a copy, so that some code would miss the writes",
             where=self.own[0].location,
-            expected="a layer whose results alone tell what it wrote",
+            expected="a layer whose writes are needed only in its results",
             fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
         )
 
@@ -136,8 +133,8 @@ def _given(call: ModuleCall) -> frozenset[str]:
 def steady_buffers(graph: Graph) -> tuple[str, ...]:
     """Return the buffers that the forward writes independently of rows.
 
-    Each microbatch would write them again, so that a step count would run ahead. The count of a
-    batch norm is not one of them: its statistics are those of each microbatch.
+    Each microbatch would write them again, so that a step count would run ahead. A batch norm's
+    count is left out, because a batch norm takes the statistics of each microbatch.
     """
     of_parts = all_of_parts(graph)
     steady = {buffer.name for buffer in graph.buffers}
@@ -165,7 +162,7 @@ class Hindrance:
     where: str = ""
 
 
-_TWICE = "the model takes a gradient, through which the backward goes a second time"
+_TWICE = "the model computes a gradient, through which the backward runs a second time"
 Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
 
 
@@ -188,9 +185,10 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
 
 
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
-    """Return the classes of layers' arguments that are neither tensors nor modules: caches, say.
+    """Return the classes of layers' arguments that are objects, not tensors or modules.
 
-    A recomputed layer gets them in their first state, so their contents are kept until then.
+    A recomputed layer gets such an object, for example a cache, in its first state again. So the
+    object's contents are kept until then.
     """
     calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
     values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))
@@ -201,7 +199,7 @@ def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
 def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindrance | None:
     """Return why a layer cannot be recomputed, or None.
 
-    `writers` are ops by the storage they write.
+    `writers` maps a storage to the first op that writes to it.
     """
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
@@ -217,12 +215,12 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
 
 
 def _recurrent(layer: Layer) -> Op | None:
-    """Return an op that is several kernels, which write gates in place over their products."""
+    """Return an LSTM, GRU or RNN, whose kernels overwrite products with gates; None without one."""
     return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
 
 
 def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
-    """Return an op that overwrites something selective recompute keeps: a contraction's result.
+    """Return an op that writes into a contraction's result, which selective recompute saves.
 
     The last tensor that is saved ends the recomputation; later writes do no harm.
     """
@@ -237,7 +235,7 @@ def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> 
 def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:
     """Run a step, undo its changes, and raise if the forward or the loss reads what it changed.
 
-    The optimizer may hold the model, or the latest optimizer may be a global of the file.
+    A step can set such state if the optimizer holds the model, or is a global of the file.
     """
     from autopar.planner.model.outside import outside_of  # here alone: torch takes seconds
 

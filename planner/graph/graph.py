@@ -1,8 +1,8 @@
 """The traced model as immutable data, with one index for questions about it.
 
 The index answers which op makes a tensor, which ops write to its memory, and what depends on what.
-Writes and aliases are defined only here: a tensor lies in a storage, perhaps with others; an op
-that writes to one of them writes to the storage, and later reads of any of them read that.
+Writes and aliases are defined only here. Tensors may share a storage. An op that writes to one of
+them writes to the storage, and later reads of all of them see the new values.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class Graph:
     `fixed_batch` is the only batch size of a model that treats it as a constant, `fixed_at` the
     place. `recomputed_at` is where a model uses torch.utils.checkpoint, `autocast_at` where it uses
     torch.autocast. `devices_meet_at` is where it creates a tensor on the CPU that fails on another
-    device. A model that detects tracing may pass other arguments to its modules in training: no
-    mask, for example.
+    device. `was_noticed` if the model could detect the trace: in training, it may pass other
+    arguments to its modules, such as no mask.
     """
 
     ops: tuple[Op, ...]
@@ -211,7 +211,7 @@ class Graph:
 
     @property
     def tokens_per_row(self) -> int:
-        """The positions of a row of text; 1 where no input is a sequence of numbers."""
+        """The number of positions in a row; 1 if no input is a 2-D tensor of integers."""
         for name in self.inputs:
             tensor = self.tensors[name]
             if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
@@ -225,7 +225,7 @@ class Graph:
 
 
 def input_name(key: str, taken: Container[str]) -> str:
-    """Return the name of an input tensor, from its key in the batch; parameters may use the key."""
+    """Return an input's name: its key in the batch, or `batch["key"]` if the key is taken."""
     return f'batch["{key}"]' if key in taken else key
 
 
@@ -235,7 +235,7 @@ def batch_key(name: str) -> str:
 
 
 def graph_hash(graph: Graph) -> str:
-    """Return 64 hexadecimal digits for what a graph computes, wherever its code lies."""
+    """Return a hash (64 hexadecimal digits) of what a graph computes, without source positions."""
     digest = hashlib.sha256()
     for op in graph.ops:
         computed = (op.name, op.target, op.arguments, op.outputs, op.call, op.grad_enabled)

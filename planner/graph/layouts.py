@@ -3,7 +3,7 @@
     I      the same value on every rank; its gradient is whole on every rank
     R      the same value on every rank; its gradient is a partial sum on each rank
     S      split along a logical axis, and so is its gradient
-    P      values sum to the true one; the gradient is whole on every rank
+    P      a partial sum of the value on each rank; its gradient is whole on every rank
 
 A producer and a consumer whose layouts have no conversion here are an error in the plan.
 """
@@ -51,7 +51,7 @@ def split(axis: str, dim: int) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLayout:
-    """How an op is split: the axis of a letter of its rule, or "".
+    """How an op is split: the axis of a letter of its rule, or "" if it is not split.
 
     `needs` are the layouts that its inputs are converted to, in the order of `op.inputs`; `gives`
     are those of its outputs. The layout before conversion is the producer's `gives`.
@@ -76,8 +76,8 @@ class Local(StrEnum):
 
     NOTHING = "nothing"
     SLICE = "slice"
-    PAD = "pad"  # its own part, zeros elsewhere
-    MASK = "mask"  # the first rank keeps it; zeros elsewhere
+    PAD = "pad"  # the rank's own part, and zeros for the rest
+    MASK = "mask"  # the value on the first rank, zeros on the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,9 +179,9 @@ class Tensor:
     """A value of the graph; `storage` is the tensor that owns its memory.
 
     If its size depends on data (`x[mask]`), its shape is the largest possible one, and `counted_by`
-    is the mask whose true entries it has; without a mask, it is the first op with such a size.
-    `expected` is the number of entries that prices assume: an equal share if masks partition them,
-    as in a loop over experts.
+    is the mask that selects its elements; without a mask, it is the first op with such a size.
+    `expected` is the fraction of these elements that prices assume: an equal share if masks
+    partition them, as in a loop over experts.
     """
 
     name: str
@@ -244,7 +244,7 @@ class Constant:
 
 
 class Left(StrEnum):
-    """What a module call changes outside: an attribute, a list, a global name."""
+    """Whether a module call changes Python state (an attribute, a list, a global), and how long."""
 
     NOTHING = ""
     BEHIND = "behind"
@@ -307,7 +307,7 @@ class GradientUse(StrEnum):
 
     CHANGED = "changed"  # by a hook
     TAKEN = "taken"  # by torch.autograd.grad
-    KEPT = "kept"  # by retain_grad, for somebody to look at
+    KEPT = "kept"  # by retain_grad, to look at it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Turns the user's file into functions that build the model, and reports faults in it."""
+"""Turns the user's file into functions that build the model; reports faults in the file."""

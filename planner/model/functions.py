@@ -1,4 +1,4 @@
-"""Functions of a model file: their sources, closures and hooks."""
+"""Finds the files of a model's code, the code inside functions, and hooks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _place(name: str, importing: Path, folder: Path) -> Path:
 def loaded_sources(path: Path, classes: Iterable[type] = ()) -> list[ModuleType]:
     """Return the Python modules that contain a model's code, without libraries.
 
-    These are its files, and modules that define the model's classes or are named in its files: a
-    package of the user's that is installed in editable mode.
+    These are the model's files, and modules that define its classes or that its files import, such
+    as the user's own package in editable mode.
     """
     files = set(map(str, sources(path)))
     loaded = list(sys.modules.values())
@@ -64,7 +64,7 @@ def _is_library(module: ModuleType) -> bool:
 
 
 def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the Python function that runs: of a method, a partial or a callable object."""
+    """Return the Python function that a method, a partial or a callable object runs."""
     while isinstance(called, partial):
         called = called.func
     called = inspect.unwrap(called)  # of a wrapper object, such as lru_cache's
@@ -82,7 +82,7 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
             yield from nested_code(constant)
 
 
-# Registries of a module, and torch's global ones.
+# A module's registries of hooks; torch's global registries have these names after `_global`.
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 

@@ -38,7 +38,7 @@ class ImportName:
 
 
 def import_name(path: Path) -> ImportName:
-    """Return the import name of a file; with its package, if it imports from that."""
+    """Return a file's import name; the package is part of it if the file imports from there."""
     parts, folder = [path.stem], path.parent
     while (folder / INIT).is_file() and folder != folder.parent:
         parts.insert(0, folder.name)
@@ -116,20 +116,20 @@ _KNOWN = (
     ),
     (
         "beyond top-level package",
-        "put an __init__.py into each folder from there down to the model file's",
+        "put an __init__.py into each folder from the imported package to the model file",
     ),
 )
 
 INSTEAD = MappingProxyType(
     {
         ".ipynb": "jupyter nbconvert --to script makes a Python file of a notebook",
-        ".json": "of a plan that is there, autopar emit, explain, verify and dryrun take the file",
+        ".json": "if it is a plan.json: autopar emit, explain, verify and dryrun take it",
     }
 )
 
 
 def nearest_file(path: Path) -> str:
-    """Return a guess at the file that a wrong path meant."""
+    """Return advice for a wrong path, such as the file that the user probably means."""
     module, _, function = path.name.rpartition(".")
     as_module = path.parent / f"{path.name.replace('.', '/')}.py"
     if module.endswith(".py") and (path.parent / module).is_file():
@@ -141,7 +141,7 @@ def nearest_file(path: Path) -> str:
     if near:
         return f"did you mean {folder / near[0]}?"
     if path.suffix:
-        return f"check the path: it is seen from {Path.cwd()}"
+        return f"check the path: the working directory is {Path.cwd()}"
     return "write a model file; for one of Hugging Face see docs/model-file.md"
 
 
@@ -196,7 +196,7 @@ def _in_words(value: Any) -> str:
 
 
 def _missing(name: str, path: Path) -> str:
-    """Return how to make a module importable: a folder above, the right name, or pip."""
+    """Return how to make a module importable: PYTHONPATH, the right name, or an installation."""
     for folder in path.parents:
         if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
             return f"run with PYTHONPATH={folder}, where {name} is"
@@ -237,7 +237,7 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
 
 @contextmanager
 def no_process_group(path: Path) -> Iterator[None]:
-    """Refuse to start a process group: planning uses one process, before any group exists."""
+    """Raise if the model file starts a process group: planning runs in one process."""
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
@@ -258,7 +258,7 @@ def no_process_group(path: Path) -> Iterator[None]:
 
 @contextmanager
 def not_moved(path: Path) -> Iterator[None]:
-    """Refuse the model file's own code to move a module to a device."""
+    """Raise if the model file's own code moves a module to a device."""
     from torch import nn
     from torch._C._nn import _parse_to
 
@@ -289,7 +289,7 @@ def not_moved(path: Path) -> Iterator[None]:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Make torch.jit's compile functions return the Python function, which can be traced."""
+    """Make `torch.jit.script` return Python functions unchanged: these can be traced."""
     import torch
 
     plain = torch.jit.script

@@ -88,7 +88,7 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file anew, with its folder or its package's first on sys.path, as Python does."""
+    """Import a file anew. Its folder, or its package's, is first on sys.path, as in `python`."""
     known = import_name(path)
     _check_name(path, known)
     spec = importlib.util.spec_from_file_location(known.name, path)
@@ -123,13 +123,13 @@ def _forget_packages_elsewhere(known: ImportName) -> None:
 
 
 def _check_name(path: Path, known: ImportName) -> None:
-    """Raise for a file that would hide a module of Python or an installed one."""
+    """Raise if a file's name would hide a module of Python or an installed one."""
     top, dot, _ = known.name.partition(".")
     there = getattr(sys.modules.get(top), "__file__", None) or ""
     if top in sys.stdlib_module_names or "site-packages" in there:
         found = known.home if dot else path
         raise InputError(
-            f"{found.name} would hide the module {top}, which others import",
+            f"{found.name} would hide the module {top}, which other modules import",
             where=str(found),
             fix=f"rename it, such as my_{found.name}",
         )
@@ -262,14 +262,14 @@ def _check_optional(module: ModuleType, path: Path) -> None:
             raise InputError(
                 f"autopar knows no function {near[0]}, and would not call it",
                 where=str(path),
-                fix=f"did you mean {name}? Otherwise give it a name that is less like it",
+                fix=f"did you mean {name}? Otherwise rename it: the names are too similar",
             )
 
 
 def _of_evaluation(module: ModuleType) -> tuple[str, ...]:
-    """Return functions that are only used with an evaluation dataset.
+    """Return the names of functions that autopar calls only with an evaluation dataset.
 
-    Their names are common ones.
+    Without one, a function of such a common name is not meant for autopar.
     """
     return ("metrics",) if hasattr(module, "build_eval_dataset") else ()
 
@@ -299,7 +299,7 @@ def _bind(
 def _check_call(
     function: Callable[..., Any], share: Mapping[str, Any], *, name: str, path: Path
 ) -> None:
-    """Check that a function's parameters are all passed: by autopar, or by --arg."""
+    """Raise if autopar and --arg do not pass exactly the parameters that a function needs."""
     called = _CALLED.get(name, f"{name}()")
     passed = called.count(",") + 1 if name in _CALLED else 0
     signature = inspect.signature(function)

@@ -1,12 +1,12 @@
-"""Records state outside a model, and restores it: running the model may change it.
+"""Records and restores the Python state that running a model may change.
 
 A trace records a plain value as a constant. A count that grows with each call (a global, a class
 attribute, a closure, a default argument, a module that a loss calls) would keep its first value in
-printed code, and would grow with each microbatch elsewhere.
+printed code. In the model's own code it would grow with each microbatch.
 
-Recorded are the globals of the model's files, the attributes of its modules, the environment, and
-what these hold: containers, iterators, functions with closures and defaults, classes of these files
-and their instances, modules. Objects of libraries are not searched. Caches of functions
+The state is the globals of the model's files, the attributes of its modules, the environment, and
+all values inside these: in containers, iterators, functions with closures and defaults, classes of
+these files and their instances, modules. Objects of libraries are not searched. Caches of functions
 (`lru_cache`) are cleared.
 """
 
@@ -33,25 +33,25 @@ from torch._subclasses import FakeTensor
 from autopar.planner.model.functions import loaded_sources
 
 PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
-# compared by text: nan differs from itself, and counts are compared by identity
-_SHOWN = (float, complex, itertools.count)
+# compared by repr: nan != nan, and itertools.count compares by identity
+_COMPARED_BY_REPR = (float, complex, itertools.count)
 _LONGEST = 1000  # entries: a longer container holds data
 _LARGEST_BYTES = 2**20  # of an array
-_OF_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
-_OF_HOOKS = frozenset(  # empty for most modules
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_HOOK_ATTRIBUTES = frozenset(  # empty for most modules
     key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
 )
-_OF_PYTHON = frozenset(
+_PYTHON_ATTRIBUTES = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__builtins__"}
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_ITERATORS = ("builtins", "itertools")  # modules whose iterators may hold other objects
+_ITERATOR_MODULES = ("builtins", "itertools")  # modules whose iterators may hold other objects
 _CACHED = type(cache(int))
 ABSENT = object()
 
 
 class OutsideValue(NamedTuple):
-    """A value in comparable form, and whether it is compared as a number or by identity."""
+    """A value in comparable form, and whether it is compared by value or by identity."""
 
     told_by: Any
     is_number: bool
@@ -60,23 +60,23 @@ class OutsideValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Something with values under keys (a dict, a list, an object), and its recorded values."""
+    """An object with values under keys (a dict, a list, an instance), and its recorded values."""
 
     owner: Any
     held: Mapping[Any, Any]
 
     def now(self) -> Mapping[Any, Any]:
-        """Return its current values."""
+        """Return the owner's current values."""
         return _held_by(self.owner)
 
     def put_back(self) -> None:
-        """Restore its values; unchanged ones are not touched."""
+        """Restore the owner's recorded values; unchanged ones are not touched."""
         now = self.now()
         keys = (*now, *(key for key in self.held if key not in now))
         self.put({key: self.held.get(key, ABSENT) for key in keys})
 
     def put(self, changed: Mapping[Any, Any]) -> None:
-        """Set values under some keys; ABSENT removes them."""
+        """Set the owner's values under some keys; ABSENT removes a key."""
         owner, now = self.owner, self.now()
         if all(now.get(key, ABSENT) is value for key, value in changed.items()):
             return
@@ -92,7 +92,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class OutsideSnapshot:
-    """Recorded state: plain values and tensors by name, and their holders."""
+    """Recorded state: plain values and tensors by place, and the objects that hold them."""
 
     leaves: dict[str, OutsideValue] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class OutsideSnapshot:
             function.cache_clear()
 
     def changes_to(self, after: OutsideSnapshot) -> Mapping[str, bool]:
-        """Return the places that changed, and whether a number changed."""
+        """Map each place that changed to whether it is compared by value."""
         return {
             place: leaf.is_number
             for place, leaf in after.leaves.items()
@@ -122,7 +122,7 @@ class Outside:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def around(self, path: str) -> Outside:
-        """Return the scope that a module call can reach: the modules inside it and around it."""
+        """Return the scope of a module's call: the modules inside it and around it."""
         names = path.split(".")
         above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
         outer = {name: self.modules[name] for name in above if name in self.modules}
@@ -171,16 +171,16 @@ class _OutsideWalk:
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            if key in _OF_HOOKS and not value:  # a library may add them in its first call
+            if key in _HOOK_ATTRIBUTES and not value:  # a library may add hooks in its first call
                 if isinstance(value, dict):
                     self.found.holders[id(value)] = Holder(value, {})
-            elif key not in _OF_TENSORS and not key.startswith("__"):
+            elif key not in _REGISTRIES and not key.startswith("__"):
                 self.look(f"{key} of {name}", value)
 
     def look(self, place: str, value: Any) -> None:
         """Record a value, or walk into it."""
         if isinstance(value, PLAIN):
-            told_by = repr(value) if isinstance(value, _SHOWN) else (type(value), value)
+            told_by = repr(value) if isinstance(value, _COMPARED_BY_REPR) else (type(value), value)
             self.found.leaves[place] = OutsideValue(told_by, is_number=True)
         elif isinstance(value, torch.Tensor):
             self._look_at_tensor(place, value)
@@ -213,7 +213,7 @@ class _OutsideWalk:
             return self._of_function(value)
         if isinstance(value, _CACHED):
             return (("", value.__wrapped__),)
-        if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+        if isinstance(value, Iterator) and type(value).__module__ in _ITERATOR_MODULES:
             inner = () if isinstance(value, GeneratorType) else gc.get_referents(value)
             return ((f"[{n}]", one) for n, one in enumerate(inner))
         if isinstance(value, MethodType):
@@ -233,7 +233,7 @@ class _OutsideWalk:
     def _of_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if function.__module__ not in self.files:
             return
-        if "__wrapped__" in function.__dict__:  # it has its wrapper's name
+        if "__wrapped__" in function.__dict__:  # recorded under the wrapper's name
             yield "", function.__dict__["__wrapped__"]
         yield ".__defaults__", function.__defaults__
         yield ".__kwdefaults__", function.__kwdefaults__
@@ -252,9 +252,9 @@ class _OutsideWalk:
                 yield "", inner
             elif isinstance(value, _CONTAINERS):
                 yield f"[{key!r}]", inner
-            elif isinstance(value, nn.Module) and key in _OF_TENSORS:
+            elif isinstance(value, nn.Module) and key in _REGISTRIES:
                 yield from ((f".{name[2:-2]}", one) for name, one in self._of_holder(inner))
-            elif key not in _OF_PYTHON:
+            elif key not in _PYTHON_ATTRIBUTES:
                 yield f".{key}", inner
 
 
@@ -300,7 +300,7 @@ def _set(owner: Any, key: Any, value: Any) -> None:
             owner[key] = value
     elif isinstance(owner, CellType):
         owner.cell_contents = value
-    elif isinstance(owner, nn.Module):  # its setter uses registries
+    elif isinstance(owner, nn.Module):  # nn.Module's __setattr__ uses registries
         _set(owner.__dict__, key, value)
     elif value is ABSENT:
         delattr(owner, key)
@@ -309,6 +309,6 @@ def _set(owner: Any, key: Any, value: Any) -> None:
 
 
 def _joined(place: str, inner: str) -> str:
-    """Return the name of a value inside a named one: `CFG.step of model.py`."""
+    """Return the place of a value inside another, such as `CFG.step of model.py`."""
     name, of, owner = place.partition(" of ")
     return f"{name}{inner}{of}{owner}"

@@ -22,7 +22,7 @@ Refuse: TypeAlias = Callable[[nn.Module], None]
 
 
 def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Module:
-    """Build a model without memory; temporarily with memory if its constructor cannot be recorded.
+    """Build a model on the meta device; on the CPU first if its constructor cannot be recorded.
 
     `refuse` raises an error for a model that no script could train.
     """
@@ -32,7 +32,7 @@ def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn
             return meta_model(model_file.build_model, check)
     except ModelMovedError:
         raise
-    except Exception:  # the constructor's own error, raised again
+    except Exception:  # with_memory raises the constructor's own error again
         if check.has_begun:
             raise
         model = with_memory(model_file, refuse)
@@ -42,7 +42,7 @@ def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn
 
 
 def with_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Module:
-    """Build a model as plain PyTorch does."""
+    """Build a model on the CPU, with values, as plain PyTorch does."""
     with not_moved(model_file.path):
         model = plain_model(model_file.build_model, seed=0)
     if isinstance(model, nn.Module):

@@ -82,10 +82,10 @@ class CannotCallError(Exception):
 
 @dataclass(slots=True)
 class ProbeCall:
-    """A probe on a device. `forward` and `backward` are timed.
+    """A probe on a device. Only `forward` and `backward` are timed.
 
-    Between them, `prepare` makes inputs in the state that training has, `prepare_backward` makes
-    the results' gradient, `forget` frees the results.
+    Before them, `prepare` brings inputs into the state that they have in training, and
+    `prepare_backward` makes the results' gradients; `forget` frees the results.
     """
 
     probe: Probe
@@ -118,11 +118,11 @@ class ProbeCall:
         """Keep the results for the backward."""
         self.results = results_of(result)[: len(self.probe.results)]
         found, needed = tuple(self.results[0].shape), self.probe.results[0]
-        if found != needed:  # further results may be internal to the kernel
+        if found != needed:  # other results may be internal to the kernel
             raise CannotCallError(f"gives {found} where {needed} is needed")
 
     def prepare_backward(self) -> bool:
-        """Write the gradient of the results; returns False without a backward."""
+        """Write the gradients of the results; return whether the probe has a backward."""
         learned = [one for one in self.results if one.requires_grad]
         if not self.probe.is_differentiable or not learned or not self._sources():
             return False

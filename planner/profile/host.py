@@ -31,12 +31,12 @@ class _Block(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input."""
+        """Return the input, to which the weight adds 0."""
         return x.view(1) + self.weight
 
 
 def measure_baseline(clock: Clock, device: str) -> Baseline:
-    """Return the time of calling an op that computes nothing, by the ops' clock."""
+    """Return the time of calling an op that computes nothing, by the clock that times ops."""
     one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.ones(1, device=device)
     add = torch.ops.aten.add.Tensor
@@ -51,7 +51,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
 
 
 def measure_host(graph: Graph, device: str) -> HostTimes:
-    """Return this host's times; the optimizer's with as many parameters as the model has."""
+    """Return this host's times; the optimizer's for as many parameters as the model has."""
     forward, backward = _dispatch(device)
     action, step = _frame(device)
     tensor, element = _optimizer(graph, device)

@@ -53,7 +53,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHost:
-    """What a device's host adds, and torch's number of threads."""
+    """The times that a device's host adds, and torch's number of threads."""
 
     device: str
     threads: Degree
@@ -87,7 +87,7 @@ class MeasuredFile:
         return self._timings.get(key)
 
     def host(self, device: str) -> HostTimes | None:
-        """Return what a device's host adds, or None if it was not measured."""
+        """Return the times that a device's host adds, or None if they were not measured."""
         return self._hosts.get(device)
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -107,7 +107,7 @@ class MeasuredFile:
         )
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
-        """Return both together; newer measurements replace older ones."""
+        """Return the measurements of both files; newer ones replace older ones."""
         for host in newer.hosts:
             self._check_threads(host)
         ops = {(one.key, one.torch): one for one in (*self.ops, *newer.ops)}

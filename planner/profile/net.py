@@ -1,8 +1,8 @@
 """Measures collectives between processes of this machine, and fits latency and rate.
 
-A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm has h latencies and sends k
-of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that small
-messages count as much as large ones; once for each collective, and once for all together.
+A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm has h hops and sends k
+times the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
+small messages count as much as large ones. They are fitted to each collective, and to all together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_ranks(
     ranks: int,
     timeout_seconds: float = 300.0,
 ) -> None:
-    """Call a function with rank and arguments in new processes, all at once.
+    """Call a function with rank and arguments in `ranks` new processes at once.
 
     If a collective hangs, this raises after the timeout.
     """
@@ -61,7 +61,7 @@ def run_ranks(
 
 @contextmanager
 def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """Put all ranks into a group, each with the one thread that it has in training."""
+    """Put all ranks into a gloo group; each has one thread, as in training."""
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,13 +82,13 @@ def _last_line(error: BaseException) -> str:
 BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
 CASE_SECONDS = 0.06  # of a collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
-# Cases alternate, so that other programs disturb a part of each.
+# Cases alternate, so that another program disturbs some samples of all cases.
 _PASSES = 5
 
 
 def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str, int]]) -> None:
     """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # names that torch 2.13 gave anew
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -122,8 +122,8 @@ def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str
 def typical(seconds: list[float]) -> float:
     """Return the mean without the fastest and the slowest tenth.
 
-    The fastest would be too optimistic: ranks wait for each other at every collective, and so for
-    every delayed wake-up of a thread.
+    The fastest time would be too optimistic: ranks wait for each other at every collective, so each
+    thread that wakes up late delays all of them.
     """
     left_out = len(seconds) // 10
     return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
@@ -234,7 +234,7 @@ def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collecti
 def net_of(
     samples: Sequence[NetSample], *, device_name: str, backend: Backend, ranks: int
 ) -> MeasuredNet:
-    """Return the link that samples of every collective show."""
+    """Return the link that is fitted to samples of every collective."""
     together = fit(samples, ranks)
     return MeasuredNet(
         device=device_name,
@@ -282,7 +282,7 @@ def sample(
     ranks: int,
     timeout_seconds: float = 300.0,
 ) -> tuple[NetSample, ...]:
-    """Run collectives of these payloads on new processes of this machine."""
+    """Return the seconds of collectives with these payloads, run in new processes."""
     with tempfile.TemporaryDirectory(prefix="autopar-net-") as folder:
         plain = [(one.value, size) for one, size in cases]
         arguments = (ranks, folder, backend.value, plain)

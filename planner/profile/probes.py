@@ -20,7 +20,7 @@ from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
 
-# What a graph may hold that a run without values cannot do: sizes that depend on data.
+# Errors of ops that need values, for example because the result's size depends on data.
 _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError)
 
 
@@ -46,7 +46,7 @@ def strides_of(
 
 
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
-    """Return the element type that a graph's name means in training."""
+    """Return the dtype that a dtype's name in the graph stands for in training."""
     found = getattr(torch, precision.torch_name if name == MODEL_DTYPE else name)
     assert isinstance(found, torch.dtype)
     return found
@@ -80,7 +80,7 @@ def arguments_of(
 
 
 def results_of(result: Any) -> list[Any]:
-    """Return the tensors that a call gave."""
+    """Return the tensors among the results of a call."""
     many = result if isinstance(result, (tuple, list)) else (result,)
     return [one for one in many if isinstance(one, torch.Tensor)]
 
@@ -117,10 +117,10 @@ def _empty(graph: Graph, name: str, batch: int, precision: Precision, device: st
 def local_strides(
     shape: Sequence[int], strides: Sequence[int], local: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the strides of a rank's part of a tensor with the whole one's layout.
+    """Return the strides of a rank's part of a tensor that lies in memory like the whole tensor.
 
-    The order of dims and gaps are kept: if a row of the whole takes three times its length (the
-    query inside a fused matrix), a row of the part takes three times its own.
+    The order of dims and the gaps are the same: if a row of the whole takes three times its length
+    (the query inside a fused matrix), a row of the part takes three times its own.
     """
     placed: dict[int, int] = {}
     whole_end = local_end = 1
@@ -140,7 +140,7 @@ def _inner_to_outer(shape: Sequence[int], strides: Sequence[int]) -> Iterator[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandForm:
-    """A tensor that a probe reads, in the state that training has."""
+    """A tensor that a probe reads, in the state that it has in training."""
 
     name: str
     shape: tuple[int, ...]
@@ -148,7 +148,7 @@ class OperandForm:
     dtype: str
     requires_grad: bool
     is_weight: bool  # last used a step ago; other tensors were just written by the previous op
-    below: int  # integers are smaller: table rows, classes
+    below: int  # all integers are smaller: row indices of a table, classes
     spacing: int = 0  # of evenly rising integers: the starts of bags
 
 

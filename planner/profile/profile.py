@@ -29,7 +29,7 @@ _FREE_SHARE = 0.5  # of the free memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to measure, and the time for ops; the host takes seconds more."""
+    """What to measure, and the time for ops; measuring the host takes some seconds more."""
 
     batches: tuple[int, ...]  # rows of a microbatch
     degrees: tuple[int, ...]  # of the tensor axis
@@ -40,7 +40,7 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """What was measured, what was not and why, and how often the model uses each op."""
+    """The measurements, the ops that were not measured and why, and the seconds in all."""
 
     measured: MeasuredFile
     left_out: tuple[LeftOut, ...]

@@ -23,7 +23,7 @@ from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
-VISITS = 4  # of each group, one after another
+VISITS = 4  # of each group; groups take turns
 _CALLS_OF_A_VISIT = 4  # to warm it up, and to take a few samples
 EVICTED_BYTES = 64 * 2**20  # the size of the last cache of a CPU or GPU
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
@@ -234,7 +234,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -> None:
-    scratch.add_(1.0)  # between two uses of a tensor a model runs other ops: caches hold the latest
+    scratch.add_(1.0)  # in a model, other ops run between two uses of a tensor and evict it
     calls = [(one, one.call) for one in turn if one.call is not None]
     for one, call in calls:
         call.prepare()

@@ -208,7 +208,7 @@ def split(case: Case) -> Signature:
 
 
 def cat(case: Case) -> Signature:
-    """The result's dim is the concatenation of the inputs'; an empty input has the other dims."""
+    """The result's dim is the concatenation of the inputs'; all inputs share the other dims."""
     letters = Letters()
     rank = len(case.shape(case.result))
     dim = case.number("dim") % rank
@@ -333,10 +333,10 @@ def _indexed_tile(case: Case) -> Signature:
 
 
 def gathered(case: Case) -> Signature:
-    """gather along `dim`: that dim may not be split, the others belong together."""
+    """gather along `dim`: this dim may not be split; the tensors share the other dims."""
     letters = Letters()
     out_shape, shape = case.shape(case.result), case.shape(case.first)
-    if len(shape) != len(out_shape):  # of one number, or at one position
+    if len(shape) != len(out_shape):  # the source or the index is a scalar
         return opaque(case)
     out = letters.of(out_shape)
     dim = case.number("dim") % max(len(shape), 1)

@@ -1,8 +1,8 @@
 """The work of ops that multiply: matrix products, recurrent cells, convolutions, linear algebra.
 
 Linear algebra and Fourier transforms have textbook counts of FLOPs. Source: Golub and Van Loan,
-Matrix Computations, for an m × n matrix with n ≤ m; backwards by the products and solves in their
-formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers count as real ones.
+Matrix Computations, for an m × n matrix with n ≤ m. Backwards count the products and solves of
+their formulas (torch/csrc/autograd/FunctionsManual.cpp). Complex numbers count as real ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
 
 def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
-    """Return the input with its rows and steps; a packed one has the sizes of its steps."""
+    """Return the input, its rows and its steps; for a packed input, `batch_sizes` has the steps."""
     packed = tensors(sizes, "data")
     if packed:
         return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
@@ -66,7 +66,7 @@ def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
 def _layer(
     sizes: OpSizes, source: str, weights: tuple[str, ...], *, rows: int, steps: int
 ) -> Iterator[MatrixProducts]:
-    """Yield the products; only the first state of a layer is an input, and may need no gradient."""
+    """Yield a layer's products; its first state is an input, which may need no gradient."""
     of_input, of_state, *more = weights
     together = rows // steps
     (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
@@ -100,7 +100,7 @@ def cell(gates: int, *, kept: int) -> Computing:
 
 
 def convolution(sizes: OpSizes) -> Computation:
-    """A convolution, for any number of dims; equal to the count by letters.
+    """A convolution with any number of dims; its FLOPs equal those that letters give.
 
     Each result is a sum over the weights of one output channel. Transposed, each input of one input
     channel is spread over the weights.
@@ -118,7 +118,7 @@ def convolution(sizes: OpSizes) -> Computation:
 
 
 def matrices(left: str, right: str) -> Computing:
-    """… m k by … k n of two arguments, either of which may be a vector."""
+    """A product … m k by … k n of two arguments; either of them may be a vector."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -148,7 +148,7 @@ def grouped(left: str, right: str) -> Computing:
 
 
 def rows_by_rows(left: str, right: str) -> Computing:
-    """… p m and … r m: each row of one with each of the other (distances, inner products)."""
+    """Each row of … p m with each row of … r m: distances, inner products."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -164,7 +164,7 @@ def rows_by_rows(left: str, right: str) -> Computing:
 
 
 def summed_products(sizes: OpSizes) -> Computation:
-    """b m k by b k n, summed over b as well."""
+    """Products b m k by b k n, summed over b."""
     left, right = tensor(sizes, "batch1"), tensor(sizes, "batch2")
     (b, m, k), n = sizes.shape(left), sizes.shape(right)[-1]
     return Computation(
@@ -173,7 +173,7 @@ def summed_products(sizes: OpSizes) -> Computation:
 
 
 def over_dims(sizes: OpSizes) -> Computation:
-    """A tensordot: sums over the listed dims of both."""
+    """A tensordot, which sums over the listed dims of both tensors."""
     left, right = tensor(sizes, "self"), tensor(sizes, "other")
     a, b, dims = sizes.shape(left), sizes.shape(right), given(sizes, "dims_self")
     k = prod(a[d] for d in dims if isinstance(d, int)) if isinstance(dims, tuple) else 1
@@ -226,7 +226,7 @@ def bags(sizes: OpSizes) -> Computation:
 
 
 def attention(sizes: OpSizes) -> Computation:
-    """Scores of queries and keys, and sums of values; the backward computes 5 products for 2.
+    """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
     For kernels that a model calls directly. Heads come before rows in those of
     scaled_dot_product_attention, after rows in the others.
@@ -257,7 +257,7 @@ _PANEL = 32  # columns of a block in LAPACK's algorithms
 def factored(
     forward: Callable[[int, int], float], backward: Callable[[int, int], float]
 ) -> Computing:
-    """FLOPs by the larger and the smaller size of each matrix, block by block."""
+    """A factorisation in blocks: FLOPs from the larger and the smaller size of each matrix."""
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
@@ -272,15 +272,15 @@ def factored(
 
 
 def cubic(forward: float, backward: float) -> Computing:
-    """A multiple of n³ for a square matrix."""
+    """A multiple of n³ FLOPs for a square matrix."""
     return factored(lambda _, n: forward * n**3, lambda _, n: backward * n**3)
 
 
 def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
     """A factorisation and solves.
 
-    `factor`·n³ to factor the matrix, n² twice for each column of the right side; a triangular solve
-    takes half of that. The backward solves once more, and multiplies.
+    Factoring the matrix takes `factor`·n³ FLOPs, and each column of the right side 2·n²; a
+    triangular solve takes n². The backward solves once more, and multiplies.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -299,7 +299,7 @@ def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Co
 
 
 def folded(forward: float, backward: float) -> Computing:
-    """A tensor that is a square matrix after its dims are flattened."""
+    """A multiple of n³ FLOPs for a tensor that is an n × n matrix when flattened."""
 
     def computation(sizes: OpSizes) -> Computation:
         n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
@@ -309,7 +309,7 @@ def folded(forward: float, backward: float) -> Computing:
 
 
 def fourier(sizes: OpSizes) -> Computation:
-    """5·N·log₂ N for each transform of N numbers, half of it where one side is real."""
+    """5·N·log₂ N FLOPs for each transform of N numbers; half of that if one side is real."""
     op = sizes.op
     source, result = sizes.shape(op.inputs[0]), sizes.shape(op.outputs[0])
     larger = max((source, result), key=prod)

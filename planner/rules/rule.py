@@ -158,7 +158,7 @@ class OpKind(StrEnum):
 
     @property
     def reads_table(self) -> bool:
-        """Whether it reads rows of a table, so that ranks with different rows produce a sum."""
+        """Whether it reads rows of a table, so that a rank with some rows gives a partial sum."""
         return self in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
@@ -219,17 +219,18 @@ class SavedForBackward:
 class Rule:
     """Facts about an op.
 
-    `flops` is twice the product of these letters' sizes; "*" stands for all letters of operands and
-    results. If letters do not determine it, `computes` does: the products of an LSTM, the FLOPs of
-    a Cholesky factor. `saves` lists what the backward needs: `x if y` is the tensor argument x if
-    the argument y needs a gradient, `out` is the result, `f32(a b)` is a tensor with that dtype
-    over these letters, `own(computed)` is what `computes` says, in the dtype of the first input.
-    `added` is the argument that is added to the op's linear part: a plain number there makes the op
-    affine. `sizes` is the argument with the result's sizes; `cuts` are arguments with sizes or
-    positions along the argument `dim`. `written_by` is the op that makes a new tensor with this
-    part replaced; `updates` are arguments that the op writes to, although its schema does not say
-    so. torch requires the arguments `alike` to have one dtype ("*inputs": all tensors), and has no
-    16-bit kernel if `is_wide`. `names` proposes names of letters.
+    The FLOPs of each group of letters in `contracts` are twice the product of their sizes; "*"
+    stands for all letters of operands and results. If letters do not determine the FLOPs,
+    `computes` does: the products of an LSTM, the FLOPs of a Cholesky factor. `saves` lists what the
+    backward needs: `x if y` is the tensor argument x if the argument y needs a gradient, `out` is
+    the result, `f32(a b)` is a tensor with that dtype over these letters, `own(computed)` is what
+    `computes` says, in the dtype of the first input. `added` is the argument that is added to the
+    op's linear part: a plain number there makes the op affine. `sizes` is the argument with the
+    result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
+    `written_by` is the op that makes a new tensor with this part replaced; `updates` are arguments
+    that the op writes to, although its schema does not say so. torch requires the arguments `alike`
+    to have one dtype ("*inputs": all tensors), and has no 16-bit kernel if `is_wide`. `names`
+    proposes names of letters.
     """
 
     target: str
@@ -247,7 +248,7 @@ class Rule:
     updates: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     is_wide: bool = False
-    is_elementwise: bool = False  # each element of the result is of one element of each input
+    is_elementwise: bool = False  # an element of the result depends on one element of each input
     permutes: bool = False  # a view whose dims are the input's in another order
     names: Mapping[str, str] = field(default_factory=dict)
 

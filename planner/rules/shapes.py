@@ -30,7 +30,7 @@ def elementwise(case: Case) -> Signature:
 
 
 def of_type(case: Case) -> Signature:
-    """The result is like the first tensor; another one only gives a dtype."""
+    """The result has the dims of the first tensor; the second one only gives a dtype."""
     dims = Letters().of(case.shape(case.first))
     return Signature(operands=of_first(case, dims), results=((case.result, dims),))
 
@@ -42,7 +42,7 @@ def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
 
 
 def paired(case: Case) -> Signature:
-    """Operands of one shape, or broadcast to one; the result has it, or is a scalar."""
+    """Operands are broadcast to one shape; the result has this shape, or is a scalar."""
     letters = Letters()
     shapes = [case.shape(name) for name in case.op.inputs]
     sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=ONE)
@@ -60,7 +60,7 @@ def broadcast(case: Case) -> Signature:
 
 
 def over(*names: str) -> ShapeFunction:
-    """The dims in the argument may not be split; the result has the others (softmax, topk)."""
+    """Dims that the arguments `names` list may not be split; the result keeps the other dims."""
 
     def signature(case: Case) -> Signature:
         if len(case.op.inputs) > 1:  # prepended and appended tensors are not supported

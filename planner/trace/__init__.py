@@ -31,27 +31,27 @@ from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types, tr
 
 __all__ = ["trace", "trace_for_rows"]
 
-# The size up to which a model is built for real, if it cannot be built or traced on meta.
+# If tracing on meta fails, models with at most so many bytes of parameters are traced on the CPU.
 _LARGEST_REAL_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """How the model is held while it is traced."""
+    """The device and dtype of a model while it is traced; None is the model's own dtype."""
 
     device: str
     dtype: torch.dtype | None
 
 
-# Some models decide by their weights' dtype whether to cast, and an fp32 tensor that meets 16-bit
-# weights only shows with 16 bits.
+# Some models decide by their weights' dtype whether to cast. And only a trace in 16 bits shows that
+# an fp32 tensor meets 16-bit weights.
 _HALF_WAYS = (
     _Way(device="meta", dtype=torch.bfloat16),
     _Way(device="cpu", dtype=torch.bfloat16),
 )
 # In float64, a cast to float32 by the model itself stays visible; in float32, `x.float()` does
-# nothing. A model whose mix of dtypes fails with float64, or that reads values while it is built,
-# is traced in its own dtype.
+# nothing. If the trace in float64 fails, for example because dtypes mix, the model is traced in its
+# own dtype, and then on the CPU.
 _WAYS = (
     _Way(device="meta", dtype=torch.float64),
     _Way(device="meta", dtype=None),
@@ -68,7 +68,7 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss, for every batch size at once.
 
-    With `like`, the same buffers are 16-bit as in that earlier trace.
+    With `like`, an earlier trace, the same buffers are cast to 16 bits as there.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _WAYS)
@@ -80,7 +80,7 @@ def trace(
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
-        graph = _traced(model_file, batch_size, _WAYS)  # fails itself for any other reason
+        graph = _traced(model_file, batch_size, _WAYS)  # raises an error that is not due to 16 bits
         if isinstance(error, UnlikeTypesError):
             raise error.in_half(precision) from None
         return graph
@@ -128,19 +128,19 @@ def _traced(
 
 
 def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision) -> Graph:
-    """Trace a model for every batch size, or for one if it only accepts one."""
+    """Trace a model for every batch size; if its code fixes the size, for `rows` if it can."""
     graph = trace(model_file, precision=precision)
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
     try:
         return trace(model_file, precision=precision, batch_size=rows, like=graph)
-    except (InputError, TraceError):  # the model's code contains the number
+    except (InputError, TraceError):  # the model's code contains its batch size
         return graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Converted:
-    """A graph, and the run's side effects outside the model."""
+    """A graph, and the changes of Python state that its trace made."""
 
     graph: Graph
     traces: Traces
@@ -166,10 +166,10 @@ def _converted(
 
 
 def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
-    """Return the graph of a subject whose steps do not depend on earlier steps.
+    """Return the graph of a subject; raise if a step depends on an earlier step.
 
-    A second run checks this: it must read no tensor that the first one left, advance no counter,
-    and compute the same. Caches that are filled once are allowed.
+    A second run checks this: it must read no tensor that the first run left, advance no counter,
+    and give the same graph. Caches that are filled once are allowed.
     """
     how = partial(_converted, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
     first = how()
@@ -190,13 +190,13 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
 
 
 def _computed_in(graph: Graph) -> Graph:
-    """Return a graph without its calls' changes outside. Only the first call fills caches."""
+    """Return a graph without its calls' changes of Python state: only a first call fills caches."""
     calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return the graph of a subject, and which parts compute otherwise in training mode."""
+    """Return a subject's graph, with the parts in eval mode if training mode would change it."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:
@@ -210,9 +210,9 @@ def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) 
 
 
 def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
-    """Raise for a step that writes to an entry of the batch that shares another's memory.
+    """Raise if a step writes to an entry of the batch that shares memory with another entry.
 
-    One device would change both. Here two entries are two tensors, like rows of a dataset.
+    On one device, both entries would change. In scripts, they are two tensors.
     """
     for op in graph.ops:
         for name in op.writes:

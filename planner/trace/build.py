@@ -1,4 +1,4 @@
-"""Builds the model and its batch for a trace, without memory, in the dtypes of scripts."""
+"""Builds the model and its batch for a trace, on meta or on the CPU, and checks them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopar.planner.trace.model_checks import (
 
 
 def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return buffers of more than 16 bits by their first names, without norms' statistics."""
+    """Return floating-point buffers of more than 16 bits by name, except statistics of norms."""
     norms = (module for module in model.modules() if isinstance(module, _NormBase))
     kept = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
     return {
@@ -40,7 +40,7 @@ def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast floating tensors of a model in place, because other modules may hold them, too."""
+    """Cast floating-point tensors in place, because several modules may hold the same tensor."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -48,8 +48,7 @@ def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
 
 
-# Prime and above two: a size is unlikely to equal it by chance, and torch specialises sizes 0 and
-# 1.
+# A prime, which few other sizes equal by chance; above 1, because torch specialises 0 and 1.
 TRACED_BATCH = 7
 
 
@@ -57,7 +56,7 @@ Loss = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class TracedStep(nn.Module):
-    """The traced module: from a batch to its loss. The model is its only child, named `model`."""
+    """The traced module, which computes a batch's loss. Its only child is the model, as `model`."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class TracedStep(nn.Module):
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
         where = f"loss of {self.path}"
         loss = noted(self._wide_loss)(outputs, batch)
-        if isinstance(loss, (Mapping, tuple, list)):  # scripts pass on what the model returns
+        if isinstance(loss, (Mapping, tuple, list)):  # scripts use what loss returns as it is
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
             )
@@ -122,9 +121,9 @@ def build(
 ) -> TracedSubject:
     """Build the model on a device ("meta" takes no memory), and check it and its batch.
 
-    With a dtype, all tensors of the model's own floating dtype are cast to it, unless the batch
-    holds float64, whose mismatch with the weights would be hidden. With 16 bits, parameters are
-    cast as in scripts, and the buffers that `narrowed` names.
+    With a dtype, a float32 model and its batch are cast to it. If the batch holds float64, they are
+    not: the cast would hide that float64 does not match the weights. To 16 bits, only parameters
+    are cast, as in scripts, and the buffers that `narrowed` names.
     """
     model = _model(model_file, device)
     own = own_dtype(model)
@@ -195,7 +194,7 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
 
 
 def _shared(batch: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys of entries that share another's memory."""
+    """Return the keys of entries that share memory with another entry."""
     memory = {
         key: value.untyped_storage().data_ptr()
         for key, value in batch.items()
@@ -273,7 +272,7 @@ _LOSS = "a scalar tensor with gradient"
 
 
 def _in_float32(values: Any) -> Any:
-    """Return the outputs of a model in float32 for the loss: 16 bits hold no sums or means."""
+    """Return 16-bit tensors in float32 for the loss: 16 bits are too few for sums and means."""
     return tree_map_only(torch.Tensor, _wide, values)
 
 
@@ -286,7 +285,7 @@ _ODD_LOSS = "return one number that backward can start from, such as the mean ov
 
 
 def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch.Tensor:
-    """Return the loss from the output of a model or a loss function."""
+    """Return the loss in the output of a model or a loss function; raise if it is no scalar."""
     loss = outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
         loss = outputs["loss"]
@@ -309,7 +308,7 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
     """Return a copy of a batch's entry, because the exporter identifies inputs by object.
 
-    One tensor may be under several keys, and several may be views of one.
+    Several entries of the batch may be the same tensor, or views of one.
     """
     if not isinstance(value, torch.Tensor):
         return value

@@ -1,4 +1,4 @@
-"""Reads values and calls of modules and functions from a trace, and removes unused ones."""
+"""Reads the values and calls of an exported program, and removes unused ops and tensors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from autopar.planner.trace.symbols import Ledger, ModelNames
 
 
 class CannotReplayError(Exception):
-    """A folded block exchanges tensors with other code, except for its arguments and result."""
+    """A repeated block exchanges tensors with other code, beside its arguments and result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scope:
-    """Where nodes are being read: their values, and in a replay the mapping of calls."""
+    """A graph that is being read: its nodes' values, the current call, in a replay the site."""
 
     values: dict[fx.Node, Value]
     storages: dict[int, str]
@@ -61,7 +61,7 @@ class Scope:
 
 
 class Values:
-    """The values of nodes, in the scope in which they are read."""
+    """Reads the values of nodes and binds nodes to them, in a scope."""
 
     def __init__(self, exported: ExportedTrace, names: ModelNames, ledger: Ledger) -> None:
         self.program, self.recording = exported.program, exported.recording
@@ -92,7 +92,7 @@ class Values:
             self.bind_outside(node, name, origin, scope)
 
     def bind_outside(self, node: fx.Node, name: str, origin: TensorOrigin, scope: Scope) -> None:
-        """Bind a node to a tensor from outside the program."""
+        """Bind a node to a parameter, buffer, constant or input of the batch."""
         val = node.meta["val"]
         scope.values[node] = Ref(name)
         if name not in self.ledger.tensors:
@@ -104,7 +104,7 @@ class Values:
         scope.storages[storage_of(val)] = name
 
     def bind(self, node: fx.Node, value: Value, scope: Scope) -> None:
-        """Bind a node to a value and its memory."""
+        """Bind a node to a value, and record who owns the memory."""
         scope.values[node] = value
         self.remember_storage(node, value, scope)
 
@@ -128,7 +128,7 @@ class Values:
         )
 
     def value(self, argument: Any, scope: Scope) -> Value:
-        """Return an argument of a node."""
+        """Return the value of a node's argument."""
         if isinstance(argument, fx.Node):
             return self._node_value(argument, scope)
         if isinstance(argument, (tuple, list)):
@@ -159,7 +159,7 @@ class Values:
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
         """Return the replaying module's parameter or buffer that corresponds to the template's."""
         spec = self.specs.get(node.name)
-        if spec is None:  # a region around several blocks, with names of its own
+        if spec is None:  # an input of a region around several blocks
             raise CannotReplayError(node.name)
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             target = (spec.target or "").removeprefix("model.")
@@ -180,7 +180,7 @@ class Values:
         return self.ledger.latest_value(scope.values[node])
 
     def leaf(self, leaf: Any) -> Value:
-        """Return an argument that is neither a tensor nor a container."""
+        """Return the value of an argument that is neither a tensor nor a container."""
         if isinstance(leaf, torch.SymInt):
             return self.ledger.symbols.extent(leaf)
         if isinstance(leaf, torch.dtype):
@@ -209,9 +209,9 @@ def structured(value: Any) -> Value:
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
-    """Yield the calls around unused ones, up to those with used results.
+    """Yield the calls around unused ones, up to the first one with a used op.
 
-    Their code calls the unused ones, perhaps with arguments that are not computed.
+    The code of these calls runs the unused ones, perhaps with arguments that are not computed.
     """
     needed = {around for call in live for around in graph.index.around(call)}
     for call in unused:
@@ -256,7 +256,7 @@ def pruned(graph: Graph) -> Graph:
 
 
 class Calls:
-    """The calls of a graph that is being read; `ops` are those read so far."""
+    """The calls of a graph that is being read; `ops` are the ops that have been read."""
 
     def __init__(self, recording: record.TraceRecording, values: Values, ops: list[Op]) -> None:
         self.recording, self.values, self.ops = recording, values, ops
@@ -264,10 +264,10 @@ class Calls:
         self.functions: list[FunctionCall] = []
         loss = (one for one in recording.own_gradients if one.call == LOSS_CALL)
         self.own_gradients: list[OwnGradient] = list(loss)
-        self._begun: dict[str, tuple[FunctionCall, int]] = {}  # with the number of ops before it
+        self._begun: dict[str, tuple[FunctionCall, int]] = {}  # and how many ops are before it
 
     def read(self, node: fx.Node, scope: Scope) -> bool:
-        """Read a node if it is a marker; returns whether it is."""
+        """Read a node if it is a marker of a call; return whether it is one."""
         readers = {
             record.ENTER: self._enter,
             record.LEAVE: self._leave,
@@ -361,7 +361,7 @@ class Calls:
         ]
 
     def _renamed(self, recorded: str, scope: Scope) -> str:
-        """Return a call's key at the place where it is replayed."""
+        """Return the key of a recorded call; in a replay, the key of the corresponding call."""
         paths, template = self.recording.paths, scope.template
         if template is None or not paths[recorded].startswith(paths[template]):
             return recorded

@@ -41,7 +41,7 @@ from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Ledger, ModelNames, Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 
-# Ops without effect on the result: the tracer's checks, and aliases.
+# Ops without effect on the result: the exporter's checks, and aliases.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.detach_.default"})
 _KEEPING = MappingProxyType(
@@ -148,8 +148,8 @@ class _Converter:
     def _gives_its_input(self, node: fx.Node, target: str, scope: Scope) -> bool:
         """Whether an op returns its input, perhaps as an alias.
 
-        Inside an autograd.Function none does: if its result were its argument, it would not be
-        called, and its backward would be lost.
+        Inside an autograd.Function the answer is always no: if the Function's result were its
+        argument, the Function would not be called, and its backward would be lost.
         """
         return not self.calls.is_in_function(scope) and (
             target in _ALIASES
@@ -160,7 +160,7 @@ class _Converter:
         )
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a dropout returns its input itself, which other code may rely on."""
+        """Whether a dropout drops nothing. It then returns its input, and code may rely on that."""
         if rule_of(target).kind is not OpKind.DROPOUT:
             return False
         arguments = dict(self.values.arguments(node, scope))
@@ -242,13 +242,13 @@ class _Converter:
         return spans_of(node) or (self.loss_at if scope.call == LOSS_CALL else ())
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
-        """Return the line of an op."""
+        """Return `file:line` of an op, or ""."""
         return next(map(str, self._spans(node, scope)), "")
 
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
     ) -> None:
-        """Bound a data-dependent size: a mask selects at most its elements, or broadcast ones."""
+        """Bound data-dependent sizes by the numel of the mask, or of what it is broadcast to."""
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
                 tensors = self.ledger.tensors

@@ -1,4 +1,4 @@
-"""Runs torch.export without its output, and reports failures in one message."""
+"""Runs torch.export, suppresses what it prints, and reports a failure as one message."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ExportedTrace:
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch size of the trace if the model fixed it, so that no symbol is left."""
+        """The batch size of the trace if the model fixed it; None if it is still a symbol."""
         wanted = self.program.graph_signature.user_inputs
         nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         sizes = [nodes[name].meta["val"].shape[0] for name in wanted if name in nodes]
@@ -82,11 +82,11 @@ class ExportedTrace:
 
 
 class DecidedByValuesError(TraceError):
-    """The model runs other code for other values of a tensor."""
+    """The values of a tensor decide which code the model runs."""
 
 
 class DevicesMeetError(TraceError):
-    """The model creates tensors on the CPU, wherever it is itself."""
+    """The model creates tensors on the CPU, even if it is on another device."""
 
 
 def export(
@@ -99,7 +99,8 @@ def export(
 ) -> ExportedTrace:
     """Export a subject's step; the batch size is a symbol unless rows are fixed.
 
-    With `is_noticed` the model can detect tracing. `found` is what an earlier step left behind.
+    With `is_noticed`, the model can detect that it is traced. `found` is the Python state that an
+    earlier step left behind.
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
@@ -161,7 +162,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Make tensors of plain numbers on the CPU, and cast with `to`."""
+        """Call a function of torch, or what replaces it in a trace."""
         del types
         kwargs = kwargs or {}
         if type(func) is _OF_AN_ATTRIBUTE and func not in _ATTRIBUTES:
@@ -261,7 +262,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"must match the size of tensor .*//2",
-        "halves of the batch meet, which may have an odd number of rows ({summary})",
+        "the model combines halves of the batch, which may have an odd number of rows ({summary})",
         "give each half as a key of its own, and join them in the forward with torch.cat",
     ),
     (
@@ -281,7 +282,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"UnsupportedOperator",
-        "torch does not know what {summary} makes before it has numbers ({line})",
+        "torch cannot compute the shapes that {summary} returns without values ({line})",
         "write it with other ops; for an op of your own: torch.library.register_fake",
     ),
     (
@@ -291,8 +292,8 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"argument #1 'indices'",
-        "an embedding is looked up by what are no whole numbers ({summary})",
-        "give whole numbers in example_batch: torch.randint, or .long()",
+        "an embedding gets indices that are not integers ({summary})",
+        "give integers in example_batch: torch.randint, or .long()",
     ),
     (
         r"does not require grad|element 0 of tensors",
@@ -317,7 +318,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"(device meta|on meta)",
-        "numbers are asked of a model that is too large to have some yet ({summary})",
+        "the model reads values of tensors, but is too large to be traced with values ({summary})",
         "compute with tensors alone, and create them on the device of an input",
     ),
 )

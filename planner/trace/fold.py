@@ -88,7 +88,7 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
-    """Return the outermost modules with children that occur more than once, by path."""
+    """Map the paths of the outermost repeated modules that have children to their structures."""
     # under the first of several names, outer modules before inner ones
     modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}

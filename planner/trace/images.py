@@ -1,8 +1,8 @@
-"""Finds the inputs that convolutions of a GPU take pixel by pixel (channels_last).
+"""Finds the images of a batch that should be in channels_last memory format on a GPU.
 
-A GPU convolves so, and copies a tensor that lies channel by channel before and behind. Batch norms
-of such tensors take three times as long (measured). The convolutions pass the order on, so it is
-enough that the images have it.
+A GPU convolves in channels_last, and copies contiguous tensors before and after each convolution.
+Batch norms of contiguous tensors take three times as long (measured). Convolutions keep the format
+of their input, so it is enough to convert the images.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autopar.planner.trace.build import TracedSubject
 
 
 def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...]:
-    """Return the images of a batch that may lie pixel by pixel; () if the model convolves none.
+    """Return the images that may be channels_last; () if the model convolves no images.
 
-    Code of the author that needs channels in their usual order (a `view` over them) fails in a
-    forward without memory. Then there are none, too.
+    Code of the author that needs contiguous images (a `view` over channels) fails in a forward with
+    fake tensors. The result is () then, too.
     """
     is_convolved = any(
         kind_of(op) is OpKind.CONVOLUTION and len(graph.tensors[op.inputs[0]].shape) == _IMAGE_DIMS
@@ -39,11 +39,9 @@ def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...
                 name: torch.empty(value.shape, dtype=value.dtype)
                 for name, value in _state_of(subject.model).items()
             }
-            batch = {
-                key: _pretended(subject.batch[key], key in images) for key in subject.step.keys
-            }
+            batch = {key: _fake(subject.batch[key], key in images) for key in subject.step.keys}
             functional_call(subject.model, state, kwargs=batch, strict=False)
-    except Exception:  # whatever the model's code raises: it is run in its usual order then
+    except Exception:  # any error of the model's code: its images stay contiguous
         return ()
     return images
 
@@ -60,7 +58,7 @@ def _state_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value for each in tensors for name, value in each(remove_duplicate=False)}
 
 
-def _pretended(value: Any, is_image: bool) -> Any:
+def _fake(value: Any, is_image: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     order = torch.channels_last if is_image else torch.contiguous_format

@@ -1,8 +1,8 @@
-"""Distinguishes a cache from state, by what a step finds of an earlier one outside the model.
+"""Distinguishes caches from state, by a second step that finds what the first one left.
 
-A step is run twice. Changes of the first one outside the model (see `outside`) stay for the second:
-numbers unchanged, and tensors computed from the batch or from weights replaced by others that must
-not be read. A tensor made of constants is removed, because a cache is filled again.
+A step is run twice. The first run's changes of Python state (see `outside`) stay for the second:
+numbers as they are; for tensors computed from the batch or weights, stand-ins that must not be
+read. A tensor made of constants is removed, because a cache is filled again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from autopar.planner.model.outside import ABSENT, Holder, OutsideSnapshot, Outsi
 
 @dataclass(slots=True)
 class LeftBehind:
-    """A step's changes outside the model, with some tensors replaced."""
+    """A step's changes of Python state, with stand-ins for tensors of the batch or weights."""
 
     changed: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
     replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # by identity
-    read: bool = False  # whether a later step has read one of these tensors
+    read: bool = False  # whether a later step reads one of these tensors, or a stale cache
 
     def put(self) -> None:
         """Put the changes in place for the next step."""
@@ -41,7 +41,7 @@ class LeftBehind:
 
 
 def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[OutsideValue, ...]:
-    """Return a call's changes between two snapshots, except those from constants alone."""
+    """Return the values that a call changed, except tensors made of constants alone."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
     tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
     made = [one for one in tensors if _is_made_of_step(one.held)]
@@ -49,7 +49,7 @@ def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[Outsi
 
 
 def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
-    """Return a step's changes between two snapshots; the trace must still be active."""
+    """Return a step's changes between two snapshots; the trace must still be running."""
     left = LeftBehind()
     for key, holder in before.holders.items():
         later = after.holders.get(key)
@@ -62,9 +62,9 @@ def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
 
 
 def _is_stale(function: Any) -> bool:
-    """Whether a function has cached something that the next step must compute again.
+    """Whether a function has cached a tensor that the next step must compute again.
 
-    Entries found by the identity of an argument tensor only matter in this step.
+    A cache whose keys are tensors is not stale: the next step has other tensors.
     """
     held = gc.get_referents(function)
     tables = [one for one in held if isinstance(one, dict)]
@@ -79,15 +79,17 @@ def _is_stale(function: Any) -> bool:
 def _changed(
     before: Mapping[Any, Any], after: Mapping[Any, Any], replaced: dict[int, torch.Tensor]
 ) -> Mapping[Any, Any]:
-    """Return the values that a holder has for the next step, if changed."""
+    """Return the changed values of a holder, as the next step finds them."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
     return {
-        key: _kept(value, old, replaced) for key, (old, value) in pairs.items() if value is not old
+        key: _as_found_later(value, old, replaced)
+        for key, (old, value) in pairs.items()
+        if value is not old
     }
 
 
-def _kept(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """Return a new value in the form for the next step."""
+def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
+    """Return a changed value as the next step finds it: as it is, replaced, or the old one."""
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:
         return value

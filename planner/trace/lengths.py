@@ -1,9 +1,9 @@
 """Traces a model again with other lengths of rows: sizes that change depend on the lengths.
 
 A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows. Two
-traces distinguish them, for the price of one more trace. A symbol for each length would take the
-exporter two to four times as long, and models that compare a length (`if t > self.block_size`) fix
-it.
+traces distinguish them, for the price of one more trace. With a symbol for each length, the
+exporter would take two to four times as long, and a model that compares a length
+(`if t > self.block_size`) would fix its symbol.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def with_other_lengths(
 ) -> Graph | None:
     """Return the graph of a model on longer or shorter rows, or None if neither works.
 
-    Its ops are those of the given graph, one by one, with the same names. Independent lengths
-    become different, if the model allows it.
+    Its ops are those of the given graph, one by one, with the same names. Lengths that do not
+    depend on each other are resized differently, if the model allows it.
     """
     for sizes in _other_sizes(graph, axes):
         try:
@@ -55,17 +55,21 @@ def with_other_lengths(
 def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, the most informative first.
 
-    Twice as many plus one distinguishes halves that are rounded down and up. Twice as many divides
-    like the model's own length, but may exceed a maximum; then half as many.
+    Twice the size plus one distinguishes halves that are rounded down and up. Twice the size has
+    the same divisors as the size. Half the size is for models with a maximum length.
     """
-    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    weight_axes = {
+        leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
+    }
     dims = {
         (name, place): dim
         for name in graph.inputs
         for place, dim in enumerate(axes.dims[name])
         if place and (size := graph.tensors[name].shape[place]).is_constant and size.at(0) > 1
     }
-    free = {k: d for k, d in dims.items() if learnt.isdisjoint(leaf.name for leaf in leaves(d))}
+    free = {
+        k: d for k, d in dims.items() if weight_axes.isdisjoint(leaf.name for leaf in leaves(d))
+    }
     numbered = {k: d for k, d in dims.items() if graph.tensors[k[0]].is_whole_numbered}
     every = (free, numbered | free, numbered)
     choices = [one for place, one in enumerate(every) if one not in every[:place]]

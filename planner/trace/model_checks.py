@@ -1,4 +1,4 @@
-"""Checks a model before it is traced, and names lines of the user's code.
+"""Checks a model before it is traced, and finds the lines of its code that run.
 
 Also finds which modules are in training and in evaluation mode. Scripts leave modes as the
 constructor set them, like a plain loop that never calls `model.train()`.
@@ -68,8 +68,8 @@ def calling_place() -> str:
 def calling_spans(step: CodeType) -> tuple[SourceSpan, ...]:
     """Return the expressions of the model that are being evaluated, the innermost one first.
 
-    The last one is in the forward that runs, or in the loss function, which the step calls. None if
-    the step is not running: passes of the exporter copy nodes later.
+    The last one is in the innermost forward, or in the loss function. The result is () if the step
+    is not running: the exporter copies nodes later.
     """
     found: list[SourceSpan] = []
     frame: FrameType | None = sys._getframe(1)
@@ -102,8 +102,8 @@ def defined_at(function: Callable[..., Any] | None) -> tuple[SourceSpan, ...]:
     return (SourceSpan(code.co_filename, line, 0, line, 0),)
 
 
-# Wrappers of a model or of its parts, by the name of a class or base class: what they are, what is
-# expected, and what to do. By name, because torch imports some lazily.
+# Classes, or base classes, of modules that are refused: what the module is, what is expected, and
+# what to do. They are given by name, because torch imports some lazily.
 _REFUSED = (
     (
         "SyncBatchNorm",
@@ -126,14 +126,14 @@ _REFUSED = (
     (
         "OptimizedModule",
         "compiled by torch.compile, and traced by autopar instead",
-        "modules as they are before",
+        "the modules themselves",
         "leave out torch.compile in the model file",
     ),
 )
 
 
 def check_structure(model: nn.Module, where: str) -> None:
-    """Raise if parts of a model cannot be found as torch finds them."""
+    """Raise if a module contains itself, or if its methods find other parts than torch's."""
     _check_nesting(model, "", (), where)
     _check_own_methods(model, where)
 
@@ -255,7 +255,7 @@ def _check_type(model: nn.Module, where: str) -> None:
         raise InputError(
             "the model is in float64",
             where=where,
-            expected="float32, of which --precision makes what is trained in",
+            expected="float32; --precision sets the dtype of the training",
             fix="leave out .double() and torch.set_default_dtype",
         )
 
@@ -302,7 +302,7 @@ _LONGEST = 60  # characters of code in an error message
 def check_root_trains(
     model: nn.Module, build_model: Callable[..., Any], name: str, where: str
 ) -> None:
-    """Raise for a model in eval mode as a whole, as from_pretrained returns it.
+    """Raise if the whole model is in eval mode, as from_pretrained returns it.
 
     Its dropout would be off, and its batch norms would keep their statistics.
     """
@@ -343,9 +343,9 @@ def _returns(tree: ast.AST) -> Iterator[ast.Return]:
 
 
 def parts_in_eval_mode(model: nn.Module) -> tuple[str, ...]:
-    """Return the outermost trainable parts in eval mode, by name.
+    """Return the paths of the outermost trainable parts in eval mode.
 
-    A single layer in eval mode is deliberate: a batch norm that keeps its statistics.
+    Single layers do not count: an author sets a batch norm to eval mode to keep its statistics.
     """
     return tuple(_evaluating(model, ""))
 

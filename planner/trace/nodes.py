@@ -1,4 +1,4 @@
-"""Questions about nodes of an exported program."""
+"""Properties of the nodes of an exported program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.planner.errors import SourceSpan
 from autopar.planner.graph.ops import Constant, Value
 from autopar.planner.trace import record
 
-SPANS = "autopar_spans"  # of the meta of a node
+SPANS = "autopar_spans"  # a key of a node's meta
 _FEW = 64
 _DETACHES = "aten.detach_.default"  # in place, but does not change the values
 _DIGITS_OF_SINGLE = 9  # enough digits to distinguish all float32 numbers
@@ -67,7 +67,7 @@ def is_mapped(val: Any) -> bool:
 
 
 def is_sparse(val: Any) -> bool:
-    """Whether a value is a tensor without plain memory."""
+    """Whether a value is a tensor that is not strided."""
     return isinstance(val, torch.Tensor) and val.layout is not torch.strided
 
 
@@ -126,7 +126,7 @@ def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
 def leaves_tensors(body: Sequence[fx.Node]) -> bool:
     """Whether tensors of a call are read after it, although it does not return them.
 
-    It stored them elsewhere: in a hook of a child, a list of a class, a context variable.
+    The call has stored them elsewhere: in a child's hook, a class's list, a context variable.
     """
     inside, returned = set(body), set(operands_of(body[-1])[0])
     made = (n for n in body[1:-1] if n not in returned and has_tensor(n.meta.get("val")))
@@ -149,7 +149,7 @@ def _nested(values: Any, *, is_single: bool) -> Value:
 
 
 def _shortest(single: float) -> float:
-    """Return the shortest number equal to this one in float32: 0.3, as written."""
+    """Return the shortest decimal that equals this number in float32, such as 0.3."""
     rounded = (float(f"{single:.{digits}g}") for digits in range(1, _DIGITS_OF_SINGLE + 1))
     return next((one for one in rounded if _as_single(one) == single), single)
 

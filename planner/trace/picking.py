@@ -26,14 +26,14 @@ _NUMBERS = (
 
 
 def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return `masked_select` as an index, so that torch recognises equal selections.
+    """Return the result of `masked_select` as `x[mask]`: torch then recognises equal selections.
 
-    None for other functions.
+    None for other functions, and for a mask that is broadcast.
     """
     if func not in _PICKING:
         return None
     whole, mask = (*args, *kwargs.values())
-    if whole.shape != mask.shape:  # torch cannot match broadcast masks
+    if whole.shape != mask.shape:  # x[mask] does not broadcast
         return None
     return Tensor.__getitem__(whole, mask)
 
@@ -44,7 +44,7 @@ def mask_of(
     """Return the mask whose true entries an op selects, or None."""
     if target in _COUNTING:
         return next(refs(tuple(arguments.values())))
-    if target == "aten.masked_select.default":  # a broadcast mask selects more
+    if target == "aten.masked_select.default":  # the mask may be broadcast
         return next(refs(arguments["mask"]))
     if target != "aten.index.Tensor":
         return None

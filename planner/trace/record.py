@@ -4,7 +4,7 @@ During a trace each module's forward is wrapped. The wrapper adds two nodes with
 graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross the call's
 border; `convert` reads and removes them. A repeated block is not run again: a node
 `autopar::replay` stands for its ops. For a module with hooks, the whole call is wrapped, because
-the hooks belong to it.
+the call runs the hooks.
 
 A custom autograd.Function is recorded like a module: the exporter would inline its forward and
 silently lose its backward.
@@ -83,10 +83,10 @@ class TraceRecording:
     own_gradients: list[OwnGradient] = field(default_factory=list)
     kept: dict[str, tuple[OutsideValue, ...]] = field(
         default_factory=dict
-    )  # changes of calls outside
+    )  # the Python state that each call changed
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
     modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode has changed
-    at_end: frozenset[Any] = frozenset()  # keys of things that exist after the step
+    at_end: frozenset[Any] = frozenset()  # comparable forms of all values after the step
     is_running: bool = False  # whether the step itself is running
 
     def restart(self) -> None:
@@ -116,7 +116,7 @@ class TraceRecording:
         return self.outside.around(self.paths[call]).snapshot()
 
     def left_by(self, call: str) -> Left:
-        """Return whether a call has changed something outside, and whether that was undone."""
+        """Return whether a call has changed Python state, and whether the change was undone."""
         left = self.kept.get(call, ())
         stays = all(one.is_number or one.told_by in self.at_end for one in left)
         return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
@@ -249,7 +249,7 @@ def _as_fields(leaf: Any) -> Any:
 
 @contextmanager
 def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
-    """Record uses of autograd Functions other than torch's."""
+    """Record calls of autograd.Function classes that are not torch's own."""
     original = inspect.getattr_static(torch.autograd.Function, "apply")  # may be Python or C
 
     def apply(cls: type, *args: Any) -> Any:
@@ -349,7 +349,7 @@ def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
 
 
 def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
-    """Add a marker directly to the graph, if the exporter has a node for each tensor.
+    """Add a marker directly to the graph if each tensor has a node; return whether it was added.
 
     Calling the op would pass through every mode, which takes as long as an op of the model.
     """

@@ -3,11 +3,10 @@
 - Losses of single rows get their correct shape. With a symbolic number of rows,
   `cross_entropy(…, reduction="none")` of [rows, classes] has no dims on meta;
   of [rows, classes, 1] it has the right ones.
-- Slices of constants that take a whole dim are kept: for shorter rows,
+- A slice of a constant stays an op even if it takes a whole dim: for shorter rows,
   `self.mask[:, :, :t, :t]` takes a part.
-- A model's own checkpointing runs once, and is recorded. The plan chooses which layers are
-recomputed;
-  `autopar plan` prints a note about the model's own.
+- A function that the model checkpoints runs once, and its place is recorded. The plan chooses which
+  layers are recomputed; `autopar plan` prints a note about the model's own checkpointing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 @contextmanager
 def ctc_traced() -> Iterator[None]:
-    """Make the op inside the CTC loss return a loss per row, and nothing for its backward."""
+    """Make the op in the CTC loss return a loss per row, and an empty tensor for the backward."""
     with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
         yield
 
@@ -64,7 +63,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return such slices of a tensor without rows; None if there are none."""
+    """Return `x[…]` with an op for each slice that takes a whole dim; None if none does."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -94,7 +93,7 @@ _OP = torch.ops.aten._grouped_mm.default
 
 @contextmanager
 def grouped_products_traced() -> Iterator[None]:
-    """Give grouped matrix products their correct shape; their kernels take float32."""
+    """Give grouped matrix products their shape in every dtype; torch's meta function wants bf16."""
     with patch.dict(fake_impls.op_implementations_dict, {_OP: _result}):
         yield
 
@@ -108,7 +107,7 @@ def _result(mode: Any, _op: Any, rows: Tensor, matrices: Tensor, *_: Any, **__: 
 def inference_without_gradients() -> Iterator[None]:
     """Make inference_mode act as no_grad, because the exporter does not distinguish them.
 
-    The class itself is changed, because decorators were created with it before.
+    The class itself is patched, because decorators made from it exist already.
     """
 
     def enter(self: Any) -> None:
@@ -122,7 +121,7 @@ def inference_without_gradients() -> Iterator[None]:
 
 
 def without_outs(program: torch.nn.Module) -> None:
-    """Replace every op with an `out` argument, in a graph and nested ones."""
+    """Replace every op that has an `out` argument by the plain op and a copy."""
     for part in program.modules():
         if isinstance(part, fx.GraphModule):
             for node in list(part.graph.nodes):
@@ -173,7 +172,7 @@ def own_checkpoints_noted() -> Iterator[list[str]]:
         yield
 
     class Reentrant:
-        """Replaces the reentrant checkpoint Function, whose forward keeps no graph."""
+        """Replaces the reentrant checkpoint's Function, whose forward runs without gradients."""
 
         @staticmethod
         def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -200,14 +199,14 @@ _RUNS_BACKWARD = (
     "take a gradient by torch.autograd.grad(…, create_graph=True), and add up losses",
 )
 _LEARNS_OUTSIDE = (
-    "the forward or the loss computes with a parameter that is not the model's, and that learns",
+    "the forward or the loss computes with a trainable parameter that is not the model's",
     "parameters of modules of the model: these are built, split and optimized",
     "make it, or the module that has it, a part of the model, and let forward compute with it "
     "(return the loss, or what it needs); one that stays as it is: requires_grad_(False)",
 )
 _DERIVES = (
-    "the forward derives a function by torch.func, which has no plain graph",
-    "gradients that autograd takes",
+    "the forward differentiates a function by torch.func, which has no plain graph",
+    "gradients that torch.autograd computes",
     "torch.autograd.grad(…, create_graph=True)",
 )
 _REFUSED = {
@@ -233,7 +232,7 @@ def refuse_call(func: Callable[..., Any]) -> None:
 
 
 def refuse_learning_outside(args: Iterable[Any]) -> None:
-    """Raise TraceError if code computes with a trainable parameter outside of the model.
+    """Raise TraceError if code computes with a trainable parameter that is not the model's.
 
     During a trace the model's own parameters are replaced by stand-ins.
     """
@@ -251,7 +250,7 @@ def _is_derived() -> bool:
 
 @contextmanager
 def own_weights_alone() -> Iterator[None]:
-    """Refuse, inside, that a model replaces the weights of its own modules."""
+    """Raise in the body if the model runs a module with other weights than its own."""
     plain = stateless._functional_call
 
     @wraps(plain)

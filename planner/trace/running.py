@@ -1,7 +1,7 @@
 """Runs a model during a trace, and records its effects outside of the graph.
 
-Also records where a model changes or takes gradients, because printed code would not. The result of
-`torch.autograd.grad` is one op in the graph, `autopar::gradient`. Hooks leave no op.
+Also records where a model changes or takes gradients, because printed code would not do so. In the
+graph, `torch.autograd.grad` is one op, `autopar::gradient`. Hooks leave no op.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def worked_on(
     kwargs: Mapping[str, Any],
     recording: TraceRecording,
 ) -> tuple[Tensor, ...] | None:
-    """Record a call that changes or takes a gradient; returns the taken one, else None."""
+    """Record a call that changes or takes gradients; return the taken ones, or None."""
     if func in _USES:
         use, how = _USES[func]
         recording.note_gradient(use, how, calling_place())
@@ -79,7 +79,7 @@ def _taken(
     create_graph: bool = False,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Return gradients as one op; they need gradients if create_graph is set."""
+    """Return gradients as results of one op; they require gradients if create_graph is set."""
     given = [list(_listed(one)) for one in (outputs, inputs, grad_outputs)]
     gradients: list[Tensor] = torch.ops.autopar.gradient(*given)
     return tuple(gradients if create_graph else (one.detach() for one in gradients))
@@ -111,9 +111,9 @@ def saving_noted(recording: TraceRecording) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Traces:
-    """What a step changes outside the model, and leaves for the next one."""
+    """A step's changes of Python state, and what the step leaves for the next one."""
 
-    # places, and whether a number changed
+    # each changed place, and whether it is compared by value
     changed: Mapping[str, bool] = field(default_factory=dict)
     left: LeftBehind = field(default_factory=LeftBehind)
 
@@ -127,7 +127,7 @@ class TracedRun:
     found: LeftBehind | None
 
     def loss_of(self, step: TracedStep, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Run a step, and undo its changes outside the model."""
+        """Run a step and return its loss; restore the Python state afterwards."""
         self.recording.restart()
         outside = self.recording.outside
         at_first = outside.snapshot()

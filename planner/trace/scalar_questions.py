@@ -1,15 +1,16 @@
 """Answers questions about values while a model is traced, if only one answer is possible.
 
 - Numbers that do not depend on the batch and weights: `(positions.diff() != 1).any()` of an arange,
-or
-  `mask.all()` of ones. The recorded ops compute them for several numbers of rows, which must agree.
+  or `mask.all()` of ones. The recorded ops compute the number for several numbers of rows; the
+  results must agree.
 - `len(x)` of a tensor is a symbol, like `x.shape[0]`; Python's own `len` would fix the number of
-rows. - Checks count as passed, because they depend on values: `assert ids.min() >= 0` and
-  `if labels.max() >= self.vocab: raise ValueError(…)`. If the statement can only raise,
-  the answer is the one that does not. If torch asks whether a mask that it applies anyway
-  is causal, the answer is no.
-- A decision by a random number is refused: dropping a layer if `torch.rand([]) < p` would
-  run other code in every step and on every rank.
+  rows.
+- Checks of values count as passed: `assert ids.min() >= 0`, and
+  `if labels.max() >= self.vocab: raise ValueError(…)`. For an `if` that only raises, the answer is
+  the one that does not raise.
+- If torch asks whether a mask that it applies anyway is causal, the answer is no.
+- A decision by a random number is refused: if `torch.rand([]) < p` drops a layer, each step and
+  each rank would run other code.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _computed(nodes: Sequence[fx.Node], rows: int, root: torch.nn.Module) -> Any:
-    """Run nodes on the CPU with so many rows, and return the last one's number."""
+    """Run nodes on the CPU for a number of rows; return the number that the last one computes."""
     values: dict[fx.Node, Any] = {}
 
     def given(leaf: Any) -> Any:
@@ -135,7 +136,7 @@ _ASKING: Mapping[Callable[..., Any], Callable[[Any], Any]] = MappingProxyType(
 
 
 def answered(func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Return the number that a call asks for; None if it asks for none, or it is unknown."""
+    """Return the number that a call asks for; None for other calls, or if it is unknown."""
     if func not in _ASKING:
         return None
     asked = args[0]
@@ -154,7 +155,7 @@ _MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 def tensor_of_numbers(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return a meta tensor made of known numbers, or None for other calls."""
+    """Return the meta tensor that a call makes of plain numbers; None for other calls."""
     if func is Tensor.new_tensor:
         like, *args = args
         kwargs = {"dtype": like.dtype, "device": like.device, **kwargs}
@@ -244,7 +245,7 @@ def _only_raises(node: ast.If) -> bool:
 
 
 def _answer(test: ast.expr, *, passes: bool) -> bool | None:
-    """Return the value of all parts with which a test passes; None if parts differ."""
+    """Return the value that all parts of a test need to pass a check; None if they differ."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _answer(test.operand, passes=not passes)
     differ = any(isinstance(one, ast.Not | ast.IfExp) for one in ast.walk(test))

@@ -1,13 +1,13 @@
-"""Finds writes to parts of tensors, and masks that partition rows.
+"""Turns writes to parts of tensors into ops, and finds masks that partition rows.
 
-A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. Each may
-select all rows, which no plan can know, but together they select every row once. Each is priced
-with an equal share.
+A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. No plan can
+know how many rows each mask selects, perhaps all. But together the masks select every row once, so
+each is priced with an equal share.
 
-Writes to a part of a tensor become new tensors: `x[:, 1:] = y` becomes a slice_scatter. A split may
-convert a view, and a write to the converted copy would be lost. So where gradients flow, a copy
-into slices or selections makes a new tensor, which later ops read. If another view, made before, is
-read after the write, the write stays as it is.
+`x[:, 1:] = y` becomes a slice_scatter, whose result is a new tensor. The reason: a plan may convert
+the layout of the view `x[:, 1:]`, and a write to the converted copy would be lost. So where
+gradients flow, a copy into slices or selections makes a new tensor, which later ops read. If a view
+that is older than the write is read after it, the write stays as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def with_expected_rows(graph: Graph) -> Graph:
 
 
 def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
-    """Yield masks that differ in one number only, with each one's share."""
+    """Yield the masks that differ only in the number they compare with, each with its share."""
     families: dict[object, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
     times: dict[str, int] = {}
     for mask in sorted(counted & graph.index.made_by.keys()):
@@ -53,8 +53,8 @@ def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
 def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
     """Return what a mask compares, the number it looks for, and how often a row may match.
 
-    These are `classes == number`, any of several per row (`(chosen == number).any(-1)`), or a
-    number's column of a one-hot tensor.
+    A mask is `classes == number`, the same with several classes per row
+    (`(chosen == number).any(-1)`), or the number's column of a one-hot tensor.
     """
     op = _behind_views(mask, graph)
     times = 1
@@ -94,9 +94,9 @@ def with_scatters(graph: Graph) -> Graph:
 
 
 class _Written:
-    """Finds storages that are only written by copies into views, and then read as a whole.
+    """Finds storages that only copies into views write to, and whose older views are not read.
 
-    Positions in the list of ops show what is made before a write and read after it.
+    Positions in the list of ops show which views are older than a write and read after it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -156,7 +156,7 @@ class _Scattering:
         self.calls = dict(graph.calls)
 
     def scattered(self) -> Graph:
-        """Read the ops in order, each with the newest tensors."""
+        """Return the graph with scatters; each op reads the newest version of a tensor."""
         spans = _spans(self.graph)
         for i, op in enumerate(self.graph.ops):
             for key in spans.begin.get(i, ()):
@@ -204,7 +204,7 @@ class _Scattering:
         self.newest[view] = source
 
     def _put(self, op: Op, source: str, cut: Op) -> str:
-        """Return a tensor with the source inserted at a view's place."""
+        """Add the op that puts the source in place of a view; return the name of its result."""
         base = cut.inputs[0]
         name = f"{op.name}_in_{base}"
         given = [(key, value) for key, value in cut.arguments if not isinstance(value, Ref)]

@@ -1,4 +1,4 @@
-"""Names and sizes of a graph that is being read."""
+"""Reads sizes, names and versions of tensors from an exported program."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _MAX_POWER = 3
 class Symbols:
     """Reads the sizes of a trace: every symbol is the batch, because only batch dims are symbolic.
 
-    Sizes that depend on data (unbacked symbols) have no value while planning. `bounds` are their
-    upper limits: the elements of the tensor in which they were counted. `counters` are what they
-    were counted by.
+    Sizes that depend on data (unbacked symbols) have no value while planning. `counters` names the
+    tensor, such as a mask, whose entries such a size counts. `bounds` are upper limits: the number
+    of this tensor's elements.
     """
 
     def __init__(self, *, fixed_batch: int | None) -> None:
@@ -72,7 +72,7 @@ class Symbols:
     def counter(self, sizes: Sequence[int | torch.SymInt], name: str) -> str:
         """Return the counter of a tensor's entries, or "" if its sizes are known.
 
-        Sizes that are no multiple of one count are their own counter, with the tensor's name.
+        If the sizes are no multiple of one count, the counter is the tensor itself.
         """
         counted = [size for size in sizes if _unbacked(size)]
         if not counted:
@@ -176,7 +176,7 @@ class Ledger:
     ) -> None:
         """Add a traced tensor; gradients flow through complex numbers, too.
 
-        Its name is made unique: a buffer may be called `mean`, like an op.
+        Its name is reserved, because a buffer may be called `mean`, like an op.
         """
         self._used_names.setdefault(name, 1)
         has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
@@ -191,13 +191,13 @@ class Ledger:
         )
 
     def learn(self, written: Iterable[str]) -> None:
-        """Mark written tensors as needing gradients, and all that is read from them."""
+        """Mark the tensors that own the written memory as requiring gradients."""
         for name in (self.tensors[one].storage for one in written):
             if self.tensors[name].origin is TensorOrigin.OP:
                 self.tensors[name] = replace(self.tensors[name], requires_grad=True)
 
     def supersede(self, written: Iterable[str], name: str) -> None:
-        """Make later reads of tensors written in place read a new tensor."""
+        """Make the tensor `name` the newest version of tensors that were written in place."""
         self._latest.update(dict.fromkeys(written, name))
 
     def latest_value(self, value: Value) -> Value:

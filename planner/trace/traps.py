@@ -2,11 +2,11 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
-- A plain value outside the model that changes with each step: the same. See `outside`.
+- Any other plain value that changes with each step, such as a global: the same. See `outside`.
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 - A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 
-The other silent trap, the lost backward of a custom autograd.Function, is met in `record`.
+`record` handles another silent error: the exporter loses the backward of an autograd.Function.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def no_foreign_randomness(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Raise a TraceError after the body if an attribute of a module got another value.
+    """Raise a TraceError after the body if an attribute of a module has changed its value.
 
-    It must surround one run of the model, for the exporter resets attributes afterwards. Plain
-    values and tensors are looked at. What was absent or None before passes: a cache that is filled
-    once, or a result put down for the loss.
+    The body must be one run of the model, because the exporter resets attributes afterwards. Plain
+    values and tensors are compared. An attribute that was absent or None may change: it is a cache
+    that is filled once, or a result that is stored for the loss.
     """
     before = _attributes(model)
     yield
@@ -84,7 +84,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _of_old_norm(module: nn.Module) -> str:
-    """Return the remedy where torch's older norms of weights set an attribute at each forward."""
+    """Return the fix if torch's older weight_norm or spectral_norm sets the attribute, or ""."""
     hooks = (type(hook) for hook in module._forward_pre_hooks.values())
     name = next((_OLD_NORMS[one] for one in hooks if one in _OLD_NORMS), "")
     return name and f"torch.nn.utils.parametrizations.{name}(…), which keeps no attribute"
@@ -114,19 +114,19 @@ def assigned_buffers_written(module: nn.Module, path: str) -> Iterator[None]:
 
 
 def counts_outside(place: str, path: Path) -> TraceError:
-    """Return the error for a number outside the model that each step changes."""
+    """Return the error for a number of the Python state that each step changes."""
     found = f"each run of the forward or the loss changes {place}: the trace would keep one value"
     return TraceError(found, where=str(path), expected=_AS_BUFFER, fix=_IN_BUFFER)
 
 
 def depends_on_outside(place: str, path: Path) -> TraceError:
-    """Return the error for a step that computes by what an earlier one has left."""
+    """Return the error for a step whose results depend on state that an earlier step left."""
     found = f"what a step leaves in {place} changes what the next one computes"
     return TraceError(found, where=str(path), expected=_AS_BUFFER, fix=_IN_BUFFER)
 
 
 def weight_written(name: str, where: str) -> TraceError:
-    """Return the error for a forward that changes a weight: a shard, or a copy, would change."""
+    """Return the error for a forward that writes to a weight: it would write to one rank's part."""
     return TraceError(
         f"the forward writes to the parameter {name}",
         where=where,
@@ -138,7 +138,7 @@ def weight_written(name: str, where: str) -> TraceError:
 def _spy(function: Callable[..., Any], found: list[TraceError]) -> Callable[..., Any]:
     def spy(*args: Any, **kwargs: Any) -> Any:
         where = _caller()
-        if where:  # torch and its friends may draw for themselves
+        if where:  # libraries may draw random numbers of their own
             found.append(_baked_randomness(where))
         return function(*args, **kwargs)
 
@@ -155,7 +155,7 @@ def _baked_randomness(where: str) -> TraceError:
 
 
 def _caller() -> str:
-    """Return file:line of the nearest caller's caller, or nothing where a library called."""
+    """Return file:line of the code that draws a random number, or "" if a library does."""
     frame: FrameType | None = sys._getframe(2)
     if frame is None or is_library_file(frame.f_code.co_filename):
         return ""
@@ -186,7 +186,7 @@ def _random_state(generator: random.Random | np.random.Generator | np.random.Ran
 
 
 def _globals(module: nn.Module) -> dict[str, Any]:
-    """Return the names that the file of a module's class defines."""
+    """Return the globals of the file that defines a module's forward."""
     return getattr(type(module).forward, "__globals__", {})
 
 

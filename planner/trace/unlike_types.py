@@ -1,13 +1,13 @@
-"""Types that do not fit, checks of torch without an answer, and models that notice a trace.
+"""Finds element types that do not match, and hides from the model that it is traced.
 
-A buffer keeps its fp32 beside parameters in 16 bits. If the model adds it to activations
-(x + self.positions), these become fp32, and torch multiplies no fp32 by weights in 16 bits. So the
-fewest buffers that make types fit are cast to 16 bits, as model.to(torch.bfloat16) does with all.
+Buffers stay in fp32 beside 16-bit parameters. If the model adds a buffer to activations
+(x + self.positions), these become fp32, and torch does not multiply fp32 by 16-bit weights. So some
+buffers are cast to 16 bits, as few as possible; model.to(torch.bfloat16) would cast all.
 
-gaussian_nll_loss asks a tensor for its truth before it computes; here it is computed without.
+gaussian_nll_loss checks a tensor's values, which a trace does not know; here the check is left out.
 
-Libraries ask torch whether a graph is being made, and then compute in another way than in training:
-with masks of their own instead of `is_causal`, or without a check. Here torch answers no.
+Libraries ask torch whether a graph is being made. If it is, they compute otherwise than in
+training: with masks of their own instead of `is_causal`, or without a check. So torch answers no.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _MOST_KINDS = 4  # of buffers that are tried one by one
 def traced_with_few(
     traced: Callable[[Names], Graph], wide: Callable[[], Mapping[str, Tensor]]
 ) -> Graph:
-    """Return a trace in 16 bits with few narrowed buffers, and none that the forward writes.
+    """Return a trace in 16 bits that casts few buffers to 16 bits (`narrowed` buffers).
 
-    `traced` raises UnlikeTypesError where types clash; `wide` returns the buffers that may be
-    narrowed. One that is written is narrowed after all where types clash without that.
+    `traced` raises UnlikeTypesError if types clash; `wide` returns the buffers that may be
+    narrowed. A buffer that the forward writes to is narrowed only if types clash otherwise.
     """
     try:
         return traced(frozenset())
@@ -67,10 +67,10 @@ def traced_with_few(
 
 
 def promoting(graph: Graph) -> Names:
-    """Return the narrowed buffers that would let fp32 meet 16 bits, were they in fp32.
+    """Return the narrowed buffers that would make types clash if they were in fp32.
 
-    That is in an op which wants operands of one type. A cast to the type that a buffer has by now
-    leaves no op, so this may be more buffers than need be.
+    Types clash in an op whose operands must have one type. The trace does not show a cast to the
+    type of the narrowed buffer, so the result may have more buffers than necessary.
     """
     of = {b.name: frozenset({b.name}) for b in graph.buffers if b.narrowed}
     found: Names = frozenset()
@@ -95,7 +95,7 @@ def _first_that_fits(
             return chosen, traced(chosen)
         except UnlikeTypesError as error:
             if number == 0 and (error.found, error.where) == (clash.found, clash.where):
-                break  # no buffer has a part in it
+                break  # buffers are not the reason
     raise clash
 
 
@@ -110,7 +110,7 @@ def _choices(kinds: list[Names]) -> Iterator[Names]:
 
 
 def _kinds(names: Iterable[str]) -> list[Names]:
-    """Gather the names that differ in the number of a layer alone."""
+    """Group the names that differ only in a layer's number."""
     kinds: dict[tuple[str, ...], set[str]] = {}
     for name in names:
         parts = tuple("*" if part.isdecimal() else part for part in name.split("."))
@@ -124,7 +124,7 @@ _SIGNATURE = inspect.signature(functional.gaussian_nll_loss)
 def unchecked(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the loss, None where another function is called."""
+    """Return a gaussian_nll_loss without its check of values; None for other functions."""
     if func is not functional.gaussian_nll_loss:
         return None
     given = _SIGNATURE.bind(*args, **kwargs)
@@ -154,7 +154,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextmanager
 def unnoticed() -> Iterator[None]:
-    """Tell all but torch itself that nothing is compiled or exported, and that tensors are real."""
+    """Tell all code but torch that nothing is compiled or exported, and that tensors are real."""
     with ExitStack() as patches:
         for name in ("is_compiling", "is_exporting"):
             hidden = _hidden(getattr(torch.compiler, name))
@@ -165,7 +165,7 @@ def unnoticed() -> Iterator[None]:
 
 
 class _Subclasses(ModuleType):
-    """The module whose class of tensors without memory others compare theirs with."""
+    """The module torch._subclasses; code outside torch gets another class as its FakeTensor."""
 
     @property
     def FakeTensor(self) -> type:  # noqa: N802
@@ -173,7 +173,7 @@ class _Subclasses(ModuleType):
 
 
 class _NoTensor:
-    """What nothing is an instance of."""
+    """A class without instances."""
 
 
 def _hidden(truth: Callable[[], bool]) -> Callable[[], bool]:
@@ -184,11 +184,11 @@ def _is_asked_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
 
 
-_WHOLE = ("int", "uint", "bool")
+_INTEGER_TYPES = ("int", "uint", "bool")
 
 
 class UnlikeTypesError(TraceError):
-    """Operands whose element types PyTorch does not compute with together."""
+    """Operands have element types that PyTorch does not combine in one op."""
 
     half_expected = (
         "one type: torch.rand, torch.arange(…).float() and .float() make float32, and so is what "
@@ -197,7 +197,7 @@ class UnlikeTypesError(TraceError):
     half_fix = "cast what is read there: x.to(self.weight.dtype)"
 
     def in_half(self, precision: Precision) -> TraceError:
-        """Return the error of a model that trains well, but not in 16 bits."""
+        """Return the error for a model that trains in fp32, but not in 16 bits."""
         return TraceError(
             f"in {precision}, {self.found}",
             where=self.where,
@@ -207,7 +207,7 @@ class UnlikeTypesError(TraceError):
 
 
 class UnlikePairError(UnlikeTypesError):
-    """Two arguments whose element types PyTorch wants to be one."""
+    """Two arguments have different element types, and PyTorch wants one."""
 
     half_expected = "both in one type: torch.tensor([0.5]), torch.ones and .float() make float32"
     half_fix = "cast one to the other's: weight.to(logits.dtype)"
@@ -221,9 +221,9 @@ class NoKernelError(UnlikeTypesError):
 
 
 def check_types(graph: Graph, *, is_half: bool) -> None:
-    """Raise an error for the first op that PyTorch would not compute for the types it is given.
+    """Raise for the first op that PyTorch does not compute with the types of its arguments.
 
-    In a training in 32 bits, floating types below float64 are one.
+    In fp32 training, all floating-point types below float64 count as one type.
     """
     odd_types = ("float64", "float32") if is_half else ("float64",)
     for op in graph.ops:
@@ -243,12 +243,12 @@ def check_types(graph: Graph, *, is_half: bool) -> None:
 
 def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
     types = list(dict.fromkeys(graph.tensors[name].dtype for name in op.inputs))
-    odd = [one for one in types if one.startswith(_WHOLE) or one in odd_types]
+    odd = [one for one in types if one.startswith(_INTEGER_TYPES) or one in odd_types]
     if not odd or len(types) == 1:
         return
     others = [one for one in types if one not in odd]
     raise UnlikeTypesError(
-        f"{_name(op)} multiplies {_told(odd[0])} by {_told((others or odd[1:])[0])}",
+        f"{_name(op)} multiplies {_type_text(odd[0])} by {_type_text((others or odd[1:])[0])}",
         where=_where(op, graph),
         expected="operands of one type",
         fix="give float32 in example_batch, or cast what the product reads: x.to(weight.dtype)",
@@ -265,7 +265,8 @@ def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
     types = [graph.tensors[name].dtype for name in refs.values()]
     if len(set(types)) == 2 and set(types) & set(odd_types):
         raise UnlikePairError(
-            f"{_name(op)} computes in {_told(types[0])}, and its {[*refs][1]} is {_told(types[1])}",
+            f"{_name(op)} computes in {_type_text(types[0])}, and its {[*refs][1]} is "
+            f"{_type_text(types[1])}",
             where=_where(op, graph),
             expected="both in one type",
             fix=UnlikePairError.half_fix,
@@ -285,7 +286,7 @@ def _check_classes(op: Op, graph: Graph) -> None:
             )
 
 
-def _told(dtype: str) -> str:
+def _type_text(dtype: str) -> str:
     return "the model's own type" if dtype == MODEL_DTYPE else dtype
 
 

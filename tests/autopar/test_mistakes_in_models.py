@@ -54,7 +54,7 @@ NAMES = {
         "inspect meta-llama/Llama-2-7b",
         "there is no file … for one of Hugging Face see docs/model-file.md",
     ),
-    "another folder": named("net.py", "there is no file net.py … it is seen from"),
+    "another folder": named("net.py", "there is no file net.py … the working directory is"),
     "the name of an installed module": mistake(
         "inspect torch.py",
         "torch.py would hide the module torch … my_torch.py",
@@ -203,7 +203,7 @@ DEVICES_AND_TYPES = {
     ),
     "float tokens": source(
         MODEL.replace("nn.Linear(4, width)", "nn.Embedding(9, width)"),
-        "an embedding is looked up by what are no whole numbers … torch.randint",
+        "an embedding gets indices that are not integers … torch.randint",
         code=4,
     ),
     "a key that the batch does not have": model(

@@ -74,7 +74,7 @@ MODELS = {
     "prints": _model("print('hello')", "hello\n", code=0),
     "an error without a text": _model(
         "class E(Exception):\n    def __str__(self): raise E\nraise E",
-        "failed: E: (its text cannot be told: E)",
+        "failed: E: (its __str__ raises E)",
     ),
     "frames of C++": _model(
         "raise RuntimeError('no\\nException raised from f at f.cpp:3 (most recent call first):')",

@@ -60,9 +60,9 @@ def test_writes_across_a_border_are_found(
 @pytest.mark.parametrize(
     ("layer", "model", "words"),
     [
-        ("return self.linear(x.relu_())", "return self.layer(x) + x", "read that afterwards"),
-        ("x[:, 0] = 0; return self.linear(x)", "return self.layer(x) + x", "read that afterwards"),
-        ("return self.linear(x.relu_()) + y", "return self.layer(x, x[:, :1])", "read that after"),
+        ("return self.linear(x.relu_())", "return self.layer(x) + x", "reads that afterwards"),
+        ("x[:, 0] = 0; return self.linear(x)", "return self.layer(x) + x", "reads that afterwards"),
+        ("return self.linear(x.relu_()) + y", "return self.layer(x, x[:, :1])", "reads that after"),
         (
             "z = self.linear(x); return z, z.view(-1, 2, 2)",
             "y, z = self.layer(x); z += 1; return y",
