@@ -1,8 +1,8 @@
 """How ranks find each other over the network, and what to set if they do not.
 
-torchrun keeps one store for all starts. After a restart, torch's own env:// reads the addresses of
-dead ranks from it (2.13), and gloo tries to connect to them until it times out. Here every start
-has a prefix of its own in the store.
+torchrun keeps one store for all starts. After a restart, torch's own env:// (2.13) reads the
+addresses of dead ranks from it, and gloo tries to connect to them until it times out. Here every
+start has a prefix of its own in the store.
 
 gloo listens on the address that the machine's own name resolves to. On Debian and Ubuntu that is
 127.0.1.1, which other nodes cannot reach. So the network interface that leads to the other nodes is
@@ -32,7 +32,7 @@ from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
-_AGAIN = timedelta(seconds=1)  # after which a rank checks for another word
+_AGAIN = timedelta(seconds=1)  # a rank waits so long before it checks for another word
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
@@ -224,7 +224,7 @@ _Entry._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-# where the address is: its first byte, its length
+# where a sockaddr has the address: its first byte, its length
 _PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 

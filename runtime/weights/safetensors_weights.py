@@ -1,4 +1,4 @@
-"""Reads safetensors, a file or a folder, into this rank's parameters, slice by slice."""
+"""Reads .safetensors, a file or a folder, into this rank's parameters, slice by slice."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def load_safetensors(
 ) -> list[str]:
     """Fill a model on meta with this rank's part of every parameter that the files have.
 
-    Names are those of the model, or those of its `save_pretrained`, which `ask` returns. Buffers
-    are filled if the files have them; the rest is left to Recipe.materialise. Returns the names of
-    parameters that the files lack, or have in another shape, if `may_lack` allows it.
+    The files have the model's names, or those of its `save_pretrained`, whose form `ask` returns.
+    Buffers are filled if the files have them; the rest is left to Recipe.materialise. Returns the
+    names of parameters that the files lack, or have in another shape, if `may_lack` allows it.
     """
     left = list[str]()
     with ExitStack() as files:
@@ -110,7 +110,7 @@ class _FoundTensor:
 
 
 def _allowing(name: str) -> str:
-    """Return how to allow that files lack a parameter."""
+    """Return a hint: the option with which files may lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
     return f'--allow-missing "{pattern}" has it start as it is constructed'
