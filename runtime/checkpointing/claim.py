@@ -147,7 +147,7 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the folder still exists under the path `seen`. If it does not, it has been moved."""
+    """Whether the path `seen` is another folder. If it does not exist, this one was moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -213,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Whether the file was created. On a disk only one of several processes succeeds."""
+    """Create the file, and return whether that worked. On a disk, it works for one process only."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"

@@ -1,6 +1,6 @@
 """Finds the checkpoint to resume from, and deletes old ones.
 
-Tells the folders of a training apart: complete checkpoints, unfinished ones, broken ones.
+Distinguishes the folders of a training: complete checkpoints, unfinished ones, broken ones.
 
 On a disk, a checkpoint is written as `step-N.tmp` and renamed when it is complete. An object store
 cannot rename: there it has its final name from the start, and its manifest is written last and

@@ -44,7 +44,7 @@ class CheckpointSaving:
     """The checkpoint that is being written; there is at most one.
 
     On each rank a thread writes the rank's file. The thread sends no messages, because messages of
-    two threads would need process groups of their own. The ranks agree on things between two steps.
+    two threads would need process groups of their own. The ranks exchange them between two steps.
     """
 
     def __init__(self, mesh: Mesh) -> None:

@@ -92,7 +92,7 @@ class Epochs:
         return self._count(self.rows - row) + whole + rest
 
     def _count(self, rows: int) -> int:
-        """Return how many steps the last rows of an epoch make."""
+        """Return how many steps the remaining rows of an epoch make."""
         return rows // self.per_step if self.last is LastRows.DROP else _ceil(rows, self.per_step)
 
     def _steps(self, rows: int) -> Iterator[int]:

@@ -104,10 +104,10 @@ _PLAIN = (
 def run_alike(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
-    """Return a forward, its first arguments, and a copy of them for the second run.
+    """Return a function and arguments for checkpoint(), whose two runs then get equal arguments.
 
-    The copy is passed in both runs, because it is what is saved until the backward. The first run
-    uses the original arguments instead.
+    checkpoint() saves a copy of the arguments until the backward, and passes it in both runs. The
+    function ignores it: the first run takes the original arguments, the second one another copy.
     """
     copied = _copies((args, kwargs))
     if copied is None:
@@ -124,7 +124,7 @@ def run_alike(
 def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     """Return a function that copies arguments in their current state.
 
-    None if they are immutable.
+    None if they are immutable, or cannot be copied.
     """
     args, kwargs = given
     if all(map(_is_plain, (*args, *kwargs.values()))):
@@ -165,7 +165,7 @@ class _ObjectWriter(pickle.Pickler):
 
 
 class _ObjectReader(pickle.Unpickler):
-    """Unpickles that structure."""
+    """Unpickles what _ObjectWriter has pickled."""
 
     def __init__(self, file: BytesIO, shared: list[Any]) -> None:
         super().__init__(file)
