@@ -121,7 +121,7 @@ class _TensorDocument:
     shards: tuple[_ShardDocument, ...]
 
     def read(self) -> Logical:
-        """Return the tensor."""
+        """Return the logical tensor that this document describes."""
         shards = (
             Stored(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
             for one in self.shards

@@ -89,7 +89,7 @@ class StopWish:
         self._before = {}
 
     def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
-        """Return what the ranks agree on. All of them call this after every step."""
+        """Return what the ranks agree on. All ranks call this after every step."""
         self._steps_ended += 1
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:

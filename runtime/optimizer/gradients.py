@@ -39,7 +39,7 @@ class HeldGradient:
 
 
 def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
-    """Find every gradient once, also for a parameter that two parts share."""
+    """Return every gradient once, also for a parameter that two parts share."""
     found: dict[int, HeldGradient] = {}
     for part in parts:
         for one in _held_by(part):

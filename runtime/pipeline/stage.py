@@ -369,8 +369,8 @@ def _contiguous(gradients: InputGradients) -> InputGradients:
 
 
 class _Agreed:
-    """Replaces the stages' vote on whether shapes are known: a dry run has one stage only."""
+    """Replaces the stages' vote on whether shapes are known: in a dry run, others are not there."""
 
     def item(self) -> int:
-        """Return yes."""
+        """Return 1: the shapes are known."""
         return 1

@@ -72,7 +72,7 @@ class StorePath:
         return (self._info() or {}).get("type") == "file"
 
     def iterdir(self) -> Iterator[StorePath]:
-        """Yield what is in this folder."""
+        """Yield the entries of this folder."""
         with _as_os_errors(self.url):
             store, path = self._opened()
             found = store.ls(path, detail=False)

@@ -179,10 +179,10 @@ def _start_timeout(seconds: float) -> timedelta:
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return a DeviceMesh of the axes with several ranks, because groups take memory.
+    """Return a DeviceMesh of only the axes with several ranks: each group takes memory.
 
     An axis with all ranks uses the world's group. With replicas, the shard axis is needed even at
-    size 1; so it is for a single process, because a mesh must have an axis.
+    size 1. A single process needs it, too, because a mesh must have an axis.
     """
     is_kept = {name: size > 1 for name, size in sizes.items()}
     is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())

@@ -176,8 +176,8 @@ def _choose_interface(store: Store, timeout: timedelta) -> None:
     """Set the variables that name the network interface, unless they are set.
 
     The interface is the one that leads to MASTER_ADDR. On that machine itself the name may resolve
-    to loopback; then the other nodes write which address they see. If all see loopback, they are on
-    one machine, and nothing is set.
+    to loopback; the other nodes then write the address that they see. If all nodes see loopback,
+    they are on one machine, and nothing is set.
     """
     first, own = _addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if not _is_loopback(own):

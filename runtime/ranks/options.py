@@ -169,7 +169,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Its name among the parsed options."""
+        """The option's name among the parsed options."""
         return self.name.removeprefix("--").replace("-", "_")
 
 

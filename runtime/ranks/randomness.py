@@ -121,7 +121,7 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators that ops here use; torch.manual_seed would seed all (0.1 ms)."""
+    """Return the generators that ops here use; torch.manual_seed takes 0.1 ms for all devices."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])

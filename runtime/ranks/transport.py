@@ -61,7 +61,7 @@ def exchanged(stack: Tensor, axis: Axis) -> Tensor:
 def exchanged_pieces(
     pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis
 ) -> list[Tensor]:
-    """Send piece r to rank r; return what arrives, of shapes[r] from rank r. Shapes may differ."""
+    """Send piece r to rank r, and return the pieces received; that of rank r has shapes[r]."""
     sizes = [math.prod(shape) for shape in shapes]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     lengths = [piece.numel() for piece in pieces]

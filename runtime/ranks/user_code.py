@@ -62,7 +62,7 @@ _KNOWN = (
 
 
 class _Of(Enum):
-    """Whose code a line is."""
+    """Whose code a line of a traceback is."""
 
     LIBRARY = auto()
     RUNTIME = auto()
@@ -111,7 +111,7 @@ def tell_errors_once() -> None:
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         try:
             _tell(error)
-        except KeyboardInterrupt:  # it is the error, or has come meanwhile
+        except KeyboardInterrupt:  # the error itself, or one that came meanwhile
             leave_interrupted()
 
     sys.excepthook = tell
@@ -254,7 +254,7 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
 
 
 def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) -> None:
-    """Exit if the model file has changed: the script contains forwards of the old one."""
+    """Exit if the model file, or a file it imports, has changed: the script has old forwards."""
     found = _changed(model_file, names, digest)
     if found:
         refuse(

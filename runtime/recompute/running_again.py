@@ -3,7 +3,8 @@
 torch.utils.checkpoint saves the generators of GPUs that positional tensors are on, and none if a
 layer is called with keywords only. Here the CPU's and the GPU's generators are always saved. With
 selective recomputation, an op whose result is saved is not run again. If the op draws random
-numbers (attention with dropout), the second forward sets the generators to their states after it.
+numbers (attention with dropout), the second forward sets the generators to their states after the
+op.
 
 A layer may change objects that it is given: a cache of keys and values, a dict that layers share.
 The second forward gets them as they were before the first. Tensors and modules are not copied.
@@ -46,7 +47,7 @@ class DrawnNumbers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the second forward inside; the generators are restored afterwards."""
+        """Set the generators for the second forward inside, and restore them afterwards."""
         now = generator_states()
         set_generator_states(self._before)
         self._to_come = iter(self._after_ops)

@@ -40,7 +40,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Found at the first microbatch:
-        self._early: frozenset[str] | None = None  # names
+        self._early: frozenset[str] | None = None  # names of weights with gradients at once
         self._is_whole = recomputes(module)  # whether the backward is not split at all
 
     def backward_inputs(

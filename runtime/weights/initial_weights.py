@@ -203,7 +203,7 @@ def _built_for_real(
     found = _cut(model)
     tensors = dict(_tensors(model))
     on_meta = {place.name: ON_META for place in found if place.tensor.is_meta}
-    if not on_meta:  # tensors on meta are refused, or filled from files
+    if not on_meta:  # else a rank refuses the tensors on meta, or fills them from files
         _note_in_full(error)
     move_to_meta(found, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe(

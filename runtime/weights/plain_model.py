@@ -61,7 +61,7 @@ class Draws:
 
     @contextmanager
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Count the body as one numbered draw, unless the constructor has seeded its generator."""
+        """Count the body as one numbered draw, unless the constructor has seeded the generator."""
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
             yield

@@ -105,7 +105,7 @@ class _FoundTensor:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The tensor's first name."""
         return self.group[0].name
 
 

@@ -98,15 +98,15 @@ class _Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The tensor's shape."""
         return self.held.shape
 
     def get_shape(self) -> list[int]:
-        """Return its shape, as safetensors does."""
+        """Return the tensor's shape, as safetensors does."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the name of its dtype, as safetensors does."""
+        """Return the name of the tensor's dtype, as safetensors does."""
         return KINDS[self.held.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:

@@ -64,12 +64,12 @@ class RecordedOp:
 
     @property
     def name(self) -> str:
-        """The name of its function, without the overload."""
+        """The name of the op's function, without the overload."""
         return self.function.__name__.split(".")[0]
 
     @property
     def made(self) -> set[int]:
-        """The storages that it makes."""
+        """The storages that the op makes."""
         return {value.storage for value in self.makes if value}
 
 

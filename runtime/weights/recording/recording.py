@@ -221,7 +221,7 @@ class ConstructorRecording:
         if is_random(func):
             draw = self._drawn(func, args, kwargs)
             if "generator" in kwargs:
-                kwargs = {**kwargs, "generator": None}  # the draw contains its state
+                kwargs = {**kwargs, "generator": None}  # the draw has the generator's state
         outputs = self._outputs(func, args, kwargs, written=written)
         self._write_down(func, args, kwargs, outputs=outputs, draw=draw)
         return outputs
@@ -371,7 +371,7 @@ def _check_memory(made: Tensor) -> None:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage, or None for sparse tensors and wrappers."""
-    with torch._C.DisableTorchFunctionSubclass():  # lazy modules' parameters refuse this question
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules would raise
         return tensor.untyped_storage() if has_plain_memory(tensor) else None
 
 

@@ -58,7 +58,7 @@ class SavingOp:
 
     @property
     def name(self) -> str:
-        """The name of its function, without the overload."""
+        """The name of the op's function, without the overload."""
         return str(self.function.__name__).partition(".")[0]
 
 

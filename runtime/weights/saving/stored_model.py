@@ -211,7 +211,7 @@ class StoredPiece:
     stored: Any
 
     def box(self, tensor: View) -> Box | None:
-        """Return its box in the model's tensor, or None if its elements are in another order."""
+        """Return the piece as a box of the model's tensor, or None if elements are reordered."""
         is_as_stored = self.piece.viewed == self.piece.shape
         return box_of(self.piece.view, tensor) if is_as_stored else None
 
