@@ -222,7 +222,7 @@ class Keeper:
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
         self._say(f"goes on after step {moment.step:,} from {found.folder}")
         if origin.model != self._model:
-            self._say("note: the model file is another one than that of the checkpoint; all fits")
+            self._say("note: the checkpoint is of another model file, but its tensors fit")
         if moment.step >= self.steps:
             self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
 

@@ -60,7 +60,7 @@ FAILED = 7  # the training failed
 INTERRUPTED = 130  # by Ctrl-C
 RUN_TOKEN = "AUTOPAR_RUN"  # an environment variable of all processes of one `autopar run`
 VERDICT = "verdict.json"
-_LEFT, _GONE, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
+_REASON, _READY, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
 _LOOK_SECONDS = 0.5  # between two checks whether another rank is leaving
 _POLL_SECONDS = 0.1
 _TOGETHER_SECONDS = 0.3  # until the last rank has noticed that all leave
@@ -96,7 +96,7 @@ def leave(verdict: Verdict) -> NoReturn:
     """
     atexit.unregister(tell_early_end)
     room = _room()
-    verdict = _told(verdict, room)
+    verdict = _announce(verdict, room)
     if room is not None:
         with suppress(RuntimeError):  # torchrun is gone
             if not room.begins_to_leave():
@@ -115,10 +115,10 @@ def leave_interrupted() -> NoReturn:
 
 def tell(verdict: Verdict) -> None:
     """Print why this rank leaves, for a thread that ends the process itself."""
-    _told(verdict, _room())
+    _announce(verdict, _room())
 
 
-def _told(verdict: Verdict, room: Room | None) -> Verdict:
+def _announce(verdict: Verdict, room: Room | None) -> Verdict:
     """Print why this rank leaves, once per node; return the first rank's message."""
     is_told = False
     if room is not None:
@@ -134,10 +134,10 @@ def _told(verdict: Verdict, room: Room | None) -> Verdict:
 
 def leave_beside_logs(name: str, text: str) -> None:
     """Write a file beside this rank's logs, if `autopar run` has started it."""
-    reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if RUN_TOKEN in os.environ and reply:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RUN_TOKEN in os.environ and error_file:
         with suppress(OSError):
-            Path(reply).with_name(name).write_text(masked(text), encoding="utf-8")
+            Path(error_file).with_name(name).write_text(masked(text), encoding="utf-8")
 
 
 def tell_early_end() -> None:
@@ -161,7 +161,7 @@ def leave_with_others() -> None:
     if room is not None and room.ranks > 1:
         # a connection of its own: the main thread may be waiting in the other one
         own = replace(room, store=room.store.clone())
-        threading.Thread(target=_look, args=(own,), daemon=True).start()
+        threading.Thread(target=_watch, args=(own,), daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,29 +177,29 @@ class Room:
 
     def first_of(self, own: Verdict) -> Verdict:
         """Return the verdict of the first rank to leave: `own`, if no other rank has one yet."""
-        found = self.store.compare_set(_LEFT, "", json.dumps(asdict(own)))
+        found = self.store.compare_set(_REASON, "", json.dumps(asdict(own)))
         return Verdict(**json.loads(found))
 
     def has_verdict(self) -> bool:
         """Whether any rank leaves."""
-        return bool(self.store.check([_LEFT]))
+        return bool(self.store.check([_REASON]))
 
     def verdict(self) -> Verdict:
         """Return the first rank's verdict."""
-        return Verdict(**json.loads(self.store.get(_LEFT)))
+        return Verdict(**json.loads(self.store.get(_REASON)))
 
     def is_first_here(self) -> bool:
         """Whether this is the first rank of its node to leave."""
         node = os.environ.get("GROUP_RANK", "")
-        return bool(self.store.add(f"{_LEFT}/{node}", 1) == 1)
+        return bool(self.store.add(f"{_REASON}/{node}", 1) == 1)
 
     def begins_to_leave(self) -> bool:
         """Whether this is the first thread of its process to leave."""
-        return bool(self.store.add(f"{_GONE}/{self.rank}", 1) == 1)
+        return bool(self.store.add(f"{_READY}/{self.rank}", 1) == 1)
 
     def leave_together(self) -> None:
         """Wait for a common time to exit. torchrun kills the other ranks once one has exited."""
-        if self.store.add(_GONE, 1) == self.ranks:
+        if self.store.add(_READY, 1) == self.ranks:
             self.store.set(_END, str(time.time() + _TOGETHER_SECONDS))
         until = time.monotonic() + _PATIENCE_SECONDS
         while not self.store.check([_END]):
@@ -230,14 +230,14 @@ def _room() -> Room | None:
     return None
 
 
-def _look(room: Room) -> None:
+def _watch(room: Room) -> None:
     """End this process once another rank leaves, unless the main thread ends it."""
     with suppress(RuntimeError):  # torchrun is gone
         while not room.has_verdict():
             time.sleep(_LOOK_SECONDS)
             if not dist.is_initialized():  # the training is over
                 return
-        verdict = _told(room.verdict(), room)
+        verdict = _announce(room.verdict(), room)
         if room.begins_to_leave():
             _clean_up()
             room.leave_together()

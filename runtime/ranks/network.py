@@ -121,7 +121,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ROOM = "autopar/network"
 _FIRST, _LOOPBACK, _FAILED = f"{_ROOM}/first", f"{_ROOM}/loopback", f"{_ROOM}/failed"
 _POLL_SECONDS, _LOOK_SECONDS = 0.02, 1.0
-_MOST_TOLD = 200  # characters of an error that are printed
+_MOST_SHOWN = 200  # characters of an error that are printed
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator
     try:
         yield
     except RuntimeError as error:
-        told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_TOLD]
+        told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_SHOWN]
         with suppress(RuntimeError):  # the first node is gone, and the store with it
             told = store.compare_set(_FAILED, "", told).decode()
         _refuse(told)

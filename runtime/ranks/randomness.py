@@ -139,7 +139,7 @@ _DRAWING = frozenset(
         Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
     }
 )  # fmt: skip
-_DROPPING = frozenset(
+_DROPOUTS = frozenset(
     {
         functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
         functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_,
@@ -149,7 +149,7 @@ _DROPPING = frozenset(
 )  # fmt: skip
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
-_COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
+_RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
 class Undrawn(TorchFunctionMode):
@@ -170,7 +170,7 @@ class Undrawn(TorchFunctionMode):
 def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
     """Call a torch function with `run`, without dropout and without random numbers."""
     kwargs = dict(kwargs)
-    if func in _DROPPING:
+    if func in _DROPOUTS:
         return args[0] if args else kwargs["input"]
     if func is functional.gumbel_softmax:
         return _gumbel_softmax(*args, **kwargs)
@@ -183,7 +183,7 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
     if func in _DRAWING:
         drawn = func(*args, **kwargs).fill_(_DRAWN)
         return _spread(drawn) if func is torch.rand else drawn
-    if func in _COUNTING:
+    if func in _RANDOM_INTEGERS:
         return func(*args, **kwargs).fill_(_middle(args, kwargs))
     if func in _CHOOSING:
         chosen = func(*args, **kwargs)

@@ -248,7 +248,7 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
     found = _changed(model_file, names, digest)
     if found and mesh.rank == 0:
         say(
-            f"note: {found[0]}, whose plan and figures are of what it was\n"
+            f"note: {found[0]}: the script's plan and figures are for the old model file\n"
             "  fix: plan again with `autopar plan`"
         )
 
@@ -258,7 +258,7 @@ def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) ->
     found = _changed(model_file, names, digest)
     if found:
         refuse(
-            f"{found[0]}, which has classes with forwards of what it was",
+            f"{found[0]}, and the script has forwards of its old classes",
             fix="plan again with `autopar plan`; where no forward has changed, set MODEL_DIGEST in "
             f'the script to "{found[1]}"',
         )

@@ -50,7 +50,7 @@ class Draws:
         self._seed = seed
         self._numbers: dict[int, int] = {}  # draw numbers, by the seeds that they set
         # placeholder seed → the op after which the generator has the state that it stands for
-        self._behind: dict[int, GeneratorState] = {}
+        self._placeholders: dict[int, GeneratorState] = {}
         self._is_inside = False  # inside a draw of several ops
 
     def begin(self, number: int = 0) -> None:
@@ -82,15 +82,17 @@ class Draws:
         if seed in self._numbers:
             self.begin(self._numbers[seed] + 1)
             return GeneratorState(seed=seed)
-        draw = self._behind.get(seed) or GeneratorState(state=torch.default_generator.get_state())
+        draw = self._placeholders.get(seed) or GeneratorState(
+            state=torch.default_generator.get_state()
+        )
         follows = mixed_seed(self._seed, -1 - op)
-        self._behind[follows] = GeneratorState(behind=op)
+        self._placeholders[follows] = GeneratorState(behind=op)
         torch.default_generator.manual_seed(follows)
         return draw
 
     def behind(self) -> int | None:
         """Return the op that the generator's state follows, if it is a placeholder; else None."""
-        draw = self._behind.get(_fresh_seed())
+        draw = self._placeholders.get(_fresh_seed())
         return None if draw is None else draw.behind
 
 

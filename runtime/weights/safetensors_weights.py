@@ -23,8 +23,8 @@ from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel
 from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
 
-_READABLE = "--weights names a place that can"
-_MOST_TOLD = 5
+_READABLE = "let --weights name files that can be read"
+_MOST_SHOWN = 5
 _MOST_CHARACTERS = 200  # of a tensor's name
 
 
@@ -127,8 +127,8 @@ def note_left(names: Sequence[str], mesh: Mesh) -> None:
 
 def _shown(names: Sequence[str]) -> str:
     """Return the first few names, each safe to print in a line."""
-    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_TOLD])
-    return ", ".join(shown) + (" …" if len(names) > _MOST_TOLD else "")
+    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_SHOWN])
+    return ", ".join(shown) + (" …" if len(names) > _MOST_SHOWN else "")
 
 
 def note_unused(
