@@ -372,7 +372,7 @@ class Keeper:
 
 
 def _step_again(scheduler: LRScheduler, count: int) -> None:
-    """Advance a new scheduler by so many steps."""
+    """Advance a new scheduler by `count` steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(count):

@@ -119,7 +119,7 @@ class Pace:
         self._kinds: Sequence[str] | None = None
 
     def slow_ranks(self, steps: int, step_seconds: float) -> Sequence[SlowRank]:
-        """Return the slow ranks after so many steps. All ranks call this at each line."""
+        """Return the slow ranks of the `steps` since the last line; all ranks call this at each."""
         read, self._reading = self._mesh.reading.seconds - self._reading, self._mesh.reading.seconds
         self._lines -= 1
         if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:

@@ -64,7 +64,7 @@ class CheckpointSaving:
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
         """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
 
-        A rank without host memory for the copy writes at once. The other ranks need not know.
+        A rank without host memory for the copy writes at once. The other ranks are not told.
         """
         file: Future[Written | str] = Future()
         try:

@@ -120,7 +120,7 @@ class RowPlace(NamedTuple):
 
 
 class RawRows(Dataset[Any]):
-    """The rows of a dataset, unchanged, with their positions; for the model file's collate.
+    """The rows of a dataset, unchanged, with their positions, for a collate function.
 
     Random numbers drawn for a row (a crop, a window, a mask) depend on its position alone, so all
     ranks and all plans read the same row. If a dataset reads several rows in one call, the first

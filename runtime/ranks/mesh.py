@@ -134,7 +134,7 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes that torchrun started, and find this one's place in the mesh.
+    """Join the processes that torchrun started, and return the mesh as this process sees it.
 
     `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
     """

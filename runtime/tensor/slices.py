@@ -6,9 +6,9 @@ fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shar
 is the concatenation of the shards.
 
 Also remembers the whole lengths of a microbatch's split dims. 57 tokens on two ranks are 29 and 28,
-and a rank with 29 cannot tell 57 from 58. Lengths are known if a dim was cut in this forward, or if
-a stage received it. If two known lengths have equal shares on some rank (of a text and of its
-labels, say), a message decides.
+and a rank with 29 cannot tell 57 from 58. A length is known if the dim was cut in this forward, or
+if the stage received it. If two known lengths have equal shares on some rank (those of a text and
+of its labels, say), a message decides.
 """
 
 from __future__ import annotations
