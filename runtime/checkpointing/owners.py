@@ -191,7 +191,7 @@ class _HeldShard:
 class Owners:
     """Which rank writes which shard: agreed on once, and again when a rank holds other tensors.
 
-    A rank may do so, because an optimizer creates a parameter's states at its first gradient.
+    Its tensors change, because an optimizer creates a parameter's states at the first gradient.
     """
 
     def __init__(self, mesh: Mesh) -> None:
