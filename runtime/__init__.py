@@ -1,1 +1,1 @@
-"""What an emitted script imports when it runs; imports none of the other parts."""
+"""The code that generated scripts import; it imports none of the other folders."""

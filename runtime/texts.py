@@ -1,4 +1,4 @@
-"""Makes texts safe to print: in one line, without control characters and secrets."""
+"""Makes texts safe to print: without control characters and secrets, if asked in one line."""
 
 from __future__ import annotations
 

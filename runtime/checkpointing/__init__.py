@@ -1,6 +1,6 @@
 """What remains of a training: the weights, and everything needed to resume it.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.checkpointing.keeper import Keeper

@@ -1,8 +1,8 @@
 """Claims the folder of checkpoints for one training, so that two trainings do not mix.
 
 A file in the folder names the process that holds it. On the same machine, the process table shows
-whether that process still runs. For a process elsewhere, a heartbeat shows it: the holder counts up
-a number in the file. No clocks are compared and only files are used, so shared disks and object
+whether that process still runs. On another machine, a heartbeat shows this: the holder increments a
+number in the file. No clocks are compared and only files are used, so shared disks and object
 stores work.
 """
 
@@ -42,8 +42,8 @@ from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
-_MISSED = 4  # beats without a change, after which a process elsewhere is taken for dead
-_SETTLING_SECONDS = 1.0  # after which a process that wrote at the same time has finished writing
+_MISSED = 4  # after so many beats without a change, a process on another machine is taken for dead
+_SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
 _SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # clocks of two machines differ
 _MOST_BYTES = 2**14
@@ -136,7 +136,7 @@ def holder_of(folder: Location) -> FolderHolder | None:
 def is_held(folder: Location) -> bool:
     """Whether a process holds a folder.
 
-    A holder elsewhere is judged by its last heartbeat's age.
+    A holder on another machine is judged by the age of its last heartbeat.
     """
     holder = holder_of(folder)
     if holder is None or not holder.may_live:
@@ -147,7 +147,7 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the folder still exists under the path `seen`. If it does not, it has been moved."""
+    """Whether the path `seen` is another folder. If it does not exist, this one was moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -213,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Whether the file was created. On a disk only one of several processes succeeds."""
+    """Create the file, and return whether that worked. On a disk, it works for one process only."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"
@@ -244,7 +244,7 @@ def _text(holder: FolderHolder) -> bytes:
 def _beat(
     folder: Location, holder: FolderHolder, ended: threading.Event, lost: threading.Event
 ) -> None:
-    """Count up the number in the file until the claim ends or another process takes the folder."""
+    """Increment the number in the file until the claim ends or another process takes the folder."""
     while not ended.wait(BEAT_SECONDS):
         now = holder_of(folder)
         if now is not None and now.word != holder.word:

@@ -52,7 +52,7 @@ _INDEX = ".safetensors.index.json"
 
 
 class SavedModel:
-    """The tensors of an export. Tensors that are made from the same weights are made together.
+    """The tensors of an export. Tensors that are computed from the same weights are made together.
 
     `weight_of` returns a weight of the training. It is called once for each name in `weights`, in
     that order.
@@ -83,7 +83,7 @@ class SavedModel:
         return tuple(name for number in numbers for name in _sources(self._groups[number]))
 
     def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:
-        """Return a tensor of a file. It can be asked for once."""
+        """Return a tensor of a file. Each can be asked for only once."""
         key = file.name, entry.name
         if key not in self._made:
             group = self._groups[self._number[key]]
@@ -93,7 +93,7 @@ class SavedModel:
         return self._made.pop(key)
 
     def _file(self, file: SavedFile) -> WeightsFile:
-        """Return a file with its tensors ordered by group, and in a group by width."""
+        """Return a file with its tensors ordered by the width of their dtypes, then by group."""
         tensors = sorted(
             file.tensors,
             key=lambda one: (-one.view.dtype.itemsize, self._number[one.file, one.name], one.name),
@@ -141,7 +141,7 @@ class Exporting:
 
 
 def exporting(place: Destination | None, recipe: Recipe, mesh: Mesh) -> Exporting | None:
-    """Record what `save_pretrained` would write to a folder, before training begins."""
+    """Return where weights go, and what `save_pretrained` would write, before training begins."""
     if place is None:
         return None
     form = _form(recipe) if place.is_folder and mesh.rank == 0 else None

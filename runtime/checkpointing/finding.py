@@ -1,10 +1,10 @@
 """Finds the checkpoint to resume from, and deletes old ones.
 
-Tells the folders of a training apart: complete checkpoints, unfinished ones, broken ones.
+Distinguishes the folders of a training: complete checkpoints, unfinished ones, broken ones.
 
 On a disk, a checkpoint is written as `step-N.tmp` and renamed when it is complete. An object store
 cannot rename: there it has its final name from the start, and its manifest is written last and
-deleted first. A `step-N` folder that holds no file of a checkpoint belongs to somebody else.
+deleted first. A `step-N` folder that holds no file of a checkpoint belongs to another program.
 """
 
 from __future__ import annotations

@@ -216,13 +216,13 @@ class Keeper:
         owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # other ranks than then: fresh random states, but not those of the first steps
+        else:  # another plan: new random states, other than those of the first steps
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
         self._say(f"goes on after step {moment.step:,} from {found.folder}")
         if origin.model != self._model:
-            self._say("note: the model file is another one than that of the checkpoint; all fits")
+            self._say("note: the checkpoint is of another model file, but its tensors fit")
         if moment.step >= self.steps:
             self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
 
@@ -265,7 +265,7 @@ class Keeper:
         return minutes is not None and time.perf_counter() - self._begun_at > 60 * minutes
 
     def _finish(self) -> None:
-        """Put the checkpoint in place that is being written, if there is one."""
+        """Wait for the checkpoint that is being written, if any, and put it in place."""
         if self._saving.is_under_way:
             self._tell_kept(self._saving.finish())
 
@@ -327,7 +327,7 @@ class Keeper:
         )
 
     def _refuse_broken(self, step: int, told: str) -> None:
-        """Do not save weights that are not finite, and exit unless --on-nan go-on is set."""
+        """Print that weights are not finite and not kept; exit unless --on-nan go-on is set."""
         found = f"{told} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
             self._say(f"note: {found}")
@@ -372,7 +372,7 @@ class Keeper:
 
 
 def _step_again(scheduler: LRScheduler, count: int) -> None:
-    """Advance a new scheduler by so many steps."""
+    """Advance a new scheduler by `count` steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(count):

@@ -121,7 +121,7 @@ class _TensorDocument:
     shards: tuple[_ShardDocument, ...]
 
     def read(self) -> Logical:
-        """Return the tensor."""
+        """Return the logical tensor that this document describes."""
         shards = (
             Stored(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
             for one in self.shards
@@ -188,7 +188,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def read_moment(folder: Location) -> Moment:
-    """Read only the position from a manifest: the rest takes seconds for large models."""
+    """Read only the position from a manifest: to check the rest takes seconds for large models."""
     with _told_as_broken():
         return record(Moment, _content(folder).get("moment"), where="moment")
 
@@ -246,7 +246,7 @@ _LARGEST = 2**63  # of a tensor's integers
 
 
 def manifest_faults(manifest: Manifest) -> Iterator[str]:
-    """Yield each contradiction, with its place."""
+    """Yield the contradictions in a manifest, with their places."""
     names = [rank_file(rank) for rank in range(len(manifest.files))]
     if not names or sorted(manifest.files) != names:
         yield "files: they are not those of ranks 0 and on"

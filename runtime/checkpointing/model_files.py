@@ -54,7 +54,7 @@ class Destination:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder."""
+        """Whether the export goes to a folder."""
         return self.path.suffix != ENDING
 
     def earlier(self) -> Iterator[Location]:

@@ -1,6 +1,6 @@
 """Which rank writes which part of the model.
 
-Turns the modules of this rank into the logical tensors that it holds parts of.
+Turns the modules of this rank into the logical tensors that the rank holds parts of.
 
 A logical tensor is a tensor of the user's whole model, under the first of its names there. The plan
 determines which part of it is on this rank. Checkpoints store logical tensors, so every plan can
@@ -189,9 +189,9 @@ class _HeldShard:
 
 
 class Owners:
-    """Who writes which shard. Agreed on once, and again when a rank holds other tensors.
+    """Which rank writes which shard: agreed on once, and again when a rank holds other tensors.
 
-    An optimizer creates the states of a parameter at its first gradient.
+    Its tensors change, because an optimizer creates a parameter's states at the first gradient.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -255,11 +255,11 @@ def any_rank(is_so: bool, mesh: Mesh) -> bool:
 
 
 def shared_out(ranks: Sequence[Sequence[_HeldShard]]) -> tuple[Owned, ...]:
-    """Assign shards that several ranks hold.
+    """Return which rank writes which shard, from the shards that each rank holds.
 
-    Large ones are split by rows; a small one goes to the rank with the least to write.
-
-    A buffer is written by the first rank that holds it: running statistics differ between ranks.
+    If several ranks hold a shard, a large one is split by rows, and a small one goes to the rank
+    with the least to write. A buffer is written by the first rank that holds it: running statistics
+    differ between ranks.
     """
     holders = _holders(ranks)
     elements = sum(one.chunks.elements for one in holders)
@@ -277,7 +277,7 @@ def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int
     """Return the ranks that hold each shard. Equal lists of ranks are examined once."""
     alike: dict[int, tuple[Sequence[_HeldShard], list[int]]] = {}
     for rank, held in enumerate(ranks):
-        alike.setdefault(id(held), (held, []))[1].append(rank)  # every_rank reads equal ones once
+        alike.setdefault(id(held), (held, []))[1].append(rank)  # equal lists are one object
     holders: defaultdict[_HeldShard, list[int]] = defaultdict(list)
     for held, same in alike.values():
         for one in dict.fromkeys(held):  # a tied weight may be on this rank twice, in two stages

@@ -44,7 +44,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Check the parameters of this rank, reading each once."""
+    """Return which parameters of this rank have nan or inf, reading each once."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
@@ -74,7 +74,9 @@ def told_broken(ranks: Sequence[Broken]) -> str:
     return "all parameters are numbers"
 
 
-SLOW = 0.1  # a rank is slow if it takes so much longer than the median; reading: share of the step
+# a rank is slow if it takes longer than the median of others: for the product, by this share of the
+# median; for reading rows, by this share of a step
+SLOW = 0.1
 _EVERY_SECONDS = 10.0
 _TRIES = 5  # the fastest one counts, because disturbances only slow a run down
 # of the product: side of the matrices, and repetitions
@@ -117,7 +119,7 @@ class Pace:
         self._kinds: Sequence[str] | None = None
 
     def slow_ranks(self, steps: int, step_seconds: float) -> Sequence[SlowRank]:
-        """Return the slow ranks after so many steps. All ranks call this at each line."""
+        """Return the slow ranks of the `steps` since the last line; all ranks call this at each."""
         read, self._reading = self._mesh.reading.seconds - self._reading, self._mesh.reading.seconds
         self._lines -= 1
         if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:
@@ -230,7 +232,7 @@ class StepLine:
 class Progress:
     """What the first rank prints during training; times are means since the last line.
 
-    Numbers are read from the device at these steps only.
+    Numbers are read from the device only for these lines.
     """
 
     def __init__(

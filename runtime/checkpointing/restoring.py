@@ -64,7 +64,7 @@ class Reader:
         return self._opened[name]
 
 
-_MOST_TOLD = 5
+_MOST_SHOWN = 5
 
 
 @torch.no_grad()
@@ -108,10 +108,10 @@ def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
         elif found.shape != one.chunks.global_shape:
             wrong.append(f"{name} is {list(found.shape)}, not {list(one.chunks.global_shape)}")
     if wrong:
-        told = "; ".join(wrong[:_MOST_TOLD]) + (" …" if len(wrong) > _MOST_TOLD else "")
+        told = "; ".join(wrong[:_MOST_SHOWN]) + (" …" if len(wrong) > _MOST_SHOWN else "")
         refuse(
             f"the checkpoint {checkpoint.folder} is of another model: {told}",
-            fix="go on with the model file of then, or begin anew in another --checkpoint folder",
+            fix="go on with its model file, or begin anew in another --checkpoint folder",
         )
 
 

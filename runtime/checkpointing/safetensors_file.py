@@ -157,7 +157,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return its size in the file."""
+        """Return the tensor's size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -44,7 +44,7 @@ class CheckpointSaving:
     """The checkpoint that is being written; there is at most one.
 
     On each rank a thread writes the rank's file. The thread sends no messages, because messages of
-    two threads would need process groups of their own. The ranks agree on things between two steps.
+    two threads would need process groups of their own. The ranks exchange them between two steps.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -64,7 +64,7 @@ class CheckpointSaving:
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
         """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
 
-        A rank without host memory for the copy writes at once. The other ranks need not know.
+        A rank without host memory for the copy writes at once. The other ranks are not told.
         """
         file: Future[Written | str] = Future()
         try:

@@ -89,7 +89,7 @@ class StopWish:
         self._before = {}
 
     def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
-        """Return what the ranks agree on. All of them call this after every step."""
+        """Return what the ranks agree on. All ranks call this after every step."""
         self._steps_ended += 1
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:
@@ -108,7 +108,7 @@ class StopWish:
         return StepAnswer(stops=bool(stops), is_written=not writing, is_due=bool(due))
 
     def _end_with_torchrun(self) -> None:
-        """Exit when torchrun asks for it and no step ends in time.
+        """Start a thread that exits if torchrun has asked for it and no step ends in time.
 
         Python runs signal handlers between two bytecode instructions, so a main thread that waits
         for a device never runs one. Signals are therefore also written to a socket that a thread

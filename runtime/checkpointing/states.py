@@ -1,4 +1,4 @@
-"""All states of a training, random states among them."""
+"""Collects all states of a training: weights, optimizer states, random states."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class Watch:
         )
         word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
         found = RollCallResult(teller=self._mesh.rank, silent=(), told=told_places([place]))
-        # torchrun and its store are gone: each rank prints its own place
+        # if torchrun and its store are gone, each rank prints its own place
         with suppress(RuntimeError):
             call = RollCall(_store(), word, nodes, self._mesh.rank)
             found = call.answer(place)

@@ -100,7 +100,7 @@ class CheckpointSnapshot:
 
     @property
     def step(self) -> int:
-        """The step after which it was taken."""
+        """The step after which the snapshot was taken."""
         return self.manifest.moment.step
 
     def write(self) -> Written | str:

@@ -1,6 +1,6 @@
 """Rows of a dataset, and the weight of each loss.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.data.batches import (

@@ -4,7 +4,7 @@ Step s takes rows s·G to (s+1)·G − 1 of one endless sequence; G is the globa
 the last rows of an epoch, which may be dropped or form a step of their own. The rows of a step are
 the same under every plan. Within a step, microbatch m of all data ranks together is one contiguous
 block. A plan with d data ranks therefore trains on the rows that one process would with
-microbatches d times as large. On unlike devices, data ranks have unlike numbers of rows.
+microbatches d times as large. On different devices, data ranks have different numbers of rows.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnRows:
-    """A dataset, and the rows of it that are this rank's."""
+    """A dataset, and which of its rows this rank reads."""
 
     dataset: Any
     example: Batch
@@ -346,7 +346,7 @@ def synthetic_batches(
 
     `rows` is the number of microbatches in a step, and the rows of each. Each rank of `rows_over`
     has a share of these rows. Every tensor is a new one, as from a loader, so a model may write to
-    it. For a GPU they are pinned instead, as a loader's are: the copy on the GPU is a new one.
+    it. For a GPU, the same pinned tensors are yielded again: each copy on the GPU is a new one.
     """
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
@@ -370,7 +370,7 @@ def synthetic_batches(
 def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) -> Batch:
     """Return a batch with all rows of a microbatch, except for keys in `own`.
 
-    Ranks have read a share each. Each other key takes one all-gather, usually of few numbers.
+    Each rank has read a share of the rows. Each key takes one all-gather, usually of few numbers.
     """
     if axis.size == 1:
         return batch

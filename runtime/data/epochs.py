@@ -1,4 +1,4 @@
-"""How many batches an epoch has, and which rows of them each data rank reads.
+"""How many steps an epoch has, and which of their rows each data rank reads.
 
 A full step gives each data rank the rows that the plan says. A step with fewer rows (the last of an
 epoch) distributes them evenly over the microbatches of all ranks. If there are too few even for
@@ -38,8 +38,8 @@ class LastRows(StrEnum):
 class Epochs:
     """How the rows of a dataset are grouped into steps.
 
-    A position is a number of rows: those of finished epochs plus those of the current one. Dropped
-    rows count too. `rows` may be None (unknown) with RUN_ON.
+    A position is a number of rows: those of finished epochs and those read of the current one.
+    Dropped rows count, too. `rows` may be None (unknown) with RUN_ON.
     """
 
     rows: int | None
@@ -67,7 +67,7 @@ class Epochs:
         return {left for left in lefts if left}
 
     def position(self, begun: int, steps: int) -> int:
-        """Return the position after so many steps."""
+        """Return the position `steps` steps after the position `begun`."""
         if self.rows is None or self.last is LastRows.RUN_ON:
             return begun + steps * self.per_step
         first = self._count(self.rows - begun % self.rows)
@@ -77,7 +77,7 @@ class Epochs:
         return (begun // self.rows + 1 + whole) * self.rows + rest * self.per_step
 
     def steps_until(self, epochs: Fraction, begun: int) -> int:
-        """Return the number of steps from a position until so many epochs are finished."""
+        """Return how many steps it takes from position `begun` to the end of `epochs` epochs."""
         assert self.rows is not None
         target = ceil(epochs * self.rows)
         if target <= begun:
@@ -92,7 +92,7 @@ class Epochs:
         return self._count(self.rows - row) + whole + rest
 
     def _count(self, rows: int) -> int:
-        """Return how many steps the last rows of an epoch make."""
+        """Return how many steps the remaining rows of an epoch make."""
         return rows // self.per_step if self.last is LastRows.DROP else _ceil(rows, self.per_step)
 
     def _steps(self, rows: int) -> Iterator[int]:
@@ -188,7 +188,7 @@ class Dealing:
         return self.each[self.rank]
 
     def shares(self, rows: int) -> tuple[Share, ...]:
-        """Return this rank's microbatches in a step of so many rows."""
+        """Return this rank's microbatches in a step of `rows` rows."""
         return _shares(self, rows)
 
     def parts(self, epochs: Epochs, begun: int) -> Iterator[float]:
@@ -213,7 +213,7 @@ class Dealing:
             yield block[share.own] or block[:1] * self.fewest
 
     def check(self, rows: int) -> None:
-        """Exit if a step of so many rows cannot be distributed."""
+        """Exit if a step of `rows` rows cannot be distributed."""
         counts = _counts(self, rows)
         if counts and (self.repeats or all(counts)):
             return
@@ -273,5 +273,5 @@ def part_of_rows(rows: slice, share: slice) -> slice:
 
 
 def share_of(rows: int, axis: Axis) -> slice:
-    """Return the slice of so many rows that belongs to this rank of an axis."""
+    """Return the slice of `rows` rows that belongs to this rank of an axis."""
     return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])

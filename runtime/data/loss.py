@@ -175,7 +175,7 @@ def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:
 
 
 def with_plain(loss: Callable[..., Found], **plain: Any) -> Callable[..., Found]:
-    """Wrap a loss so that its batch also has entries that are no tensors, always the same."""
+    """Wrap a loss so that its batch also has these constant entries, which are no tensors."""
 
     @wraps(loss)
     def given(outputs: Any, batch: Mapping[str, Any]) -> Found:

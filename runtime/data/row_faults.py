@@ -66,7 +66,7 @@ def fault_of_row(
 
 
 def fault_of_batch(batch: Any, columns: Mapping[str, RowColumn], rows: int) -> Fault | None:
-    """Return why a collated batch of so many rows does not fit the plan, or None."""
+    """Return why a collated batch of `rows` rows does not fit the plan, or None."""
     fix = (
         f"let it return a dict with the keys of example_batch ({', '.join(columns)}), rows as "
         "dimension 0"

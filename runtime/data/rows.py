@@ -1,4 +1,4 @@
-"""Rows of datasets in the order of one device, stacked into batches."""
+"""Turns rows of a dataset into batches on a device: reads, checks, collates and moves them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def built_collate(new_collate: Callable[[], Any]) -> Collate:
 class Collated:
     """Calls the model file's collate function, and takes the model's inputs from its batch.
 
-    Random numbers drawn by it (masks, say) depend on the seed and the position of the first row.
+    Random numbers that the function draws (masks, say) depend on the seed and the first row's
+    position.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Collated:
 
 
 def apart(columns: Row) -> Row:
-    """Return columns so that no two share memory, because a model may write to one.
+    """Return columns of which no two share memory, because a model may write to one.
 
     A collate function may return one tensor under two keys, or two views of one.
     """
@@ -119,7 +120,7 @@ class RowPlace(NamedTuple):
 
 
 class RawRows(Dataset[Any]):
-    """The rows of a dataset, unchanged, with their positions; for the model file's collate.
+    """The rows of a dataset, unchanged, with their positions, for a collate function.
 
     Random numbers drawn for a row (a crop, a window, a mask) depend on its position alone, so all
     ranks and all plans read the same row. If a dataset reads several rows in one call, the first
@@ -131,11 +132,11 @@ class RawRows(Dataset[Any]):
         self.reads_at_once = _reads_at_once(dataset)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of rows."""
         return len(self.dataset)
 
     def __getitem__(self, place: RowPlace) -> Any:
-        """Return one."""
+        """Return one row."""
         return self.__getitems__([place])[0]
 
     def __getitems__(self, places: list[RowPlace]) -> list[Any]:
@@ -205,9 +206,9 @@ def rows_like(
 ) -> DatasetRows:
     """Return the rows of a dataset with the keys of an example batch.
 
-    Exits if a key is missing, and prints what the dataset should return. Prints a note for other
-    entries of rows that hold numbers, for other shapes and dtypes, and for fewer rows than the data
-    ranks train on at once.
+    Exits if a row does not fit, and prints what the dataset should return. Prints notes: for
+    numbers in a row that the example lacks, for other shapes, and for fewer rows than `at_once`,
+    which the data ranks train on at once.
     """
     with told_of_row(dataset):
         first = dataset[0]
@@ -277,8 +278,8 @@ def to_device(
 ) -> Row:
     """Return a batch on this process's device, in fp64 or fp32 where the training needs it.
 
-    A GPU copies it on a stream of its own, beside the steps that it still has to do. Images in
-    `channels_last` then lie pixel by pixel, as convolutions of a GPU take them.
+    A GPU copies the batch on a stream of its own, while it still runs earlier steps. Images named
+    in `channels_last` get this memory format, which convolutions on a GPU prefer.
     """
     moved = _copied(batch, mesh.device, dtype)
     order = torch.channels_last
@@ -310,6 +311,6 @@ def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
-    """Return the dtype of a batch's tensor. Modules in 16 bits cast their inputs themselves."""
+    """Return the wider of two dtypes for an input; modules in 16 bits cast inputs themselves."""
     is_narrow = own.is_floating_point and own.itemsize < training.itemsize
     return training if is_narrow else own

@@ -1,6 +1,6 @@
-"""Gradients over the data axis, and the parameters that its ranks share.
+"""Averages gradients over the data axis, and shards parameters over it.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.data_parallel.wrapping import set_last, wrap

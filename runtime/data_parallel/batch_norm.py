@@ -95,10 +95,7 @@ class _Synchronised(_BatchNorm):
     axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the norm's class.
-
-        In training, with the statistics of the whole axis.
-        """
+        """Run the forward of the norm's class; in training, with the whole axis's statistics."""
         with _Asked({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
@@ -186,7 +183,7 @@ class _Normalise(torch.autograd.Function):
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
 
-    Sums of squares would also take one collective, but are inexact beside a large mean.
+    Sums of squares would also take one collective, but are inexact if the mean is large.
     """
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -29,7 +29,7 @@ class Averaging:
 
     @property
     def divides_first(self) -> bool:
-        """Whether gradients are divided before the sum, because large sums overflow in fp16."""
+        """Whether gradients are divided before the sum: gloo has no mean, and fp16 overflows."""
         return self.shard.is_gloo or self.replica.is_gloo or self.wire_dtype is not None
 
     @property
@@ -51,7 +51,7 @@ class ComingMean:
             self.sum_over_copies()
 
     def sum_over_copies(self) -> None:
-        """Wait for the part, and sum it over the ranks that get the same part."""
+        """Wait for the part, and start its sum over the ranks that get the same part."""
         if self._over_copies is None:
             axis, operation = self._averaging.replica, self._averaging.operation
             self._over_copies = ComingSum(self._part.value(), axis, operation=operation)
@@ -90,7 +90,7 @@ class Bucket:
     """A flat buffer that several gradients are views of, and its reduction.
 
     If `shard` has several ranks, each keeps the mean of its own part only. The parameters then have
-    no gradients after the reduction; `held` yields this rank's parts of them.
+    no gradients after the reduction; `held` yields this rank's parts of the means.
     """
 
     parameters: tuple[nn.Parameter, ...]

@@ -103,9 +103,9 @@ class GradientBuckets:
             bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
 
     def _watch(self, bucket: Bucket, place: int) -> None:
-        """Register a hook for each gradient.
+        """Register a hook that starts the reduction of a bucket once its gradients are there.
 
-        It moves into the bucket at once or with the whole bucket.
+        While microbatches only accumulate, the hook moves the gradient into the bucket at once.
         """
 
         def gradient_is_here(_: Tensor) -> None:

@@ -97,7 +97,7 @@ def _carry(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
             setattr(made_like(parameter, original), _CARRIES, True)
 
 
-_CARRIES = "_autopar_carries"  # marks a parameter that has its attributes
+_CARRIES = "_autopar_carries"  # marks a parameter that has the original's attributes
 
 
 def compute_in(

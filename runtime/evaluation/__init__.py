@@ -1,6 +1,6 @@
 """The loss of a model over the rows of an evaluation dataset.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one, with_gradients

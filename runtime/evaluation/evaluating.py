@@ -27,7 +27,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Put a model into evaluation: no dropout, running statistics, no gradients."""
+    """Put a model into evaluation mode inside: no dropout, running statistics, no gradients."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()
@@ -106,7 +106,7 @@ def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
 
 
 def with_gradients(losses: Losses) -> Losses:
-    """Compute losses with autograd on, for a model that takes gradients itself or has hooks."""
+    """Compute losses with autograd on, for a model that computes gradients itself or has hooks."""
 
     @torch.enable_grad()
     def computed(batches: Iterable[Batch]) -> Iterator[Tensor]:

@@ -58,12 +58,12 @@ class Plainly:
     new_batch: Example
     new_loss: Callable[[Any, Batch], Tensor] | None = None  # None if the model returns its loss
     half_buffers: Collection[str] = ()  # names of buffers that a 16-bit training casts
-    needs_gradients: bool = False  # the model takes some itself, or has hooks on them
+    needs_gradients: bool = False  # the model computes some itself, or has hooks on them
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a model.
 
-        It is called with the batch's entries that its forward takes.
+        The model is called with the entries of the batch that its forward takes.
         """
         plain = {k: v for k, v in self.new_batch(1).items() if not isinstance(v, Tensor)}
         every = {**batch, **plain}
@@ -87,7 +87,7 @@ class _PlainLoss:
 
 
 _NOTHING_COUNTS = (
-    "the loss of its first microbatch is nan, in plain PyTorch too, as where no target of it counts"
+    "the loss of its first microbatch is nan in plain PyTorch, too: maybe none of its targets count"
 )
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.ranks.user_code import told
 
 
 def once(found: Tensor, times: int) -> Tensor:
-    """Scale sums over rows that are repeated so many times; 0 times gives 0."""
+    """Return sums over rows that occur `times` times as if each occurred once; 0 if none does."""
     return found / times if times else torch.zeros_like(found)
 
 
@@ -119,7 +119,7 @@ class RowMetrics:
                 handle.remove()
 
     def add(self, batch: Batch, times: int) -> None:
-        """Add the microbatch that the model has just seen; its rows are repeated so many times."""
+        """Add the microbatch that the model has just seen; its rows occur `times` times each."""
         if self._measure is None or not self._outputs:
             return
         with told("metrics() of the model file", self._measure):

@@ -2,8 +2,8 @@
 
 All ranks get the same number of microbatches, and each microbatch has the size of the plan. The
 last rows of a dataset may not fill one, and are repeated: of 5 rows with 4 to a microbatch, the
-last one fills a microbatch four times. All rows of it are repeated equally often, so their mean is
-unchanged.
+last one fills a microbatch four times. All rows of a microbatch are repeated equally often, so
+their mean is unchanged.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class EvaluationRows:
         return gathered_rows(batch, self.own, self.rows_over, rows=self.dealer.size)
 
     def whole(self, batch: Batch) -> Batch:
-        """Return a microbatch with all rows, also for keys of which each rank reads its own."""
+        """Return a microbatch with all rows, also for keys of which each rank has its own share."""
         own = {key: batch[key] for key in self.own}
         return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
 

@@ -1,6 +1,6 @@
 """The modules that a rank holds, and their classes.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.model.parts import (

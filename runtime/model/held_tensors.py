@@ -38,7 +38,7 @@ def replace_held(model: nn.Module, change: Change) -> None:
 
 
 def move_held(model: nn.Module, device: torch.device) -> None:
-    """Move those tensors to a device; each stays the same object."""
+    """Move the tensors in plain attributes to a device; each stays the same object."""
 
     def moved(_: str, tensor: Tensor) -> Tensor:
         if tensor.device.type not in (device.type, "meta"):  # meta: a layer of another rank
@@ -112,7 +112,7 @@ def _is_of_plan(one: Any) -> bool:
 
 
 def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names: a parameter, and another object that shares memory with it.
+    """Yield pairs of names: a parameter, and another tensor that shares memory with it.
 
     In plain PyTorch, training changes both. Under a plan each has memory of its own.
     """
@@ -139,7 +139,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether two tensors of one storage share an element; assumed if their dtypes differ."""
     if one is other or not one.numel() or not other.numel():
         return False
     size = one.untyped_storage().nbytes()

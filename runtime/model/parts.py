@@ -47,7 +47,7 @@ def expand(pattern: str, numbers: Iterable[int]) -> tuple[str, ...]:
 
 
 def starred(name: str) -> tuple[str, ...]:
-    """Yield the name with stars in place of some of its numbers, fewest stars first.
+    """Return the name with stars in place of some of its numbers, fewest stars first.
 
     "h.0.mlp.2" gives "h.*.mlp.2", "h.0.mlp.*", "h.*.mlp.*".
     """
@@ -61,7 +61,7 @@ def starred(name: str) -> tuple[str, ...]:
 
 
 def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Look up each name in the table, itself or with stars; names without an entry are left out."""
+    """Return the entry of each name, itself or with stars; names without an entry are left out."""
     found = (
         (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
     )
@@ -85,7 +85,7 @@ def keep_apart(module: nn.Module) -> None:
 
 
 class _Apart(nn.Module):
-    """A module that writes to no tensor of others, and whose outputs others may write to."""
+    """A module that does not write to its inputs, and whose outputs may be written to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the module's class."""
@@ -141,10 +141,10 @@ Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A pipeline stage: the model's class there, its modules, and the tensors it sends.
+    """A pipeline stage: the class that the model takes, its modules, and the tensors it sends.
 
-    The sent tensors are a function of the batch if their lengths vary. `bounds` are the numbers
-    that differ between stages of one class: the first layer, and the end of the range.
+    The sent tensors are a function of the batch if their lengths vary. `bounds` are attributes that
+    differ between stages of one class: the first layer, and the end of the range of layers.
     """
 
     kind: type[nn.Module]
@@ -194,7 +194,7 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
 
 
 def keep_only(model: nn.Module, held: Collection[str]) -> None:
-    """Remove all parameters and buffers, except those named in `held` or inside a module there.
+    """Remove all parameters and buffers, except those named in `held` or in a module named there.
 
     The modules stay, so that names and positions in lists are those of the whole model. A module
     with several names is kept if one of them is.
@@ -229,16 +229,16 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
-    """Compile the named layers, each by itself; layers of equal code share what is compiled.
+    """Compile the named layers, each by itself; layers of equal code share the compiled code.
 
-    This comes before `recompute` and `wrap`: what they add to a layer stays outside of what is
-    compiled. A line that torch cannot compile runs as it is, between two compiled parts. Dropout
-    draws the numbers that it draws without compiling.
+    Call this before `recompute` and `wrap`: what they add to a layer is not compiled. A line that
+    torch cannot compile runs as it is, between two compiled parts. Dropout draws the same numbers
+    as without compiling.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True
     config = torch._dynamo.config
-    # layers may be of many shapes, or read numbers of their own
+    # layers may differ in shapes, or in numbers that they read
     config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.__class__ = class_with_forward(layer)

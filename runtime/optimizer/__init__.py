@@ -1,6 +1,6 @@
 """Gradient clipping, and the optimizer step on a rank's shards.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.optimizer.building import (

@@ -50,8 +50,8 @@ def made_optimizer(
 ) -> Optimizer:
     """Call a factory with the argument that it names, restricted to this rank's modules.
 
-    `stepped` are the trainable parameters. A stage without any passes an empty parameter. Exits if
-    the factory fails, or returns something that no script can step.
+    `stepped` are the trainable parameters; a stage without any passes an empty one. Exits if the
+    factory fails, or returns something that no script can step.
     """
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
     with told(name, factory):

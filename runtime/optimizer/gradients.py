@@ -39,7 +39,7 @@ class HeldGradient:
 
 
 def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
-    """Find every gradient once, also for a parameter that two parts share."""
+    """Return every gradient once, also for a parameter that two parts share."""
     found: dict[int, HeldGradient] = {}
     for part in parts:
         for one in _held_by(part):
@@ -121,7 +121,7 @@ _LARGE_BYTES = 2**20
 
 @torch.no_grad()
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
-    """Sum the partial gradients of R parameters over the axis, in place for those of a bucket.
+    """Sum the partial gradients of parameters with layout R over the axis, in place.
 
     A large gradient has its own message; small ones are sent together, one message per dtype.
     """
@@ -197,7 +197,7 @@ def clip_by_global_norm(
 
 
 def _axes_of_shares(model_parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Axis, ...]:
-    """Return the axes whose ranks hold different gradients, the same on all of their ranks."""
+    """Return the axes whose ranks hold different gradients; all ranks return the same axes."""
     is_sharded = mesh.shard.size > 1 and shares_gradients_out(model_parts)
     sharded = (mesh.shard,) if is_sharded else ()
     return tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
@@ -256,7 +256,7 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-LEAST = 2.0**-10  # a smaller scale would only overflow with gradients of 10^7
+LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overflow
 
 
 class LossScale:
@@ -271,7 +271,7 @@ class LossScale:
     ) -> None:
         self.value = initial
         self.fits = True  # whether all gradients of the last step were finite
-        self.calm_steps = 0  # since the factor changed
+        self.calm_steps = 0  # since the scale changed
         self._mesh = mesh
         self._steps_until_growth = steps_until_growth
 

@@ -42,7 +42,7 @@ class ParameterPiece(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalPiece:
-    """A whole local parameter (shard) of this rank."""
+    """A piece that is all of a parameter that this rank holds: its local shard."""
 
     parameter: nn.Parameter
     target: nn.Parameter
@@ -84,7 +84,7 @@ def pieces_of(optimizer: Optimizer) -> tuple[ParameterPiece, ...] | None:
 
 
 def state_of(piece: ParameterPiece, value: Any) -> Any:
-    """Return this piece's part of a state that the optimizer created with the parameter."""
+    """Return this piece's part of a state that the optimizer created for the parameter."""
     if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():
         return piece.slice(value).to(piece.target.dtype, copy=True)
     return value
@@ -93,7 +93,7 @@ def state_of(piece: ParameterPiece, value: Any) -> Any:
 def local_pieces(
     parameters: Iterable[nn.Parameter], masters: Mapping[int, Tensor]
 ) -> tuple[LocalPiece, ...]:
-    """Return one piece per parameter: its local shard, or the fp32 master with its id."""
+    """Return one piece per parameter; its target is the local shard, or the fp32 master given."""
     pieces = []
     for parameter in parameters:
         place = local_tensor(parameter.detach())

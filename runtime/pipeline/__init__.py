@@ -1,6 +1,6 @@
 """Pipeline stages under torch's schedules.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.pipeline.schedules import (

@@ -361,11 +361,11 @@ def _check_disjoint(stages: Sequence[Stage]) -> None:
 
 
 def _split_backward_of(stage: Stage, kind: str) -> None:
-    """Make a stage split its backwards into halves.
+    """Make a stage split its backwards into halves; raise if fully_shard has sharded it.
 
-    The halves look parameters up by their autograd nodes, which sharding replaces, and their
-    gradients bypass the hooks that reduce them. Parameters and gradients would stay whole to the
-    last microbatch.
+    The halves find parameters by their autograd nodes, which sharding replaces, and gradients
+    bypass the hooks that reduce them. So parameters and gradients would stay whole until the last
+    microbatch.
     """
     if isinstance(stage.submod, FSDPModule):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The stages of a rank, and weights that two of them share."""
+"""A pipeline stage of this rank, and weights that several stages share."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TiedWeights:
                     gradient.copy_(total)
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
-        """Send a tensor to the other holders; return everybody's in the order of the stages."""
+        """Send a tensor to the other holders; return those of all in the order of the stages."""
         mine = mine.contiguous()
         by_stage = {stage: torch.empty_like(mine) for stage in tie.stages}
         by_stage[self._axis.rank] = mine
@@ -198,7 +198,7 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # the received shapes, by microbatch
+        self._sized: Sequence[Shapes] = ()  # those of the receive buffers, by microbatch
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward is running
@@ -369,8 +369,8 @@ def _contiguous(gradients: InputGradients) -> InputGradients:
 
 
 class _Agreed:
-    """Replaces the stages' vote for known shapes, which would need the other stages."""
+    """Replaces the stages' vote on whether shapes are known: in a dry run, others are not there."""
 
     def item(self) -> int:
-        """Return yes."""
+        """Return 1: the shapes are known."""
         return 1

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from autopar.runtime.ranks.refusal import refuse
 
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
-# earlier stages lack shapes, or expect a gradient for every received tensor
+# stages of earlier versions lack shapes, or expect a gradient for every received tensor
 PIPELINED_TORCH = (2, 13)
 
 
@@ -44,7 +44,7 @@ def resize(infos: Sequence[_RecvInfo], shapes: Sequence[torch.Size]) -> None:
 
 
 class _EarlierStage(pipelining.PipelineStage):
-    """For torch 2.13 and 2.14."""
+    """The stage for torch 2.13 and 2.14."""
 
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
         """Keep the tensors for the backward of a microbatch."""
@@ -134,7 +134,7 @@ def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
 
 
 class _LaterStage(pipelining.PipelineStage):
-    """For torch 2.15 and later."""
+    """The stage for torch 2.15 and later."""
 
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
         """Keep the tensors for the backward of a microbatch."""

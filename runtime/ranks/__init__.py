@@ -1,6 +1,6 @@
-"""The processes of a training: the device mesh, messages, and what is printed.
+"""The processes of a training: device mesh, options, random numbers, error messages.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, join_streams, start, stop

@@ -43,7 +43,7 @@ def is_terminal(stream: TextIO) -> bool:
 def draw_bar(done: int, whole: int, seconds_left: float) -> None:
     """Draw a progress bar on stdout.
 
-    The cursor stays at the start, so that a line overwrites it.
+    The cursor stays at the start of the line, so that the next output overwrites the bar.
     """
     filled = _BAR * done // whole
     text = f"step {done:>6}   {'━' * filled}{'─' * (_BAR - filled)} {done / whole:4.0%}"
@@ -53,13 +53,14 @@ def draw_bar(done: int, whole: int, seconds_left: float) -> None:
     sys.stdout.flush()
 
 
-USAGE = 2  # exit codes, the same as those of autopar's commands: bad usage
+# Exit codes, the same as those of autopar's commands.
+USAGE = 2  # bad usage
 MISMATCH = 6  # the environment does not fit the plan
 FAILED = 7  # the training failed
 INTERRUPTED = 130  # by Ctrl-C
-RUN_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one `autopar run`
+RUN_TOKEN = "AUTOPAR_RUN"  # an environment variable of all processes of one `autopar run`
 VERDICT = "verdict.json"
-_LEFT, _GONE, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
+_REASON, _READY, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
 _LOOK_SECONDS = 0.5  # between two checks whether another rank is leaving
 _POLL_SECONDS = 0.1
 _TOGETHER_SECONDS = 0.3  # until the last rank has noticed that all leave
@@ -90,12 +91,12 @@ class LeavingError(SystemExit):
 def leave(verdict: Verdict) -> NoReturn:
     """Print a message, and end this process and, under torchrun, all other ranks.
 
-    If several ranks leave, all print the first one's message. Other ranks learn it from torchrun's
-    store, which each of them watches.
+    If several ranks leave, only the first one's message is printed, once per node. Every rank
+    watches torchrun's store for it.
     """
     atexit.unregister(tell_early_end)
     room = _room()
-    verdict = _told(verdict, room)
+    verdict = _announce(verdict, room)
     if room is not None:
         with suppress(RuntimeError):  # torchrun is gone
             if not room.begins_to_leave():
@@ -108,17 +109,17 @@ def leave(verdict: Verdict) -> NoReturn:
 
 def leave_interrupted() -> NoReturn:
     """End all ranks without a message, after Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second SIGINT
     leave(Verdict(INTERRUPTED, "", ""))
 
 
 def tell(verdict: Verdict) -> None:
     """Print why this rank leaves, for a thread that ends the process itself."""
-    _told(verdict, _room())
+    _announce(verdict, _room())
 
 
-def _told(verdict: Verdict, room: Room | None) -> Verdict:
-    """Print why this rank leaves, once per node; return the message of all ranks."""
+def _announce(verdict: Verdict, room: Room | None) -> Verdict:
+    """Print why this rank leaves, once per node; return the first rank's message."""
     is_told = False
     if room is not None:
         with suppress(RuntimeError):
@@ -133,10 +134,10 @@ def _told(verdict: Verdict, room: Room | None) -> Verdict:
 
 def leave_beside_logs(name: str, text: str) -> None:
     """Write a file beside this rank's logs, if `autopar run` has started it."""
-    reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if RUN_TOKEN in os.environ and reply:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RUN_TOKEN in os.environ and error_file:
         with suppress(OSError):
-            Path(reply).with_name(name).write_text(masked(text), encoding="utf-8")
+            Path(error_file).with_name(name).write_text(masked(text), encoding="utf-8")
 
 
 def tell_early_end() -> None:
@@ -151,23 +152,23 @@ def tell_early_end() -> None:
 
 
 def leave_with_others() -> None:
-    """End this process from a thread when another rank has printed why it leaves.
+    """Start a thread that ends this process when another rank leaves.
 
-    The main thread may wait for that rank in a collective, under nccl for ever. Connections break
-    only when the other process ends, and torchrun then kills all others.
+    The main thread may be waiting for that rank in a collective, with nccl for ever. Connections
+    break only when the other process ends, and torchrun then kills all the rest.
     """
     room = _room()
     if room is not None and room.ranks > 1:
-        # the main thread may be waiting in the other connection
+        # a connection of its own: the main thread may be waiting in the other one
         own = replace(room, store=room.store.clone())
-        threading.Thread(target=_look, args=(own,), daemon=True).start()
+        threading.Thread(target=_watch, args=(own,), daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Where leaving ranks meet: those of a training, or of a node before it begins.
+    """The store in which leaving ranks agree: all ranks, or those of a node before all have joined.
 
-    Each start has keys of its own in the store, once its ranks have joined.
+    Once the ranks have joined, each start of torchrun has keys of its own.
     """
 
     store: Any
@@ -175,30 +176,30 @@ class Room:
     ranks: int
 
     def first_of(self, own: Verdict) -> Verdict:
-        """Return the first verdict of any rank; `own` if there was none."""
-        found = self.store.compare_set(_LEFT, "", json.dumps(asdict(own)))
+        """Return the verdict of the first rank to leave: `own`, if no other rank has one yet."""
+        found = self.store.compare_set(_REASON, "", json.dumps(asdict(own)))
         return Verdict(**json.loads(found))
 
     def has_verdict(self) -> bool:
         """Whether any rank leaves."""
-        return bool(self.store.check([_LEFT]))
+        return bool(self.store.check([_REASON]))
 
     def verdict(self) -> Verdict:
-        """Return why it leaves."""
-        return Verdict(**json.loads(self.store.get(_LEFT)))
+        """Return the first rank's verdict."""
+        return Verdict(**json.loads(self.store.get(_REASON)))
 
     def is_first_here(self) -> bool:
         """Whether this is the first rank of its node to leave."""
         node = os.environ.get("GROUP_RANK", "")
-        return bool(self.store.add(f"{_LEFT}/{node}", 1) == 1)
+        return bool(self.store.add(f"{_REASON}/{node}", 1) == 1)
 
     def begins_to_leave(self) -> bool:
         """Whether this is the first thread of its process to leave."""
-        return bool(self.store.add(f"{_GONE}/{self.rank}", 1) == 1)
+        return bool(self.store.add(f"{_READY}/{self.rank}", 1) == 1)
 
     def leave_together(self) -> None:
         """Wait for a common time to exit. torchrun kills the other ranks once one has exited."""
-        if self.store.add(_GONE, 1) == self.ranks:
+        if self.store.add(_READY, 1) == self.ranks:
             self.store.set(_END, str(time.time() + _TOGETHER_SECONDS))
         until = time.monotonic() + _PATIENCE_SECONDS
         while not self.store.check([_END]):
@@ -210,7 +211,7 @@ class Room:
 
 
 def _room() -> Room | None:
-    """Return where ranks under torchrun meet, or None without torchrun."""
+    """Return the store in which leaving ranks agree, or None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     if dist.is_initialized():
@@ -229,14 +230,14 @@ def _room() -> Room | None:
     return None
 
 
-def _look(room: Room) -> None:
-    """End this process once another rank leaves, unless the main thread does."""
+def _watch(room: Room) -> None:
+    """End this process once another rank leaves, unless the main thread ends it."""
     with suppress(RuntimeError):  # torchrun is gone
         while not room.has_verdict():
             time.sleep(_LOOK_SECONDS)
             if not dist.is_initialized():  # the training is over
                 return
-        verdict = _told(room.verdict(), room)
+        verdict = _announce(room.verdict(), room)
         if room.begins_to_leave():
             _clean_up()
             room.leave_together()

@@ -1,4 +1,4 @@
-"""Locations of files, on disks and in object stores, and where nothing may be written."""
+"""Locations of files, on disks and in object stores, and checks of where files may be written."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        """The last part of it."""
+        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The ending of its name, with the dot."""
+        """The ending of the name, with the dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> StorePath:
-        """The folder that it is in."""
+        """The folder that contains it."""
         return StorePath(self.url.rpartition("/")[0])
 
     def with_name(self, name: str) -> StorePath:
-        """Return its neighbour of that name."""
+        """Return the path of another name in the same folder."""
         return self.parent / name
 
     def resolve(self) -> StorePath:
@@ -60,7 +60,7 @@ class StorePath:
         return self
 
     def exists(self) -> bool:
-        """Whether a file is there, or a folder with anything in it."""
+        """Whether this is a file, or a folder with anything in it."""
         return self._info() is not None
 
     def is_dir(self) -> bool:
@@ -72,7 +72,7 @@ class StorePath:
         return (self._info() or {}).get("type") == "file"
 
     def iterdir(self) -> Iterator[StorePath]:
-        """Yield what is in this folder."""
+        """Yield the entries of this folder."""
         with _as_os_errors(self.url):
             store, path = self._opened()
             found = store.ls(path, detail=False)
@@ -160,7 +160,7 @@ class StorePath:
             return float(store.modified(path).timestamp())
 
     def _info(self) -> dict[str, Any] | None:
-        """Return the store's entry for it, or None if there is none.
+        """Return the store's entry for this path, or None if there is none.
 
         A store that does not respond raises an error, so that a file is not taken for missing.
         """
@@ -223,7 +223,7 @@ def check_regular(place: Location) -> None:
 
 
 def text_of(file: Location, *, most_bytes: int) -> str:
-    """Return the text of a file; raise OSError if it is not text, or larger than autopar writes."""
+    """Return the text of a file; raise OSError if it is no regular file, or too large."""
     check_regular(file)
     size = size_of(file)
     if size > most_bytes:
@@ -232,7 +232,7 @@ def text_of(file: Location, *, most_bytes: int) -> str:
 
 
 def head_of(file: Location, count: int) -> bytes:
-    """Return at most so many first bytes of a file."""
+    """Return the first `count` bytes of a file, or all if it has fewer."""
     check_regular(file)
     if isinstance(file, StorePath):
         return file.read_bytes(0, min(count, file.size_bytes()))
@@ -314,7 +314,7 @@ def is_named_as_file(text: str, *, but: str = "") -> bool:
 def refuse_no_file(
     path: Location, *, option: str, fix: str, beside: Location | None = None
 ) -> None:
-    """Exit if a file cannot be created there, or would be inside a checkpoint.
+    """Exit if the path is a folder, cannot be accessed, or lies inside a checkpoint.
 
     `beside` is the folder where this training writes checkpoints, if any.
     """
@@ -330,7 +330,7 @@ def refuse_no_file(
 def refuse_no_folder(
     path: Location, *, option: str, fix: str, beside: Location | None = None
 ) -> None:
-    """Exit if a folder cannot be created there, or would be inside a checkpoint."""
+    """Exit if the path is a file, cannot be accessed, or lies inside a checkpoint."""
     try:
         check_regular(path)
         if path.is_file():
@@ -381,6 +381,6 @@ def _is_checkpoint(folder: Location, beside: Location | None) -> bool:
 
 
 def _has_manifest(folder: Location) -> bool:
-    """Whether a folder has a manifest of autopar; other programs use the name, too."""
+    """Whether a folder has a manifest of autopar; other programs use the file's name, too."""
     file = folder / MANIFEST
     return file.is_file() and _MARKED.search(head_of(file, 200)) is not None

@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 
 
 class Stopwatch:
-    """Seconds spent so far."""
+    """Adds up the seconds spent waiting for items."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -85,8 +85,8 @@ def join_streams() -> None:
 
 
 DRY_RUN = "AUTOPAR_DRYRUN"
-# Time limit of a message, in steps and at least in seconds. The watch over steps knows more about a
-# hang, and should come first (checkpointing/watch.py).
+# The time limit of a message: so many times that of a step, and at least half an hour. The watch
+# over steps (checkpointing/watch.py) knows more about a hang, so its limit should pass first.
 _STEPS_OF_MESSAGE = 4
 _LEAST_TIMEOUT = timedelta(minutes=30)
 _LEAST_START = timedelta(minutes=1)
@@ -134,7 +134,7 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes that torchrun started, and find this one's place in the mesh.
+    """Join the processes that torchrun started, and return the mesh as this process sees it.
 
     `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
     """
@@ -179,10 +179,10 @@ def _start_timeout(seconds: float) -> timedelta:
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return a DeviceMesh of the axes with several ranks; each has a group, which takes memory.
+    """Return a DeviceMesh of only the axes with several ranks: each group takes memory.
 
-    An axis with all ranks uses the world's group. With copies, the shard axis is needed even at
-    size 1; a process without any other axis needs one, too.
+    An axis with all ranks uses the world's group. With replicas, the shard axis is needed even at
+    size 1. A single process needs it, too, because a mesh must have an axis.
     """
     is_kept = {name: size > 1 for name, size in sizes.items()}
     is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())
@@ -207,7 +207,7 @@ def _data_axis(device_mesh: DeviceMesh, axes: Mapping[str, Axis]) -> Axis:
 
 
 def stop(mesh: Mesh) -> None:
-    """Leave the processes that start() joined: all ranks at once, and no thread stays behind."""
+    """Destroy the process group that start() made, with its threads, on all ranks at once."""
     if mesh.owns_processes and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

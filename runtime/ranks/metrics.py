@@ -1,6 +1,6 @@
 """Writes the metrics of a training: lines of a file, and curves.
 
-Parses JSON that may come from anybody into frozen dataclasses, or says which value does not fit its
+Also parses untrusted JSON into frozen dataclasses; an error says which value does not fit its
 field. Commands use pydantic for this; scripts depend on torch alone.
 """
 
@@ -47,7 +47,7 @@ Count: TypeAlias = Annotated[int, Check("0 or more", lambda count: 0 <= count <=
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON; every invalid text raises ValueError, including endless nesting."""
+    """Parse JSON; every invalid text raises ValueError, too deep nesting as well."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -154,7 +154,7 @@ _NO_CURVES = ("step", "unit", "seconds_left")
 class Curves:
     """Writes the curves of --tensorboard, if that is given.
 
-    Curves of an earlier training are hidden from step `begun` on.
+    Points that an earlier training wrote after step `begun` are hidden.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Curves:
             )
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Add a point to each curve of a line; a full disk does not end the training."""
+        """Add the figures of a log line to the curves; a full disk does not end the training."""
         if self._writer is None:
             return
         try:

@@ -1,8 +1,8 @@
 """How ranks find each other over the network, and what to set if they do not.
 
-torchrun keeps one store for all starts. After a restart, torch's own env:// reads the addresses of
-dead ranks from it (2.13), and gloo tries to connect to them until it times out. Here every start
-has a prefix of its own in the store.
+torchrun keeps one store for all starts. After a restart, torch's own env:// (2.13) reads the
+addresses of dead ranks from it, and gloo tries to connect to them until it times out. Here every
+start has a prefix of its own in the store.
 
 gloo listens on the address that the machine's own name resolves to. On Debian and Ubuntu that is
 127.0.1.1, which other nodes cannot reach. So the network interface that leads to the other nodes is
@@ -32,7 +32,7 @@ from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
-_AGAIN = timedelta(seconds=1)  # after which a rank checks for another word
+_AGAIN = timedelta(seconds=1)  # a rank waits so long before it checks for another word
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
@@ -121,7 +121,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ROOM = "autopar/network"
 _FIRST, _LOOPBACK, _FAILED = f"{_ROOM}/first", f"{_ROOM}/loopback", f"{_ROOM}/failed"
 _POLL_SECONDS, _LOOK_SECONDS = 0.02, 1.0
-_MOST_TOLD = 200  # characters of an error that are printed
+_MOST_SHOWN = 200  # characters of an error that are printed
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator
     try:
         yield
     except RuntimeError as error:
-        told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_TOLD]
+        told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_SHOWN]
         with suppress(RuntimeError):  # the first node is gone, and the store with it
             told = store.compare_set(_FAILED, "", told).decode()
         _refuse(told)
@@ -176,8 +176,8 @@ def _choose_interface(store: Store, timeout: timedelta) -> None:
     """Set the variables that name the network interface, unless they are set.
 
     The interface is the one that leads to MASTER_ADDR. On that machine itself the name may resolve
-    to loopback; then the other nodes write which address they see. If all see loopback, they are on
-    one machine, and nothing is set.
+    to loopback; the other nodes then write the address that they see. If all nodes see loopback,
+    they are on one machine, and nothing is set.
     """
     first, own = _addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if not _is_loopback(own):
@@ -224,7 +224,7 @@ _Entry._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-# where the address is: its first byte, its length
+# where a sockaddr has the address: its first byte, its length
 _PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 

@@ -128,14 +128,14 @@ def weights_or_none(text: str) -> str:
 
 
 def local_file(text: str) -> Path:
-    """Parse the path of a file that lines are appended to, which stores cannot do."""
+    """Parse the path of a local file: lines are appended to it, which stores cannot do."""
     if "://" in text:
         raise ArgumentTypeError(f"{text}: stores add no lines to a file; name one on a disk")
     return Path(text)
 
 
 def local_folder(text: str) -> Path:
-    """Parse the path of a folder whose files are appended to."""
+    """Parse the path of a local folder: lines are appended to its files."""
     return local_file(folder_or_none(text))
 
 
@@ -169,7 +169,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Its name among the parsed options."""
+        """The option's name among the parsed options."""
         return self.name.removeprefix("--").replace("-", "_")
 
 

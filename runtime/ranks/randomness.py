@@ -1,7 +1,7 @@
 """Random numbers of ranks: seeds, generators, and regions without randomness.
 
 In a region without randomness dropout is off, and random ops return constants. Different splits of
-a model draw different numbers, so they can only be compared without any.
+a model draw different random numbers, so their losses can only be compared in such a region.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _device_in_use() -> Any | None:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Mix numbers into one seed; unlike a sum, other numbers give another seed."""
+    """Hash numbers into a seed; unlike sums, different numbers give different seeds."""
     text = "/".join(str(number) for number in numbers).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
@@ -70,7 +70,7 @@ def seed_numbers(seed: int) -> None:
 
 @contextmanager
 def kept_numbers() -> Iterator[None]:
-    """Restore these generators afterwards."""
+    """Restore the CPU generators after the body."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     try:
@@ -84,7 +84,7 @@ def kept_numbers() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed everything inside, including devices, and restore generators afterwards."""
+    """Seed all generators for the body, those of devices too, and restore them afterwards."""
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if has_device else []
     with kept_numbers(), torch.random.fork_rng(devices=devices):
@@ -94,13 +94,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def seed_all(seed: int, mesh: Mesh) -> None:
-    """Seed this process: equal along the tensor axis, different along data and pipeline."""
+    """Seed this process; tensor ranks get equal seeds, data and pipeline ranks different ones."""
     torch.manual_seed(mixed_seed(seed, mesh.data.rank, mesh.pipeline.rank))
 
 
 @contextmanager
 def split_randomness(axis: Axis) -> Iterator[None]:
-    """Make random numbers inside differ between ranks, as dropout of split tensors requires.
+    """Make random numbers of the body differ between ranks, as dropout of split tensors requires.
 
     The seed is drawn from the CPU generator. Its state is the same on every rank of the axis, and
     activation recomputation restores it, so a recomputed region gets the same masks.
@@ -121,7 +121,7 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators that ops here use: torch.manual_seed seeds all devices in 0.1 ms."""
+    """Return the generators that ops here use; torch.manual_seed takes 0.1 ms for all devices."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -139,7 +139,7 @@ _DRAWING = frozenset(
         Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
     }
 )  # fmt: skip
-_DROPPING = frozenset(
+_DROPOUTS = frozenset(
     {
         functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
         functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_,
@@ -149,7 +149,7 @@ _DROPPING = frozenset(
 )  # fmt: skip
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
-_COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
+_RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
 class Undrawn(TorchFunctionMode):
@@ -170,7 +170,7 @@ class Undrawn(TorchFunctionMode):
 def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
     """Call a torch function with `run`, without dropout and without random numbers."""
     kwargs = dict(kwargs)
-    if func in _DROPPING:
+    if func in _DROPOUTS:
         return args[0] if args else kwargs["input"]
     if func is functional.gumbel_softmax:
         return _gumbel_softmax(*args, **kwargs)
@@ -183,7 +183,7 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
     if func in _DRAWING:
         drawn = func(*args, **kwargs).fill_(_DRAWN)
         return _spread(drawn) if func is torch.rand else drawn
-    if func in _COUNTING:
+    if func in _RANDOM_INTEGERS:
         return func(*args, **kwargs).fill_(_middle(args, kwargs))
     if func in _CHOOSING:
         chosen = func(*args, **kwargs)
@@ -196,10 +196,10 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
 
 
 def _spread(drawn: Tensor) -> Tensor:
-    """Give every row of a mask the same evenly spread numbers, some below any threshold.
+    """Fill each row of a 2-D `torch.rand` with the same evenly spread numbers.
 
-    If all were the same number, `torch.rand(rows, places) < 0.15` would mask nothing, and the loss
-    would be nan.
+    Some are below any threshold. If all were the same number, `torch.rand(rows, places) < 0.15`
+    would mask nothing, and the loss would be nan.
     """
     if drawn.dim() != 2:
         return drawn
@@ -228,5 +228,5 @@ def _gumbel_softmax(
 
 
 def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop a positional dropout_p, after query, key, value and mask."""
+    """Drop a positional dropout_p, the argument after query, key, value and mask."""
     return args[:4] if len(args) == 5 else args

@@ -39,7 +39,7 @@ def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """Reject an empty value, which a shell makes of an unset variable."""
+    """Return a parser that rejects an empty value, which a shell makes of an unset variable."""
 
     @wraps(read)
     def filled(text: str) -> _Value:
@@ -55,7 +55,7 @@ class RefusedInWorkerError(Exception):
 
 
 def refuse(found: str, *, fix: str) -> NoReturn:
-    """Print what was found and what to do, and exit, on every rank that finds it."""
+    """Print what was found and what to do, and end all ranks; in a DataLoader worker, raise."""
     verdict = Verdict(MISMATCH, found, fix)
     if get_worker_info() is not None:
         raise RefusedInWorkerError(str(verdict))
@@ -63,7 +63,7 @@ def refuse(found: str, *, fix: str) -> NoReturn:
 
 
 def give_up(found: str, *, fix: str) -> NoReturn:
-    """Print why the training cannot go on, and exit on every rank."""
+    """Print why the training cannot go on, and end all ranks."""
     leave(Verdict(FAILED, found, fix))
 
 

@@ -1,12 +1,12 @@
 """Messages between ranks, groups of neighbours, and checks that ranks agree.
 
-Moves tensors between the ranks of an axis, without gradients.
+Moves tensors between the ranks of an axis, outside autograd.
 
 Layers use torch's functional collectives, which `torch.compile` supports. Buckets are reduced in
 place, asynchronously.
 
-Each two neighbours on the pipeline axis get a process group of their own. nccl runs the messages of
-a group in order, on one stream, so that a late neighbour would block messages to all others.
+Every two neighbours on the pipeline axis get a process group of their own. nccl runs the messages
+of a group in order, on one stream, so that a late neighbour would block messages to all others.
 torch's schedules with several stages per rank require that messages of two pairs do not wait for
 each other.
 """
@@ -46,7 +46,7 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_scattered(stack: Tensor, axis: Axis) -> Tensor:
-    """Give every rank its slice of dim 0, summed over all ranks."""
+    """Return this rank's slice of dim 0, summed over all ranks."""
     flat = stack.contiguous().view(-1)
     mine = _waited(_functional.reduce_scatter_tensor(flat, "sum", axis.size, _name(axis)))
     return mine.view(stack.shape[1:])
@@ -61,7 +61,7 @@ def exchanged(stack: Tensor, axis: Axis) -> Tensor:
 def exchanged_pieces(
     pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis
 ) -> list[Tensor]:
-    """Send piece r to rank r; shapes[r] is what comes from there. Pieces may differ in shape."""
+    """Send piece r to rank r, and return the pieces received; that of rank r has shapes[r]."""
     sizes = [math.prod(shape) for shape in shapes]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     lengths = [piece.numel() for piece in pieces]
@@ -122,7 +122,7 @@ def _name(axis: Axis) -> str:
     return axis.group.group_name
 
 
-_DESCRIBED = "mesh_pipeline"  # torch's name for the axis in records of its group
+_DESCRIBED = "mesh_pipeline"  # how torch describes the group of the pipeline axis in its records
 
 
 class Pairs(Enum):
@@ -196,9 +196,9 @@ def agreed(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
-    Pipeline ranks read a row's inputs in one place and its targets in another, and tensor ranks
-    share the work on it. If a dataset drew other random numbers on each rank, they would train on
-    rows that do not exist.
+    One pipeline rank reads a row's inputs, another its targets, and tensor ranks share the work on
+    the row. If a dataset drew different random numbers on each rank, they would train on rows that
+    do not exist.
     """
     first = next(batches)
     for axis in sharers:

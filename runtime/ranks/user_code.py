@@ -62,7 +62,7 @@ _KNOWN = (
 
 
 class _Of(Enum):
-    """Whose code a line is."""
+    """Whose code a line of a traceback is."""
 
     LIBRARY = auto()
     RUNTIME = auto()
@@ -73,7 +73,7 @@ class _Of(Enum):
 def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
     """Exit if the code inside raises an error; `what` names the code, such as "build_dataset()".
 
-    `of` is the user's function to name if the traceback has no line of the user's.
+    `of` is the user's function to name if the traceback has no line of the user's code.
     """
     try:
         yield
@@ -105,13 +105,13 @@ def tell_errors_once() -> None:
     All ranks exit with the message of the first one. A process that exits by other means before its
     training is over gets a message, too.
     """
-    # it also prints errors
+    # torch's pipelines would log the error, too
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         try:
             _tell(error)
-        except KeyboardInterrupt:  # a second error may have come meanwhile
+        except KeyboardInterrupt:  # the error itself, or one that came meanwhile
             leave_interrupted()
 
     sys.excepthook = tell
@@ -146,7 +146,7 @@ def verdict_of(error: BaseException) -> Verdict:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    If the user's own code raised the error because of another one, its text is printed.
+    An error that the user's own code raised is returned itself, whatever its cause.
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]
@@ -166,7 +166,7 @@ def said_of(error: BaseException) -> str:
 
 
 def failing_at(error: BaseException) -> str:
-    """Return the innermost line of the user's code, or "" if that only called the runtime."""
+    """Return the innermost line of the user's code outside the script's loop, or "" without one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     own = [str(one) for one in _lines(error) if one.whose is _Of.USER and not one.is_of_loop]
@@ -193,7 +193,7 @@ class _Line(NamedTuple):
 
     @property
     def is_of_loop(self) -> bool:
-        """Whether it is a line of the script that calls the runtime."""
+        """Whether it is in the script's training loop, which calls the runtime."""
         is_script = Path(self.file).resolve() == Path(sys.argv[0]).resolve()
         return is_script and self.function in ("<module>", "main", "<genexpr>")
 
@@ -248,17 +248,17 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
     found = _changed(model_file, names, digest)
     if found and mesh.rank == 0:
         say(
-            f"note: {found[0]}, whose plan and figures are of what it was\n"
+            f"note: {found[0]}: the script's plan and figures are for the old model file\n"
             "  fix: plan again with `autopar plan`"
         )
 
 
 def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) -> None:
-    """Exit if the model file has changed: the script contains forwards of the old one."""
+    """Exit if the model file, or a file it imports, has changed: the script has old forwards."""
     found = _changed(model_file, names, digest)
     if found:
         refuse(
-            f"{found[0]}, which has classes with forwards of what it was",
+            f"{found[0]}, and the script has forwards of its old classes",
             fix="plan again with `autopar plan`; where no forward has changed, set MODEL_DIGEST in "
             f'the script to "{found[1]}"',
         )
@@ -276,7 +276,7 @@ def _changed(model_file: ModuleType, names: Iterable[str], digest: str) -> tuple
     return (told, now) if now != digest else None
 
 
-CPU_BY_FORMULA = "cpu by formula"  # a CPU for whose plan no profile was there
+CPU_BY_FORMULA = "cpu by formula"  # a CPU that was not profiled when the plan was made
 
 
 def note_device(planned: str, mesh: Mesh) -> None:

@@ -1,6 +1,6 @@
 """Layers that are recomputed in the backward.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.recompute.running_again import recompute

@@ -3,7 +3,8 @@
 torch.utils.checkpoint saves the generators of GPUs that positional tensors are on, and none if a
 layer is called with keywords only. Here the CPU's and the GPU's generators are always saved. With
 selective recomputation, an op whose result is saved is not run again. If the op draws random
-numbers (attention with dropout), the second forward sets the generators to their states after it.
+numbers (attention with dropout), the second forward sets the generators to their states after the
+op.
 
 A layer may change objects that it is given: a cache of keys and values, a dict that layers share.
 The second forward gets them as they were before the first. Tensors and modules are not copied.
@@ -46,7 +47,7 @@ class DrawnNumbers:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the second forward inside; the generators are restored afterwards."""
+        """Set the generators for the second forward inside, and restore them afterwards."""
         now = generator_states()
         set_generator_states(self._before)
         self._to_come = iter(self._after_ops)
@@ -104,10 +105,10 @@ _PLAIN = (
 def run_alike(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
-    """Return a forward, its first arguments, and a copy of them for the second run.
+    """Return a function and arguments for checkpoint(), whose two runs then get equal arguments.
 
-    The copy is passed in both runs, because it is what is saved until the backward. The first run
-    uses the original arguments instead.
+    checkpoint() saves a copy of the arguments until the backward, and passes it in both runs. The
+    function ignores it: the first run takes the original arguments, the second one another copy.
     """
     copied = _copies((args, kwargs))
     if copied is None:
@@ -124,7 +125,7 @@ def run_alike(
 def _copies(given: Arguments) -> Callable[[], Arguments] | None:
     """Return a function that copies arguments in their current state.
 
-    None if they are immutable.
+    None if they are immutable, or cannot be copied.
     """
     args, kwargs = given
     if all(map(_is_plain, (*args, *kwargs.values()))):
@@ -165,7 +166,7 @@ class _ObjectWriter(pickle.Pickler):
 
 
 class _ObjectReader(pickle.Unpickler):
-    """Unpickles that structure."""
+    """Unpickles what _ObjectWriter has pickled."""
 
     def __init__(self, file: BytesIO, shared: list[Any]) -> None:
         super().__init__(file)

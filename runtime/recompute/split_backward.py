@@ -5,8 +5,8 @@ silently loses weights whose path never does: all weights of a stage whose input
 or a second embedding whose rows go straight to the next stage. Here such weights get their
 gradients at once. So do all weights
 
-- of a stage that recomputes activations, which two halves would do twice; - of a stage where one
-weight meets the path in several places (the position bias that all layers of
+- of a stage that recomputes activations, which two halves would do twice;
+- of a stage where one weight meets the path in several places (the position bias that all layers of
   T5 add): torch would count it several times, and run collectives in another order on each rank;
 - of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
   gradient.
@@ -40,7 +40,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Found at the first microbatch:
-        self._early: frozenset[str] | None = None  # names
+        self._early: frozenset[str] | None = None  # names of weights with gradients at once
         self._is_whole = recomputes(module)  # whether the backward is not split at all
 
     def backward_inputs(

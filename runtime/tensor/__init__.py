@@ -1,6 +1,6 @@
 """Tensors split over ranks: who holds which part, and how parts are exchanged.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.tensor.collectives import (

@@ -20,9 +20,9 @@
     first_whole    R → P    x on rank 0, zeros else   the same mask
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
-`parts` says how a dim is cut (see slices.py); by default it is one part of single elements. If only
-the local size is known, all ranks are assumed to hold equally many elements, unless it is a share
-of a known length.
+`parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
+If only the local size is known, all ranks are assumed to hold equally many elements, unless it is a
+share of a known length.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def sum_partials(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_both(x: Tensor, axis: Axis) -> Tensor:
-    """P → R: sum the ranks' shares for use in shares again."""
+    """P → R: sum the ranks' shares, for further work in shares."""
     return _convert(x, axis, summed, summed)
 
 
@@ -81,32 +81,32 @@ def first_gradient(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter_sum(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """P → S: sum the ranks' shares and keep one slice each."""
+    """P → S: sum the ranks' shares, and keep this rank's slice."""
     return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _SCATTER_SUM)
 
 
 def gather(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """S → R: lay the slices together for use in shares."""
+    """S → R: concatenate the slices, for work in shares."""
     return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER)
 
 
 def gather_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """S → I: lay the slices together for the same use on every rank."""
+    """S → I: concatenate the slices, for the same work on every rank."""
     return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER_WHOLE)
 
 
 def take_shard(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """I → S: keep one slice each of a whole value."""
+    """I → S: keep this rank's slice of a whole value."""
     return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_SHARD)
 
 
 def take_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """R → S: keep one slice each; the gradient of the rest is another rank's share."""
+    """R → S: keep this rank's slice; the gradient of the rest is other ranks' share."""
     return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_OWN)
 
 
 def place_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """S → P: put each slice in its place among zeros."""
+    """S → P: put this rank's slice in its place among zeros."""
     return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _PLACE_OWN)
 
 

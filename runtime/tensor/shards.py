@@ -39,7 +39,7 @@ def put_into(tensor: Tensor, source: Tensor) -> None:
     hooks, behind = one._backward_hooks, one._post_accumulate_grad_hooks
     one._backward_hooks = one._post_accumulate_grad_hooks = None
     torch._C._swap_tensor_impl(tensor, fresh)
-    # such contents need their class
+    # the contents of a DTensor, say, need its class
     if has_own_ops(source) and not isinstance(tensor, type(source)):
         is_parameter = isinstance(tensor, nn.Parameter)
         tensor.__class__ = type(source)
@@ -191,7 +191,7 @@ def _boxes_of_row(shape: tuple[int, ...], number: int, start: int, stop: int) ->
         yield ((number, number + 1), *box)
 
 
-_TIES = "tied_names"  # the attribute with the tied names of the whole model, on a part of it
+_TIES = "tied_names"  # an attribute of a stage: the tied names of the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +319,8 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
     """Put new contents in all places of a tensor; a parameter stays the same object.
 
-    A buffer may also be held elsewhere, such as a global table, and keeps its values there: the
-    modules get another tensor, of its class and with its attributes.
+    A buffer may also be held elsewhere, as in a global table, and keeps its values there: the
+    modules get another tensor, with the class and the attributes of the buffer.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:

@@ -6,9 +6,9 @@ fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shar
 is the concatenation of the shards.
 
 Also remembers the whole lengths of a microbatch's split dims. 57 tokens on two ranks are 29 and 28,
-and a rank with 29 cannot tell 57 from 58. Lengths are known if a dim was cut in this forward, or if
-a stage received it. If two known lengths have equal shares on some rank (of a text and of its
-labels, say), a message decides.
+and a rank with 29 cannot tell 57 from 58. A length is known if the dim was cut in this forward, or
+if the stage received it. If two known lengths have equal shares on some rank (those of a text and
+of its labels, say), a message decides.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def begin_anew(model: nn.Module) -> None:
 
 
 def begins_anew(model: nn.Module) -> bool:
-    """Whether the forwards of a model do that."""
+    """Whether each forward of a model forgets the lengths of earlier microbatches."""
     return _forget in model._forward_pre_hooks.values()
 
 
@@ -97,7 +97,7 @@ def note_length(whole: int) -> None:
 
 
 def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
-    """Return the cut of a dim of which this rank holds so many elements."""
+    """Return the cut of a dim of which this rank holds `local` elements."""
     known = _KNOWN.get(None) or {}
     own = [whole for whole in known if _cut(whole, axis.size).sizes[axis.rank] == local]
     if not own:
@@ -134,7 +134,7 @@ def receives(module: nn.Module, wholes: Iterable[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _clash(one: int, other: int, size: int) -> bool:
-    """Whether some rank holds equally much of both lengths."""
+    """Whether some rank holds equally many elements of both lengths."""
     pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)
     return any(first == second for first, second in pairs)
 

@@ -18,7 +18,7 @@ from autopar.runtime.tensor.slices import Parts, cut
 def vocab_parallel_embedding(
     ids: Tensor, weight_local: Tensor, axis: Axis, parts: Parts, padding_idx: int | None = None
 ) -> Tensor:
-    """Look up ids in this rank's rows, zeros for rows of other ranks: layout P."""
+    """Return the embeddings of ids, with zeros for rows that other ranks hold: layout P."""
     if axis.size == 1:
         return embedding(ids, weight_local, padding_idx)
     _check_rows(ids, parts, axis)
@@ -115,7 +115,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss per target: log Σ exp(logits) − (1 − ε) · its logit − ε · the mean logit."""
+    """The loss per target: log Σ exp(logits) − (1 − ε) · target's logit − ε · mean logit."""
 
     @staticmethod
     def forward(

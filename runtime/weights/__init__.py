@@ -1,6 +1,6 @@
 """The initial values of parameters: from the constructor, or from files.
 
-Scripts import from here; files import from each other.
+Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.weights.initial_weights import Recipe, record

@@ -46,8 +46,8 @@ def fill(
 ) -> None:
     """Replace a meta tensor, in all its places, by a real one with its part of the source.
 
-    A tensor that was sharded on meta keeps its chunks, including the rows of `fully_shard`. Another
-    one is cut according to `splits`. Without a source, memory is only allocated.
+    A tensor that was sharded on meta keeps its chunks, including the rows of `fully_shard`. Any
+    other tensor is cut according to `splits`. Without a source, memory is only allocated.
     """
     old = group[0].tensor
     known = recorded_chunks(group[0].module, group[0].attribute)

@@ -1,7 +1,7 @@
 """Turns a model's constructor into initial weights that are the same under every plan.
 
 The model is built on the meta device while the constructor's ops are recorded. Each rank then
-replays, one parameter at a time, only those of the tensors that it holds.
+replays only the ops of the tensors that it holds, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Recipe:
             if group[0].tensor.device == META:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-            elif group[0].tensor.device.type != device.type:  # a kind of tensor that is not cut
+            elif group[0].tensor.device.type != device.type:  # of a kind that is never cut
                 hang(group, group[0].tensor.to(device))
         move_held(model, device)
 
     def make(self, name: str) -> Tensor:
-        """Make a whole tensor."""
+        """Return the initial values of a whole tensor."""
         made: Tensor = self.source(name)[...]
         return made
 
@@ -116,7 +116,7 @@ class Recipe:
 def record(
     factory: Callable[[], nn.Module], *, seed: int, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Recipe]:
-    """Build a model on the meta device, and the recipe of its weights.
+    """Return a model on the meta device, and the recipe of its weights.
 
     With dtype float64 the model has that dtype, so that plans can be compared to the last digits.
     """
@@ -198,12 +198,12 @@ def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
 def _built_for_real(
     factory: Callable[[], nn.Module], seed: int, error: Exception
 ) -> tuple[nn.Module, Recipe]:
-    """Build the whole model in memory, if its constructor cannot be recorded."""
+    """Build the whole model in memory, because its constructor cannot be recorded."""
     model = plain_model(factory, seed=seed)
     found = _cut(model)
     tensors = dict(_tensors(model))
     on_meta = {place.name: ON_META for place in found if place.tensor.is_meta}
-    if not on_meta:  # tensors on meta are refused, or filled from files
+    if not on_meta:  # else a rank refuses the tensors on meta, or fills them from files
         _note_in_full(error)
     move_to_meta(found, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe(

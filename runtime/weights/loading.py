@@ -31,7 +31,7 @@ from autopar.runtime.weights.saving.stored_model import StoredModel
 
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
-    """Exit if weights differ between processes, and name one."""
+    """Exit if the initial weights of processes differ; the digests are by name."""
     if detect_fake_mode() is not None:  # a dry run is a single process
         return
     for axis in (mesh.data, mesh.tensor, mesh.pipeline):
@@ -78,8 +78,8 @@ def load_weights(
 ) -> None:
     """Give parameters and buffers on meta this rank's part of their values.
 
-    Values come from the safetensors files if these have them, else from the recipe. Names in
-    `splits` may have stars.
+    Values come from the safetensors files if these have them, else from the recipe. In the names of
+    `splits`, * stands for the number of a layer.
     """
     check_same(recipe.digests(), mesh)
 

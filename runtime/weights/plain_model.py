@@ -1,11 +1,11 @@
-"""Builds the model that plain PyTorch would, on the CPU; each draw has its own seed.
+"""Builds the model in plain PyTorch on the CPU, with a seed of its own for each random op.
 
-The n-th draw of a constructor is seeded by n. Draws can therefore be repeated one by one, and no
-process makes the whole model. If a constructor seeds a generator itself, the following draws depend
-on each other as in plain PyTorch.
+A random op, or truncated-normal initialisation, is called a draw. The n-th draw of a constructor is
+seeded by n. Draws can therefore be repeated one by one, and no process makes the whole model. If a
+constructor seeds a generator itself, the following draws depend on each other as in plain PyTorch.
 
-Nothing is recorded or replayed here. The weights are those that a plan starts from, and an
-independent reference for them.
+`plain_model` records and replays nothing, so its weights are an independent reference for those
+that scripts start with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 
-# draws until all numbers are in range: how often depends on the values
+# torch draws until all numbers are in range: how often depends on them
 REJECTING = "_no_grad_trunc_normal_"
 
 
@@ -35,24 +35,23 @@ class GeneratorState:
 
     seed: int | None = None  # the seed of a numbered draw
     state: Tensor | None = None
-    behind: int | None = None  # the recorded op that drew before
+    behind: int | None = None  # the recorded op that this state follows
 
 
 class Draws:
     """The draws of one constructor, in order.
 
-    Before each numbered draw, torch's default generator is seeded by the number. A state that the
-    constructor saves and restores therefore stands for that number, and a generator in any other
-    state was seeded by the constructor.
+    Before each numbered draw, torch's default generator is seeded by the number. So if the
+    constructor saves and restores this state, the same draw follows. A generator in any other state
+    was seeded by the constructor.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numbers: dict[int, int] = {}  # draw numbers, by the seeds that they set
-        self._behind: dict[
-            int, GeneratorState
-        ] = {}  # by seeds that stand for states which were not computed
-        self._is_inside = False  # a draw made of several ops
+        # placeholder seed → the op after which the generator has the state that it stands for
+        self._placeholders: dict[int, GeneratorState] = {}
+        self._is_inside = False  # inside a draw of several ops
 
     def begin(self, number: int = 0) -> None:
         """Seed the default generator for a draw."""
@@ -62,7 +61,7 @@ class Draws:
 
     @contextmanager
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Perform one draw inside, from the default generator unless another is given."""
+        """Count the body as one numbered draw, unless the constructor has seeded the generator."""
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
             yield
@@ -75,23 +74,25 @@ class Draws:
         self.begin(number + 1)
 
     def noted(self, op: int) -> GeneratorState:
-        """Record the generator state before an op draws, without drawing.
+        """Return the generator's state before an op draws; advance it without drawing.
 
-        A generator that the constructor has seeded gets a placeholder for its state after the op.
+        If the constructor has seeded the generator, a placeholder is its state after the op.
         """
         seed = _fresh_seed()
         if seed in self._numbers:
             self.begin(self._numbers[seed] + 1)
             return GeneratorState(seed=seed)
-        draw = self._behind.get(seed) or GeneratorState(state=torch.default_generator.get_state())
+        draw = self._placeholders.get(seed) or GeneratorState(
+            state=torch.default_generator.get_state()
+        )
         follows = mixed_seed(self._seed, -1 - op)
-        self._behind[follows] = GeneratorState(behind=op)
+        self._placeholders[follows] = GeneratorState(behind=op)
         torch.default_generator.manual_seed(follows)
         return draw
 
     def behind(self) -> int | None:
-        """Return the op whose placeholder state the generator has, or None."""
-        draw = self._behind.get(_fresh_seed())
+        """Return the op that the generator's state follows, if it is a placeholder; else None."""
+        draw = self._placeholders.get(_fresh_seed())
         return None if draw is None else draw.behind
 
 
@@ -112,7 +113,7 @@ def _fresh_seed() -> int:
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether an op draws numbers.
 
-    Attention is tagged as random in torch, but draws by other ops.
+    torch tags attention as random, but ops inside it draw the numbers.
     """
     if not isinstance(func, OpOverload):
         return True

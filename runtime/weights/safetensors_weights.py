@@ -1,4 +1,4 @@
-"""Reads safetensors, a file or a folder, into this rank's parameters, slice by slice."""
+"""Reads .safetensors, a file or a folder, into this rank's parameters, slice by slice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel
 from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
 
-_READABLE = "--weights names a place that can"
-_MOST_TOLD = 5
+_READABLE = "let --weights name files that can be read"
+_MOST_SHOWN = 5
 _MOST_CHARACTERS = 200  # of a tensor's name
 
 
@@ -42,9 +42,9 @@ def load_safetensors(
 ) -> list[str]:
     """Fill a model on meta with this rank's part of every parameter that the files have.
 
-    Names are those of the model, or those of its `save_pretrained`, which `ask` returns. Buffers
-    are filled if the files have them; the rest is left to Recipe.materialise. Returns the names of
-    parameters that the files lack, or have in another shape, if `may_lack` allows it.
+    The files have the model's names, or those of its `save_pretrained`, whose form `ask` returns.
+    Buffers are filled if the files have them; the rest is left to Recipe.materialise. Returns the
+    names of parameters that the files lack, or have in another shape, if `may_lack` allows it.
     """
     left = list[str]()
     with ExitStack() as files:
@@ -105,12 +105,12 @@ class _FoundTensor:
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """The tensor's first name."""
         return self.group[0].name
 
 
 def _allowing(name: str) -> str:
-    """Return how to allow that files lack a parameter."""
+    """Return a hint: the option with which files may lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
     return f'--allow-missing "{pattern}" has it start as it is constructed'
@@ -127,8 +127,8 @@ def note_left(names: Sequence[str], mesh: Mesh) -> None:
 
 def _shown(names: Sequence[str]) -> str:
     """Return the first few names, each safe to print in a line."""
-    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_TOLD])
-    return ", ".join(shown) + (" …" if len(names) > _MOST_TOLD else "")
+    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_SHOWN])
+    return ", ".join(shown) + (" …" if len(names) > _MOST_SHOWN else "")
 
 
 def note_unused(

@@ -24,13 +24,13 @@ KINDS = {
     torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {word: dtype for dtype, word in KINDS.items()}
-INDEX = "model.safetensors.index.json"  # of a folder: which file has which tensor
+INDEX = "model.safetensors.index.json"  # in a folder; says which file has which tensor
 _MOST_HEADER_BYTES = 100 * 10**6  # the limit of safetensors
 
 
 @contextmanager
 def open_tensors(path: Location) -> Iterator[Any]:
-    """Open a file: on a disk with safetensors, in a store by byte ranges."""
+    """Open a .safetensors file: on a disk with safetensors, in a store by byte ranges."""
     check_regular(path)
     if isinstance(path, Path):
         with safe_open(path, framework="pt") as file:
@@ -71,7 +71,7 @@ class _InStore:
         return self.get_slice(name)[...]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read whole rows in one range; they are kept for the next columns."""
+        """Read whole rows in one request; they are kept, because their other columns may follow."""
         if self._last is None or self._last[0] != (name, start, stop):
             one = self._tensors[name]
             row = math.prod(one.shape[1:]) * one.dtype.itemsize
@@ -98,15 +98,15 @@ class _Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The tensor's shape."""
         return self.held.shape
 
     def get_shape(self) -> list[int]:
-        """Return its shape, as safetensors does."""
+        """Return the tensor's shape, as safetensors does."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the name of its dtype, as safetensors does."""
+        """Return the name of the tensor's dtype, as safetensors does."""
         return KINDS[self.held.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -129,7 +129,7 @@ class _Tensor:
 
     @classmethod
     def read(cls, said: Any) -> _Tensor:
-        """Parse it, or raise an error about invalid data."""
+        """Parse the tensor's entry in a header; raise an error if it is invalid."""
         dtype, shape, (begin, end) = DTYPES[said["dtype"]], said["shape"], said["data_offsets"]
         if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError

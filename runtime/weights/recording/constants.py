@@ -1,8 +1,7 @@
-"""Real tensors that a constructor reads, and where they come from.
+"""Keeps the values of real tensors that a constructor reads: copies, or references to mapped files.
 
-Keeps their values: as copies, or as a reference to a mapped file. Memory that is mapped from a file
-takes no room until it is written to, so it is not copied; a slice of it can be read later. It is
-copied before it is written to.
+Memory that is mapped from a file takes no space until it is written to, so it is not copied; a
+slice of it can be read later. It is copied before it is written to.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Constants:
 
 
 def stand_in_of(real: Tensor) -> Tensor:
-    """Return a meta tensor with the layout of a real one, if that has no gaps."""
+    """Return a meta tensor with the strides of a real one; contiguous, if that has gaps."""
     size = tuple(real.shape)
     dense = torch.empty_like(real, device="meta")  # keeps dense strides
     strides = real.stride() if dense.stride() == real.stride() else None

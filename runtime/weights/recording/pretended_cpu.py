@@ -250,7 +250,7 @@ class _PretendedCpu(TorchFunctionMode):
         return bare and not any(map(self._recording.is_recorded, given))
 
     def _made(self, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """Make a tensor of real numbers, wherever they come from."""
+        """Make a real tensor of data in which there may be recorded tensors."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if isinstance(data, Tensor) and func is not torch.tensor:
             return func(*args, **kwargs)
@@ -322,7 +322,7 @@ def _refused_storages(recording: ConstructorRecording) -> Iterator[None]:
             if any(isinstance(one, kind) and recording.holds(one) for one in args):
                 recording.failure = UnrecordableError(f"{name} of a tensor's storage")
                 raise recording.failure
-            with _disable_current_modes():  # it makes temporary tensors
+            with _disable_current_modes():  # these methods make temporary tensors
                 return original(*args, **kwargs)
 
         return call

@@ -27,7 +27,7 @@ from autopar.runtime.weights.recording.recording import META, ConstructorRecordi
 def new_objects_apart() -> Iterator[None]:
     """Freeze existing objects, so that the garbage collector only lists new ones.
 
-    There are hundreds of thousands of them; looking at each takes half a second.
+    There are hundreds of thousands of old ones; looking at them all takes half a second.
     """
     gc.freeze()
     try:

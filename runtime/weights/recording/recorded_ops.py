@@ -64,12 +64,12 @@ class RecordedOp:
 
     @property
     def name(self) -> str:
-        """The name of its function, without the overload."""
+        """The name of the op's function, without the overload."""
         return self.function.__name__.split(".")[0]
 
     @property
     def made(self) -> set[int]:
-        """The storages that it makes."""
+        """The storages that the op makes."""
         return {value.storage for value in self.makes if value}
 
 
@@ -114,7 +114,7 @@ class History:
         return bare
 
     def replay(self, values: Iterable[Value], *, before: int | None = None) -> list[Tensor]:
-        """Compute the values of tensors, at the end or before an op, with only the ops needed."""
+        """Compute tensors as they are at the end, or before an op; run only the ops needed."""
         values, storages = list(values), dict[int, torch.UntypedStorage]()
         wanted = {value.storage for value in values}
         selected = self._needed(wanted, len(self.ops) if before is None else before)
@@ -133,7 +133,7 @@ class History:
         return [self.ops[number] for number in needed]
 
     def origin(self, draw: GeneratorState) -> tuple[GeneratorState, int]:
-        """Return the last draw with a known state, and how many draws come after it."""
+        """Return the last draw up to this one with a known state, and how many draws follow it."""
         steps = 0
         while draw.behind is not None:
             before = self.ops[draw.behind].draw
@@ -142,7 +142,7 @@ class History:
         return draw, steps
 
     def copied(self, value: Value) -> Copied | None:
-        """Return a tensor as a copied and cast constant, or None if it is more than that."""
+        """Return a tensor as a copied and cast constant, or None if it is computed otherwise."""
         dtypes: list[torch.dtype] = []
         before = len(self.ops)
         while True:
@@ -287,7 +287,7 @@ def _copied(constant: Tensor) -> torch.UntypedStorage:
 
 
 def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
-    """Copy a tensor whose strides are not the recorded ones."""
+    """Return a tensor with the recorded strides: itself, or a copy if it has others."""
     if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
         raise UnrecordableError("an op makes another tensor than the meta device says")
     if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:

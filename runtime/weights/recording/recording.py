@@ -2,7 +2,8 @@
 
 There are three kinds of tensors. Recorded ones are made by the constructor's ops; they have no
 memory here, and would be on the CPU in plain PyTorch. Real ones come from elsewhere: files, arrays,
-lists of numbers. Those that the constructor itself puts on meta have no values in plain PyTorch.
+lists of numbers. Bare ones are put on meta by the constructor itself; plain PyTorch has no values
+for them either.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class ConstructorRecording:
 
     @contextmanager
     def asked(self, is_meta: bool) -> Iterator[None]:
-        """Record whether a call of the constructor asks for meta; its ops do the same."""
+        """Note whether the constructor's call inside asks for meta tensors, as its ops then do."""
         before, self._asked.is_meta = self.asks_for_meta, is_meta
         try:
             yield
@@ -123,7 +124,7 @@ class ConstructorRecording:
         return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def on_meta(self, leaf: Any) -> Any:
-        """Replace a real tensor by a meta tensor, and keep its values."""
+        """Return a meta tensor for a real one, whose values are kept; return other leaves as is."""
         if not isinstance(leaf, Tensor) or self.is_recorded(leaf) or leaf.is_meta:
             return leaf
         with plainly(), self._lock, torch.no_grad():
@@ -136,7 +137,7 @@ class ConstructorRecording:
             return stand_in.set_(self._storages[known], 0, stand_in.shape, stand_in.stride())
 
     def real(self, arguments: Any) -> Any:
-        """Replace the recorded tensors among arguments by their values."""
+        """Return arguments with real tensors in place of the recorded ones."""
         leaves = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
         recorded = {id(one): one for one in leaves if self.is_recorded(one)}
         if not recorded:
@@ -158,7 +159,7 @@ class ConstructorRecording:
         return shown
 
     def address(self, storage: torch.UntypedStorage, offset_bytes: int = 0) -> Address:
-        """Return the address at which values would be."""
+        """Return the address at which a storage's values would be."""
         return Address(self._numbers[storage._cdata] + 1, offset_bytes, self)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +183,7 @@ class ConstructorRecording:
         return self._record(func, args, kwargs, is_made=not given)
 
     def _is_lazy(self, func: Any, given: list[Tensor]) -> bool:
-        """Whether an op copies real values from a file: it is recorded, not run."""
+        """Whether an op makes a tensor from a mapped file: it is recorded, not run."""
         returns, arguments = func._schema.returns, func._schema.arguments
         makes = any("Tensor" in str(one.type) and one.alias_info is None for one in returns)
         if not makes or any(is_written(one) for one in arguments):
@@ -191,7 +192,7 @@ class ConstructorRecording:
             return any(map(self.history.constants.is_mapped, given))
 
     def _run_for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on real tensors that makes no recorded tensor."""
+        """Run an op with real values, without recording it."""
         written = list(_written(func, args, kwargs))
         if any(map(self.is_recorded, written)):
             raise UnrecordableError(f"{func} writes to real tensors and to others")
@@ -220,7 +221,7 @@ class ConstructorRecording:
         if is_random(func):
             draw = self._drawn(func, args, kwargs)
             if "generator" in kwargs:
-                kwargs = {**kwargs, "generator": None}  # the draw contains its state
+                kwargs = {**kwargs, "generator": None}  # the draw has the generator's state
         outputs = self._outputs(func, args, kwargs, written=written)
         self._write_down(func, args, kwargs, outputs=outputs, draw=draw)
         return outputs
@@ -238,7 +239,7 @@ class ConstructorRecording:
             return tree_map(_stand_in, func(*real[0], **real[1]))
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GeneratorState:
-        """Record the generator state of an op, and advance a given generator."""
+        """Return the state of an op's generator before the op, and advance the generator."""
         self._check_thread()
         generator = kwargs.get("generator")
         if generator is None or is_default(generator):
@@ -250,7 +251,7 @@ class ConstructorRecording:
         return draw
 
     def settle(self) -> None:
-        """Set the default generator to its state after the recorded, unperformed draws."""
+        """Set the default generator to its state after the draws that were recorded but not run."""
         behind = self.draws.behind()
         if behind is not None:
             torch.default_generator.set_state(self.history.state_behind(behind))
@@ -339,7 +340,7 @@ class Address:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode in which ops run as a recording needs it: one for each thread."""
+    """A mode that lets a recording run the ops of one thread."""
 
     def __init__(self, recording: ConstructorRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -370,7 +371,7 @@ def _check_memory(made: Tensor) -> None:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage, or None for sparse tensors and wrappers."""
-    with torch._C.DisableTorchFunctionSubclass():  # lazy modules' parameters refuse this question
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of lazy modules would raise
         return tensor.untyped_storage() if has_plain_memory(tensor) else None
 
 
@@ -380,7 +381,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         yield args[0]
         return
     if func.__name__.startswith("set_."):
-        return  # reads other values, and writes none
+        return  # gives the tensor other memory, and writes no values
     unmarked = UNMARKED if func.__name__.split(".")[0] in BATCH_NORMS else ()
     for position, argument in enumerate(func._schema.arguments):
         if is_written(argument) or argument.name in unmarked:

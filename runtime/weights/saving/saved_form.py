@@ -58,7 +58,7 @@ class SavingOp:
 
     @property
     def name(self) -> str:
-        """The name of its function, without the overload."""
+        """The name of the op's function, without the overload."""
         return str(self.function.__name__).partition(".")[0]
 
 
@@ -207,7 +207,7 @@ class SavedForm:
             yield from file.tensors
 
     def made(self, tensors: Sequence[SavedTensor], numbers: Mapping[str, Tensor]) -> list[Tensor]:
-        """Compute tensors of files from their parameters and buffers."""
+        """Compute tensors of files from the values of parameters and buffers, `numbers`."""
         ops = self.ops.needed({one.view.memory for one in tensors})
         memories = {
             self.sources[name].memory: laid_out_as(self.sources[name], one).untyped_storage()
@@ -225,7 +225,7 @@ class SavedForm:
 def saved_form(model: nn.Module) -> SavedForm | None:
     """Return what the model's `save_pretrained` would write, or None if it has none.
 
-    The model is whole, on the meta device, and its method may change it.
+    The model must be whole, and on the meta device; `save_pretrained` may change it.
     """
     save: Callable[[Path], Any] | None = getattr(model, "save_pretrained", None)
     if save is None:
@@ -274,7 +274,7 @@ def _is_saved_whole(place: TensorPlace) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Caught:
-    """The arguments of one call of safetensors."""
+    """The arguments of one call of safetensors' save_file."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -333,7 +333,7 @@ def _catching() -> Iterator[list[_Caught]]:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Make libraries act as in a single process: they write on the first rank only."""
+    """Make libraries act as in a single process: of several, only the first one writes."""
     answers: tuple[tuple[Callable[..., Any], int], ...] = (
         (dist.is_initialized, False),
         (dist.get_rank, 0),
@@ -351,7 +351,7 @@ def _answered(answer: int, *_: Any, **__: Any) -> int:
 
 @contextmanager
 def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in all modules, also those imported inside."""
+    """Replace a function in all modules; restore it afterwards, also in those imported since."""
     _replace(old, new)
     try:
         yield
@@ -369,7 +369,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide a library's console output, about files that are not written yet."""
+    """Hide the output of a library inside: it reports files that are not written yet."""
     with (
         warnings.catch_warnings(action="ignore"),
         redirect_stdout(io.StringIO()),

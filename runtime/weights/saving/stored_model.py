@@ -25,9 +25,9 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A view that is a box of a tensor: its start, and the tensor's dim of each of its own dims.
+    """A view that is a box of a tensor: its start, and which of the tensor's dims each dim is.
 
-    A dim of one element has none.
+    A dim of one element is none of them.
     """
 
     start: tuple[int, ...]
@@ -120,7 +120,7 @@ def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
 
 
 def _tiling(pieces: Sequence[SavedPiece], size: int) -> tuple[SavedPiece, ...]:
-    """Return pieces that together make up so many elements; a single one if that is whole."""
+    """Return the pieces if together they have `size` elements, one alone if it has all; else ()."""
     whole = next((one for one in pieces if math.prod(one.view.size) == size), None)
     if whole is not None:
         return (whole,)
@@ -146,12 +146,12 @@ class _Taking:
                 self._ops[memory].append(op)
 
     def pieces(self, tensor: SavedTensor) -> Iterator[SavedPiece]:
-        """Yield the pieces of a tensor; none if it was not just copied and reshaped."""
+        """Yield the pieces of a tensor; none if it was more than copied, joined and reshaped."""
         seen = tensor.view
         found = self._taken(seen)
         made = self._made(seen.memory)
         if not found and made is not None and is_whole(seen, made[1]):
-            seen = made[1]  # it was reshaped since
+            seen = made[1]  # the tensor was reshaped since
             found = self._taken(seen)
         for one in found:
             yield SavedPiece(
@@ -211,19 +211,19 @@ class StoredPiece:
     stored: Any
 
     def box(self, tensor: View) -> Box | None:
-        """Return its box in the model's tensor, or None if its elements are in another order."""
+        """Return the piece as a box of the model's tensor, or None if elements are reordered."""
         is_as_stored = self.piece.viewed == self.piece.shape
         return box_of(self.piece.view, tensor) if is_as_stored else None
 
     def read(self) -> Tensor:
-        """Read all of it."""
+        """Read the whole piece."""
         piece = self.piece
         whole: Tensor = self.stored[...]
         ends = zip(piece.start, piece.view.size, strict=True)
         return whole.reshape(piece.viewed)[tuple(slice(at, at + size) for at, size in ends)]
 
     def read_part(self, common: Sequence[Range], box: Box) -> Tensor:
-        """Read the part of it that lies in a box of the model's tensor, with that tensor's dims."""
+        """Read the part in `common`, ranges of the model's tensor, with that tensor's dims."""
         slices, order = [], []
         for start, dim in zip(self.piece.start, box.dims, strict=True):
             low, high = (0, 1) if dim is None else common[dim]
@@ -346,7 +346,7 @@ class StoredModel:
         return {name: place for name, place in found if place is not None}
 
     def _place(self, name: str) -> str | None:
-        """Return a name's form in the files, which may be of a base model without its head."""
+        """Return the name in the files, whose names may have or lack the base model's prefix."""
         prefix = f"{self._form.prefix}." if self._form is not None and self._form.prefix else ""
         names = (name, f"{prefix}{name}", name.removeprefix(prefix))
         return next((one for one in names if one in self.stored), None)
