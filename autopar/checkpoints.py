@@ -62,7 +62,7 @@ _BROKEN = "set aside by a training, as it was not whole"
 
 
 class DamagedCheckpointError(AutoparError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint has missing or changed files."""
 
     exit_code = ExitCode.MISMATCH
 
@@ -175,7 +175,7 @@ _FIX = "name another place with -o"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """An export: its place, in words, and names of tensors that are only rounded copies."""
+    """The path of exported weights, in words, and the names of tensors that are rounded."""
 
     place: str
     rounded: tuple[str, ...]  # buffers that a training in 16 bits has rounded
@@ -246,7 +246,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberDifference:
-    """A number that an optimizer keeps for a parameter, in both checkpoints; None: missing."""
+    """A number that an optimizer keeps for a parameter, in both checkpoints; None if missing."""
 
     kind: str
     name: str
@@ -297,7 +297,7 @@ def _unlike(one: Logical | None, other: Logical | None, key: str) -> str:
 
 
 def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
-    """Compare a tensor box by box: each overlap of a shard of one with a shard of the other."""
+    """Compare a tensor wherever a shard of one checkpoint overlaps a shard of the other."""
     one, other = (reader.checkpoint.manifest.tensors[key] for reader in (before, after))
     unequal, largest, largest_value = 0, 0.0, 0.0
     for shard in one.shards:

@@ -30,7 +30,7 @@ from autopar.runtime.data.row_faults import (
 )
 from autopar.runtime.evaluation.metrics import fault_of_metrics
 
-# Errors that are wrong on every machine. Missing files, packages and variables may exist elsewhere.
+# Errors that every machine would raise. Missing files, packages and variables may exist elsewhere.
 _MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
 _MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
 _FIRST_ROWS = 8
@@ -41,7 +41,7 @@ _ELSEWHERE = object()  # returned for code that may work on the training machine
 def check_dataset(
     file: ModelFile, graph: Graph, axes: GraphAxes, tell: Callable[[str], None]
 ) -> None:
-    """Reject rows that no plan can train on: without a key, or of a size that weights do not fit.
+    """Reject rows that no plan can train on: a key is missing, or a size does not fit the weights.
 
     Lengths may vary. A dataset that cannot be read here may be readable on the training machine.
     `tell` is called with each note for the user.
@@ -103,7 +103,7 @@ def _check_collated(
 def _note_plain(
     maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile, tell: Callable[[str], None]
 ) -> None:
-    """Tell if rows have numbers for something that is constant in example_batch."""
+    """Print a note if a row has another number than example_batch has for all rows."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)
@@ -125,7 +125,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _few_rows(
     maker: str, build: Callable[[], Any], file: ModelFile, tell: Callable[[str], None]
 ) -> tuple[Any, list[tuple[int, Any]]]:
-    """Return a dataset and a few of its rows with their indices, as far as they can be read here.
+    """Return a dataset and some of its rows with their indices, if this machine can read them.
 
     A stream is not read, because its first row may take long.
     """

@@ -34,8 +34,8 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# by the number of arguments that a mean counts by: 0 of a term, 1 of a mask or targets, 2 of
-# weights
+# By the number of tensors that weight a mean: none (a term of the loss), one (a mask or targets),
+# or two (targets and class weights).
 _FIXES = {
     0: "",
     1: "let the batch tell what counts, or ",
@@ -111,7 +111,7 @@ def note_parts_apart(plan: Plan) -> None:
 
 
 def note_plan(plan: Plan) -> None:
-    """Print what may surprise in a plan, and a note if memory is nearly full."""
+    """Print notes on what may surprise in a plan, and on memory above the default limit."""
     for note in meaning_notes(plan):
         if note and note != parts_apart(plan):  # otherwise printed before the search
             tell_note(note)
@@ -127,7 +127,7 @@ def note_plan(plan: Plan) -> None:
 
 
 def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
-    """Name significant ops without a formula: their FLOPs are missing from all figures."""
+    """Print a note on each significant op without a formula: no figure has its FLOPs."""
     for one in unpriced(graph, axes):
         tell_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
@@ -227,7 +227,7 @@ def note_own_gradients(graph: Graph) -> None:
 
 
 def note_optimizer(traits: OptimizerTraits | None) -> None:
-    """Print notes about an optimizer that draws random numbers, and about the schedule's end."""
+    """Print notes on a schedule's end, an optimizer's tensors outside its state, its draws."""
     if traits is not None and traits.ends is not None:
         tell_note(
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
@@ -248,7 +248,7 @@ def note_optimizer(traits: OptimizerTraits | None) -> None:
 
 
 def note_fewer(plan: Plan, fewer: Fewer) -> None:
-    """Print a note if fewer of the devices are as fast."""
+    """Print a note that fewer of the devices are as fast."""
     ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
     all_of_them = plan.machines.devices
     how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"

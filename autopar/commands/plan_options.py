@@ -88,7 +88,7 @@ Command = Callable[..., None]
 
 
 def with_demands(*, after: str) -> Callable[[Command], Command]:
-    """Give a command an option for each demand, after one of its own, in place of `demands`."""
+    """Replace a command's `demands` by an option for each constraint, after the option `after`."""
 
     def changed(command: Command) -> Command:
         given = signature(command, eval_str=True)

@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the runs of a folder, or of the plan in that folder."""
+    """Return the run in a folder, or the runs in it, or those of the plan in it."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -131,7 +131,7 @@ class DevicesError(AutoparError):
 
 
 class TrainingFailedError(AutoparError):
-    """A rank failed and no restart was left, or a rank refused the start with its own code."""
+    """A rank failed and no restart was left, or a rank refused to start, with its own exit code."""
 
     def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
         super().__init__(found, where=where, fix=fix)

@@ -64,16 +64,16 @@ def verify_plan(
     cache: CACHE = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Train a few steps by the script on CPU processes and in one process, and compare.
+    """Train some steps with the script on CPU processes, with plain PyTorch in one; compare both.
 
     The script is run as it is, changed by hand or not. The one process trains the model that
     build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64,
     without random numbers. One more step has random numbers, and the numbers drawn are compared. A
     plan in bf16 or fp16 is also trained in that dtype, beside plain PyTorch with fp32 masters: both
-    must begin with the same numbers, and after --half-steps the script may be at most twice as far
-    from fp32. Exits with 1 if anything differs, with 7 if the script fails. With --arg a smaller
-    model of the same file is used, planned with few rows under the plan's own degrees, schedule and
-    splits; changes by hand are carried over.
+    must begin with the same weights, and after --half-steps the script may be at most twice as far
+    from fp32 as plain PyTorch. Exits with 1 if anything differs, with 7 if the script fails. With
+    --arg a smaller model of the same file is used, planned with few rows under the plan's own
+    degrees, schedule and splits; changes by hand are carried over.
 
     With --plain a loop of plain PyTorch is written beside the script: one process, the same weights
     and rows, for you to run and compare.
@@ -168,7 +168,7 @@ def _tell_edits(given: GivenScript) -> None:
 
 
 def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
-    """Print what is equal between a script and one process, and what differs."""
+    """Print in what a script equals plain PyTorch in one process, and in what it differs."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),

@@ -1,4 +1,4 @@
-"""Graphs, profiles and checkpoints as tables."""
+"""The pages of `inspect`, `profile` and `ckpt` as tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.runtime.ranks.locations import Location
 
 
 def page(inspection: Inspection) -> Iterator[RenderableType]:
-    """Yield the page from top to bottom."""
+    """Yield the page of `autopar inspect`."""
     yield _head(inspection)
     yield _runs(inspection)
     yield _axes(inspection)
@@ -62,7 +62,7 @@ def memory_text(size_bytes: float) -> str:
 def ops_table(
     ops: Sequence[AnnotatedOp], device: Device, precision: Precision, *, batch: int
 ) -> Table:
-    """Return the ops of a model; of identical layers only the first one's."""
+    """Return a table of the model's ops; identical layers are shown once."""
     table = _inspection_table(
         f"Ops on {device.name} in {precision}, unsplit, at batch {batch}",
         "op", "module", "×", "FLOPs", "moved", "kept", "forward", "backward",
@@ -209,7 +209,7 @@ def profile_summary(
 def profile_page(
     found: MeasuredFile, left_out: Sequence[LeftOut], *, seconds: float
 ) -> Iterator[RenderableType]:
-    """Yield the parts of the page."""
+    """Yield the page of `autopar profile`."""
     yield f"{len(found.ops)} ops measured in {seconds_text(seconds)}"
     yield _host_table(found)
     if found.ops:
@@ -239,7 +239,7 @@ def _host_table(found: MeasuredFile) -> Table:
 
 
 def _op_table(ops: Sequence[MeasuredOp]) -> Table:
-    """Return the slowest ops; the time is of one use."""
+    """Return a table of the slowest ops; times are of one call."""
     table = plain_table("longest ops", "op", "operands", "forward", "backward", "samples", left=2)
     longest = sorted(ops, key=lambda one: -_seconds(one))[:_MOST_OPS]
     for one in longest:
@@ -284,7 +284,7 @@ def _text(seconds: float) -> str:
     return seconds_text(seconds) if seconds else "0"
 
 
-_MOST_TOLD = 8  # tensors of one kind that are listed
+_MOST_TOLD = 8  # most tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
@@ -295,7 +295,7 @@ def time_text(seconds: float) -> str:
 def list_page(
     kept: Sequence[KeptCheckpoint], left: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
-    """Yield a line per checkpoint, and the other folders."""
+    """Yield a table of the checkpoints, then the folders that are none."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")

@@ -61,7 +61,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The contents of run.json. Paths in the run's folder are relative: it may be moved."""
+    """The contents of run.json. Paths in the run's folder are relative: the folder may be moved."""
 
     written_by: str = _MARK
     name: str
@@ -70,7 +70,7 @@ class RunRecord:
     plan: str  # in words
     predicted_step_seconds: SomeSeconds
     command: str
-    checkpoints: str | None  # None if the script was given a folder of its own
+    checkpoints: str | None  # None if the script or its arguments name the folder
     metrics: str
     goes_on_from: str | None = None
     host: str
@@ -99,7 +99,7 @@ class RunRecord:
         return location(self.checkpoints)
 
     def as_seen_now(self, folder: Path) -> RunRecord:
-        """Return the record with its current state, if its process was killed."""
+        """Return the record; its state is KILLED if the run's process has gone."""
         is_gone = self.state is RunState.RUNNING and not is_held(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
@@ -115,7 +115,7 @@ class _RecordFile(BaseModel):
 
 
 def own_process() -> tuple[str, int]:
-    """Return the host and this process's number."""
+    """Return the host's name and this process's id."""
     return socket.gethostname(), os.getpid()
 
 
@@ -182,19 +182,19 @@ _POLL_SECONDS = 1.0
 
 
 class OtherPlanError(AutoparError):
-    """The script beside a plan was written by another plan."""
+    """The script beside a plan was written from another plan."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanToTrain:
-    """A plan to train with, and the paths of it and its script."""
+    """A plan to train with, its path, and the path of its script."""
 
     plan: StoredPlan
     file: Path
     script: Path
-    text: str | None = None  # of a script that is not written yet; then the plan is not either
+    text: str | None = None  # of a script that is not written yet; nor is its plan then
 
     @classmethod
     def read(cls, path: Path) -> PlanToTrain:
@@ -208,7 +208,7 @@ class PlanToTrain:
         return read_given(self.script, what="the script") if self.text is None else self.text
 
     def refuse_another_plan(self) -> None:
-        """Raise if the script was not written by this plan."""
+        """Raise if the script was not written from this plan."""
         if is_of_another_plan(self.source, self.plan):
             raise OtherPlanError(
                 "the script was written by another plan than this one, which was changed since",
@@ -237,7 +237,7 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
 
 
 def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
-    """Return the plan for such machines that an earlier start has left in the run's folder."""
+    """Return the plan that an earlier start left in the folder, if it fits this training."""
     found = _written_in(folder)
     if found is None or _unlike(trained, devices, found):
         return None
@@ -266,7 +266,7 @@ def _written_in(folder: Path) -> PlanToTrain | None:
 
 
 def _unlike(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
-    """Return the differences between a plan and one of the same training for so many devices."""
+    """Return in what a found plan differs from one of this training for so many devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
@@ -318,6 +318,6 @@ def planned_again(
     )
     these_alone = partial(make_plans, looks_at_fewer=False)
     made, text = scripted(request, folder / SCRIPT_NAME, plans=these_alone)
-    # Runs of one model are found by its name as it was given.
+    # --resume auto finds the runs of a model by its spec as it was first given.
     found = replace(made.plan, model=replace(made.plan.model, spec=plan.model.spec))
     return PlanToTrain(plan=found, file=folder / FILE_NAME, script=folder / SCRIPT_NAME, text=text)
