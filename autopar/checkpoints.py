@@ -58,7 +58,7 @@ from autopar.runtime.texts import in_a_line
 
 FOLDER = "checkpoints"  # in the folder of a run
 _UNFINISHED = "being written, or left by a training that was killed"
-_BROKEN = "set aside by a training, as it was not whole"
+_BROKEN = "set aside by a training, because it was damaged"
 
 
 class DamagedCheckpointError(AutoparError):
@@ -106,7 +106,7 @@ def whole_checkpoint(path: Location) -> Checkpoint:
     found = _looked_at(folder, check=check_file)
     if found.manifest is None or found.faults:
         raise DamagedCheckpointError(
-            "the checkpoint is not whole: " + "; ".join(found.faults),
+            "the checkpoint is damaged: " + "; ".join(found.faults),
             where=str(folder),
             fix="name another one, or bring back a copy; `autopar ckpt ls` lists them",
         )

@@ -74,8 +74,8 @@ def _check_sizes(
             names = {leaf.name for leaf in leaves(dim)}
             if has != wants and names and names <= learnt:
                 raise InputError(
-                    f"{key!r} is {found} in {name}, and {planned} in example_batch: the model has "
-                    f"weights for {wants}, not {has}",
+                    f"{key!r} has shape {found} in {name}, and {planned} in example_batch: the "
+                    f"model has weights for {wants}, not {has}",
                     where=where,
                     fix="let both return rows of one size",
                 )
@@ -90,7 +90,7 @@ def _check_collated(
     """Reject a collate function whose batches no plan can train on."""
     assert file.build_collate is not None
     build = file.build_collate
-    doing = "calling the function of build_collate()"
+    doing = "calling the function that build_collate() returned"
     batch = _tried(doing, lambda: build()(rows), file, tell)
     if batch is _ELSEWHERE:
         return
@@ -110,8 +110,9 @@ def _note_plain(
         if other is not None:
             tell(
                 f"{key!r} is {other} in a row of {maker}(), and {plain} for every batch: "
-                "example_batch has a plain value there. To train on those of the rows, let it "
-                f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
+                "example_batch has a plain number for it. To train on the rows' numbers, let "
+                "example_batch return a tensor with one per row: "
+                f"torch.full((batch_size,), {plain})."
             )
 
 
@@ -166,8 +167,8 @@ def _tried(
             raise
         said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
         tell(
-            f"the dataset could not be read here ({said}), so its rows were not looked at. "
-            "The script reads it where it runs."
+            f"the dataset could not be read here ({said}), so its rows were not checked. "
+            "The training machine reads it."
         )
         return _ELSEWHERE
 

@@ -131,9 +131,9 @@ def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
     for one in unpriced(graph, axes):
         tell_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
-            f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
-            "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
-            "autopar profile measures it."
+            "FLOPs are not counted: it is priced by the bytes that it moves, "
+            f"{one.share:.1%} of all that a step moves. If it multiplies matrices, the step takes "
+            "longer than predicted; autopar profile measures it."
         )
 
 

@@ -363,5 +363,5 @@ def verify_command(plan: Plan, folder: Path) -> str:
     from autopar.codegen.proof.verification import step_flops
 
     is_large = step_flops(plan) > MANY_FLOPS
-    smaller = " --arg NAME=VALUE (a smaller model: see its build_model)" if is_large else ""
-    return f"autopar verify {folder}{smaller}"
+    smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
+    return f"autopar verify {folder}{smaller if is_large else ''}"

@@ -144,7 +144,7 @@ def _analysis(plan: StoredPlan, run: Path) -> Analysis:
         )
     analysis = analyze(plan, sound_lines_of(path))
     if analysis is None:
-        raise InputError(f"{path} has no step", expected="a run that has told one at least")
+        raise InputError(f"{path} has no step", expected="a run with at least one step line")
     return analysis
 
 

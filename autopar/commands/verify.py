@@ -94,7 +94,7 @@ def verify_plan(
         if step_flops(found) > MANY_FLOPS:
             tell_note(
                 f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
-                "float64: a smaller model (--arg, see its build_model) shows the same sooner"
+                "float64: verify a smaller model instead (--arg; see build_model in the model file)"
             )
         ranks = found.arrangement.ranks
         with progress(f"training {steps} steps on {ranks} processes and on one"):
@@ -140,10 +140,10 @@ def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
     with progress("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
-    alike = "its modules are split as the plan's"
+    alike = "its modules are split as in the plan"
     if smaller.unlike:
         shown = ", ".join(smaller.unlike[:_MOST_TOLD]) + ", …" * (len(smaller.unlike) > _MOST_TOLD)
-        alike = f"the plan, but not it, splits {shown}"
+        alike = f"only the given plan splits {shown}"
     tell_note(
         f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
         f"degrees: {arrangement_words(arranged)}; {alike}"
@@ -157,7 +157,7 @@ def _tell_edits(given: GivenScript) -> None:
         return
     count = len(given.edits)
     places = "1 place" if count == 1 else f"{count} places"
-    lines = [f"{given.path.name} is not what its plan would write, in {places}:"]
+    lines = [f"{given.path.name} differs from the script that its plan gives, in {places}:"]
     for edit in given.edits[:_MOST_TOLD]:
         lines.append(f"  line {edit.line}")
         for mark, texts in (("-", edit.emitted), ("+", edit.found)):
@@ -175,13 +175,14 @@ def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
         ("loss", comparison.loss),
         ("norm of all gradients", comparison.norm),
         ("gradients of the first step", comparison.gradient),
-        ("parameters after the last", comparison.parameter),
+        ("parameters after the last step", comparison.parameter),
     )
     for what, found in rows:
         is_equal = found.largest <= (0 if found is comparison.initial else tolerance)
         verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
-    table.add_row("draws and clipping", "", "", "DIFFERS" if comparison.faults else "equal")
+    verdict = "DIFFERS" if comparison.faults else "equal"
+    table.add_row("start, random numbers, clipping", "", "", verdict)
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)
@@ -207,4 +208,6 @@ def _tell_half(half: InHalf) -> None:
     results().print(table)
     for fault in half.faults:
         results().print(f"- in {half.dtype}, {fault}", soft_wrap=True)
-    results().print(f"as plain PyTorch in {half.dtype} with fp32 masters; up to {TIMES:g} times")
+    results().print(
+        f"allowed: {TIMES:g} times as far as plain PyTorch in {half.dtype} with fp32 masters"
+    )

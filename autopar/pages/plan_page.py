@@ -148,7 +148,7 @@ def _limits(plan: StoredPlan) -> str:
         limit, memory = bytes_text(machines.limit_bytes), bytes_text(machines.memory_bytes)
         return f"{limit} of {memory} to use on each"
     each = (
-        f"{bytes_text(limit)} of {bytes_text(devices[name].memory_bytes)} of {name}"
+        f"{bytes_text(limit)} of {bytes_text(devices[name].memory_bytes)} on {name}"
         for name, limit in machines.limits
     )
     return f"{', '.join(each)} to use"
@@ -221,7 +221,7 @@ def _plan_text(row: _PlanRow) -> Text:
 
 
 _KNEE = (
-    "the knee: up to there a step that is 1 % shorter costs less than 1 % more{beyond}. "
+    "the knee: up to this number, a step that is 1 % shorter costs less than 1 % more{beyond}. "
     "--objective step-time takes the fastest, cost the cheapest"
 )
 
@@ -233,7 +233,7 @@ def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
     if refused:
         yield Text("\n".join(f"{one.devices} devices: {one.refusal}" for one in refused) + "\n")
     is_last = choice.point is curve.points[-1]
-    knee = _KNEE.format(beyond=", and so it may be beyond" if is_last else ", beyond it more")
+    knee = _KNEE.format(beyond=", as it may with more devices" if is_last else ", beyond it more")
     why = knee if choice.is_knee else choice.why
     yield Text(f"Chosen: {_devices(choice.point)}, {why}.\n")
 

@@ -140,7 +140,7 @@ def _raised_in(log: Path) -> str:
 
 
 _UNFINISHED = "the script ended without an error, but did not train to its end"
-_UNFINISHED_FIX = "a model file or a dataset that ends the process (sys.exit) does so"
+_UNFINISHED_FIX = "look in the model file or the dataset for code that ends the process (sys.exit)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

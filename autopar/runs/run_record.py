@@ -211,7 +211,7 @@ class PlanToTrain:
         """Raise if the script was not written from this plan."""
         if is_of_another_plan(self.source, self.plan):
             raise OtherPlanError(
-                "the script was written by another plan than this one, which was changed since",
+                "the script was not written from this plan, or the plan was changed since",
                 where=f"{self.script} and {self.file}",
                 fix=f"write it anew: autopar emit {self.file}; or bring the plan back",
             )
@@ -309,7 +309,7 @@ def planned_again(
     resized = resized_constraints(plan, devices)
     if resized.dropped:
         told = ", ".join(map(str, resized.dropped))
-        tell_note(f"not demanded of a plan for --gpus {devices}: {told}")
+        tell_note(f"dropped from the constraints of the plan for --gpus {devices}: {told}")
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
