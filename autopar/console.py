@@ -115,22 +115,22 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 _FIRST_SECONDS = 10.0  # until the first note on an import
-_PATIENCE = 3  # until the first note on another phase, in multiples of _FIRST_SECONDS
+_OTHERS_FACTOR = 3  # until the first note on another phase, times _FIRST_SECONDS
 
 
 @contextmanager
 def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
     """Print notes on what this thread is doing if it takes long; each pause doubles."""
-    ended, told = threading.Event(), threading.get_ident()
+    ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
 
     def watch() -> None:
         pause, waited = first_seconds, 0.0
         while not ended.wait(pause):
             waited += pause
-            frame = sys._current_frames().get(told)
+            frame = sys._current_frames().get(watched)
             doing = _doing(frame)
-            is_late = waited >= _PATIENCE * first_seconds or doing.startswith("importing")
+            is_late = waited >= _OTHERS_FACTOR * first_seconds or doing.startswith("importing")
             if is_late and doing:
                 tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
                 pause *= 2

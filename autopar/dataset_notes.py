@@ -65,14 +65,16 @@ def _check_sizes(
     name: str, row: Mapping[str, Any], graph: Graph, axes: GraphAxes, where: str
 ) -> None:
     """Reject a row whose sizes do not fit the model's weights."""
-    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    weight_axes = {
+        leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
+    }
     for tensor in graph.inputs:
         key = batch_key(tensor)
         found, dims = list(torch.as_tensor(row[key]).shape), axes.dims[tensor][1:]
         planned = [extent.at(0) for extent in graph.tensors[tensor].shape[1:]]
         for has, wants, dim in zip(found, planned, dims, strict=True):
             names = {leaf.name for leaf in leaves(dim)}
-            if has != wants and names and names <= learnt:
+            if has != wants and names and names <= weight_axes:
                 raise InputError(
                     f"{key!r} has shape {found} in {name}, and {planned} in example_batch: the "
                     f"model has weights for {wants}, not {has}",
@@ -133,8 +135,8 @@ def _few_rows(
     dataset = _tried(f"calling {maker}", build, file, tell, mistakes=_MISTAKES)
     if dataset is _ELSEWHERE:
         return dataset, []
-    measured = partial(fault_of_dataset, dataset, maker)
-    fault = _tried(f"the length of {maker}()", measured, file, tell)
+    check = partial(fault_of_dataset, dataset, maker)
+    fault = _tried(f"the length of {maker}()", check, file, tell)
     if isinstance(fault, Fault):
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
     if is_stream(dataset) or fault is _ELSEWHERE:

@@ -93,7 +93,7 @@ def runs(
             record.plan,
             str(record.state),
             f"{step['step']:,}" if "step" in step else "",
-            _figure(step.get("loss")),
+            _loss_text(step.get("loss")),
             seconds_text(step["seconds"]) if step.get("seconds") is not None else "",
         )
     results().print(table)
@@ -116,7 +116,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
         return {}
 
 
-def _figure(loss: object) -> str:
+def _loss_text(loss: object) -> str:
     return f"{loss:.5f}" if isinstance(loss, float) else str(loss or "")
 
 
@@ -233,15 +233,15 @@ def run(
     )
     text = masked(torchrun_text(command))
     metrics = Path(value_given("--metrics", given) or folder / METRICS).resolve()
-    kept = start if keeps_in_run(settings, given) else None
+    own_start = start if keeps_in_run(settings, given) else None
 
     def train() -> End:
         _fill(folder, chosen, start, nodes, text)
-        _tell_start(folder, kept, resume, text, nodes, chosen=chosen if gpus else None)
+        _tell_start(folder, own_start, resume, text, nodes, chosen=chosen if gpus else None)
         return trained(command, folder, metrics, nodes)
 
     with own_folder(folder, nodes):
-        record = _record(chosen.plan, folder, kept, metrics, text)
+        record = _record(chosen.plan, folder, own_start, metrics, text)
         end = recorded(folder, record, nodes, train)
     _tell_end(end, folder)
 

@@ -37,7 +37,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan, traced_plan
 
-_MOST_TOLD = 4
+_MOST_SHOWN = 4
 
 
 def verify_plan(
@@ -88,7 +88,7 @@ def verify_plan(
         return
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
-            large, found = found, _smaller(found, folder, arg)
+            large, found = found, _smaller_plan(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
         check_fits(found, memory_bytes())
         if step_flops(found) > MANY_FLOPS:
@@ -135,14 +135,15 @@ def _carried_over(
     return replace(given, path=path)
 
 
-def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
+def _smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
     """Return the plan of the model with these arguments; print how it resembles the given one."""
     with progress("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
     alike = "its modules are split as in the plan"
     if smaller.unlike:
-        shown = ", ".join(smaller.unlike[:_MOST_TOLD]) + ", …" * (len(smaller.unlike) > _MOST_TOLD)
+        more = ", …" * (len(smaller.unlike) > _MOST_SHOWN)
+        shown = ", ".join(smaller.unlike[:_MOST_SHOWN]) + more
         alike = f"only the given plan splits {shown}"
     tell_note(
         f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
@@ -158,12 +159,12 @@ def _tell_edits(given: GivenScript) -> None:
     count = len(given.edits)
     places = "1 place" if count == 1 else f"{count} places"
     lines = [f"{given.path.name} differs from the script that its plan gives, in {places}:"]
-    for edit in given.edits[:_MOST_TOLD]:
+    for edit in given.edits[:_MOST_SHOWN]:
         lines.append(f"  line {edit.line}")
         for mark, texts in (("-", edit.emitted), ("+", edit.found)):
-            lines += [f"    {mark} {text}" for text in texts[:_MOST_TOLD]]
-            lines += [f"    {mark} …"] * (len(texts) > _MOST_TOLD)
-    lines += ["  …"] * (count > _MOST_TOLD)
+            lines += [f"    {mark} {text}" for text in texts[:_MOST_SHOWN]]
+            lines += [f"    {mark} …"] * (len(texts) > _MOST_SHOWN)
+    lines += ["  …"] * (count > _MOST_SHOWN)
     results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 

@@ -28,7 +28,7 @@ from autopar.runtime.ranks.locations import Location
 def page(inspection: Inspection) -> Iterator[RenderableType]:
     """Yield the page of `autopar inspect`."""
     yield _head(inspection)
-    yield _runs(inspection)
+    yield _layers_table(inspection)
     yield _axes(inspection)
     yield _parameters(inspection)
     yield _memory(inspection)
@@ -73,16 +73,16 @@ def ops_table(
                 one.target.removeprefix("aten.").removesuffix(".default"),
                 Text(one.module),
                 str(one.count),
-                _or_nothing(flops_text, one.forward_flops + one.backward_flops),
-                _or_nothing(memory_text, one.moved_bytes),
-                _or_nothing(memory_text, one.kept_bytes),
-                _or_nothing(seconds_text, one.forward_seconds),
-                _or_nothing(seconds_text, one.backward_seconds),
+                _or_zero(flops_text, one.forward_flops + one.backward_flops),
+                _or_zero(memory_text, one.moved_bytes),
+                _or_zero(memory_text, one.kept_bytes),
+                _or_zero(seconds_text, one.forward_seconds),
+                _or_zero(seconds_text, one.backward_seconds),
             )
     return table
 
 
-def _or_nothing(text: Callable[[float], str], value: float) -> str:
+def _or_zero(text: Callable[[float], str], value: float) -> str:
     return text(value) if value else "0"
 
 
@@ -113,7 +113,7 @@ def _inspection_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _runs(inspection: Inspection) -> Table:
+def _layers_table(inspection: Inspection) -> Table:
     table = _inspection_table(
         f"Layers in order, at batch {inspection.batch}",
         "layer", "×", "ops", "parameters", "forward", "saved fp32", "saved bf16",
@@ -249,8 +249,8 @@ def _op_table(ops: Sequence[MeasuredOp]) -> Table:
         table.add_row(
             one.key.target.removeprefix("aten."),
             shapes,
-            _text(one.timing.forward_seconds),
-            _text(one.timing.backward_seconds),
+            _or_zero(seconds_text, one.timing.forward_seconds),
+            _or_zero(seconds_text, one.timing.backward_seconds),
             str(one.samples),
         )
     return table
@@ -282,11 +282,7 @@ def _left_out_table(left_out: Sequence[LeftOut]) -> Table:
     return table
 
 
-def _text(seconds: float) -> str:
-    return seconds_text(seconds) if seconds else "0"
-
-
-_MOST_TOLD = 8  # most tensors of one kind that are listed
+_MOST_SHOWN = 8  # most tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
@@ -295,7 +291,7 @@ def time_text(seconds: float) -> str:
 
 
 def list_page(
-    kept: Sequence[KeptCheckpoint], left: Sequence[tuple[Location, str]]
+    kept: Sequence[KeptCheckpoint], others: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
     """Yield a table of the checkpoints, then the folders that are none."""
     best = best_of(one.folder for one in kept)
@@ -318,7 +314,7 @@ def list_page(
         )
     yield table
     yield from _faults(kept)
-    for path, what in left:
+    for path, what in others:
         yield Text(f"{path.name}: {what}")
 
 
@@ -360,7 +356,7 @@ def _kind(
     if not differing:
         yield Text(f"{kind}: all {len(tensors)} tensors are equal")
         return
-    shown = differing if every else differing[:_MOST_TOLD]
+    shown = differing if every else differing[:_MOST_SHOWN]
     yield _table(f"{kind}: {len(differing)} of {len(tensors)} tensors differ", shown)
     if len(shown) < len(differing):
         yield Text(f"… and {len(differing) - len(shown)} smaller differences (--all)")

@@ -230,7 +230,7 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
     """
     folder = _ahead(trained, devices)
     found = _written_in(folder)
-    if found is not None and (unlike := _unlike(trained, devices, found)):
+    if found is not None and (unlike := _differences(trained, devices, found)):
         tell_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
         return None
     return found
@@ -239,7 +239,7 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
 def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
     """Return the plan that an earlier start left in the folder, if it fits this training."""
     found = _written_in(folder)
-    if found is None or _unlike(trained, devices, found):
+    if found is None or _differences(trained, devices, found):
         return None
     return found if len(found.plan.cluster.nodes) == machines else None
 
@@ -265,7 +265,7 @@ def _written_in(folder: Path) -> PlanToTrain | None:
     return PlanToTrain.read(folder) if is_there else None
 
 
-def _unlike(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
+def _differences(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
     """Return in what a found plan differs from one of this training for so many devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
