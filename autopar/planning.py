@@ -317,7 +317,7 @@ TOLERANCE = 1e-9  # in float64, after several steps of AdamW
 STEPS = 3
 MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
 _QUICK_SECONDS = 10.0
-_START_SECONDS = 3.0  # for a process to import torch, on a core of its own
+_START_SECONDS = 3.0  # for a process to import torch, if it has a core
 _FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
 
 

@@ -1,4 +1,4 @@
-"""`autopar dryrun`: one rank's memory and messages in the script, beside the plan's prediction."""
+"""`autopar dryrun`: runs one rank of a script without computing; shows memory and collectives."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ PIN = Annotated[
     typer.Option(
         "--pin",
         metavar="KEY=VALUE,…",
-        help=f"Exactly so: {', '.join(keys_of('pins'))}.",
+        help=f"Use exactly these values: {', '.join(keys_of('pins'))}.",
     ),
 ]
 CONSTRAINTS = Annotated[
@@ -67,7 +67,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Stop the search then, with the best plan found."),
+    seconds("--time-limit", text="Stop the search after so long, with the best plan found."),
 ]
 PROFILE = Annotated[
     Path | None,

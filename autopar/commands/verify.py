@@ -169,7 +169,7 @@ def _tell_edits(given: GivenScript) -> None:
 
 
 def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
-    """Print in what a script equals plain PyTorch in one process, and in what it differs."""
+    """Print which figures of a script equal those of plain PyTorch in one process."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),

@@ -71,7 +71,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RankVerdict(BaseModel):
-    """Why a rank left: message, exit code and time."""
+    """Why a rank exited: message, exit code and time."""
 
     model_config = ConfigDict(strict=True, frozen=True, str_max_length=10_000)
 
@@ -99,7 +99,7 @@ class Ranks:
         return cls(folders=tuple(_last_ranks(logs, since)))
 
     def verdict(self) -> RankVerdict | None:
-        """Return the verdict of the first rank that left, if any."""
+        """Return the verdict of the first rank that exited with one, if any."""
         said = [one for folder in self.folders if (one := _read(folder / VERDICT)) is not None]
         return min(said, key=lambda one: one.time, default=None)
 

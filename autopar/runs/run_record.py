@@ -266,7 +266,7 @@ def _written_in(folder: Path) -> PlanToTrain | None:
 
 
 def _differences(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
-    """Return in what a found plan differs from one of this training for so many devices."""
+    """Return the facts in which a found plan differs from this training on so many devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
