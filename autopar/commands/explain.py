@@ -134,7 +134,7 @@ def _analysis(plan: StoredPlan, run: Path) -> Analysis:
     copy = run / PLAN_NAME
     if copy.is_file() and read_plan(copy) != plan:
         raise InputError(
-            f"the run {run} was by another plan", fix=f"autopar explain {copy} --analyze {run}"
+            f"the run {run} used another plan", fix=f"autopar explain {copy} --analyze {run}"
         )
     path = record.metrics_in(run) if record is not None else run
     if not path.is_file():
