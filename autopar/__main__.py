@@ -11,7 +11,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line, and end threads of the model file that would run for ever."""
+    """Run the command line, and exit even if a thread of the model file never ends."""
     _take_signals()
     try:
         # imported after signal handlers are set, because it takes seconds
@@ -43,7 +43,7 @@ def _take_signals() -> None:
 
 
 def _is_endless(thread: threading.Thread) -> bool:
-    """Whether Python would wait for a thread at exit, and has already waited for some time."""
+    """Whether Python waits for a thread at exit, and the thread still runs after two seconds."""
     ends_with_python = thread.daemon or thread in pools._threads_queues
     if ends_with_python or thread is threading.main_thread():
         return False

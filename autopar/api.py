@@ -99,7 +99,7 @@ class Plan:
         return place
 
     def _script(self, place: Path, *, force: bool) -> str:
-        """Return the script for a path; raises if that is a file of another program."""
+        """Return the script for a path; raises if the path has a file that must not be replaced."""
         refuse_replacing(place, model_path(self.content.model.spec))
         if not force:
             refuse_overwriting(place)
@@ -112,7 +112,7 @@ class Plan:
     def verify(
         self, script: str | Path | None = None, *, steps: int = 5, half_steps: int = 30
     ) -> TrainingComparison:
-        """Train a few steps with a script on CPU processes and in one process, and compare.
+        """Train with a script on CPU processes, and with plain PyTorch in one; compare both.
 
         Without `script`, the plan's own script is used. `is_within(1e-9)` says whether both train
         alike: equal in float64, and in the plan's 16-bit dtype as close to fp32 as plain PyTorch.

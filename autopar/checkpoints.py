@@ -58,11 +58,11 @@ from autopar.runtime.texts import in_a_line
 
 FOLDER = "checkpoints"  # in the folder of a run
 _UNFINISHED = "being written, or left by a training that was killed"
-_BROKEN = "set aside by a training, as it was not whole"
+_BROKEN = "set aside by a training, because it was damaged"
 
 
 class DamagedCheckpointError(AutoparError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint has missing or changed files."""
 
     exit_code = ExitCode.MISMATCH
 
@@ -106,7 +106,7 @@ def whole_checkpoint(path: Location) -> Checkpoint:
     found = _looked_at(folder, check=check_file)
     if found.manifest is None or found.faults:
         raise DamagedCheckpointError(
-            "the checkpoint is not whole: " + "; ".join(found.faults),
+            "the checkpoint is damaged: " + "; ".join(found.faults),
             where=str(folder),
             fix="name another one, or bring back a copy; `autopar ckpt ls` lists them",
         )
@@ -175,7 +175,7 @@ _FIX = "name another place with -o"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """An export: its place, in words, and names of tensors that are only rounded copies."""
+    """The path of exported weights, in words, and the names of tensors that are rounded."""
 
     place: str
     rounded: tuple[str, ...]  # buffers that a training in 16 bits has rounded
@@ -246,7 +246,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberDifference:
-    """A number that an optimizer keeps for a parameter, in both checkpoints; None: missing."""
+    """A number that an optimizer keeps for a parameter, in both checkpoints; None if missing."""
 
     kind: str
     name: str
@@ -297,7 +297,7 @@ def _unlike(one: Logical | None, other: Logical | None, key: str) -> str:
 
 
 def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
-    """Compare a tensor box by box: each overlap of a shard of one with a shard of the other."""
+    """Compare a tensor wherever a shard of one checkpoint overlaps a shard of the other."""
     one, other = (reader.checkpoint.manifest.tensors[key] for reader in (before, after))
     unequal, largest, largest_value = 0, 0.0, 0.0
     for shard in one.shards:

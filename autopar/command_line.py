@@ -64,7 +64,7 @@ def _refuse_empty(arguments: Sequence[str], path: str) -> None:
 
 
 def _refusal(error: Any, context: Any) -> InputError:
-    """Turn typer's error into an InputError; it names the words, parameter or option."""
+    """Turn typer's error into an InputError that names the option or the argument."""
     path = context.command_path
     every = f"{path} --help lists what there is"
     if hasattr(error, "possibilities"):

@@ -20,7 +20,7 @@ from autopar.runtime.texts import masked, plain
 
 
 class PlainConsole(Console):
-    """Prints text from others literally: no markup, no control characters, no passwords."""
+    """Prints text without markup, spells out control characters, and hides passwords."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
@@ -57,7 +57,7 @@ def progress(doing: str) -> Iterator[None]:
 
 
 def tell_note(text: str, *, on: TextIO | None = None) -> None:
-    """Print a note on stderr, or on the stream that stderr was before."""
+    """Print a note on stderr, or on the given stream."""
     console = PlainConsole(stderr=True, file=on, soft_wrap=True)
     console.print(Text.assemble(("note: ", "bold"), plain(text)))
 
@@ -82,9 +82,9 @@ _MOST_CHARACTERS = 4_000
 
 @contextmanager
 def reported(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Give a function that replaces the line on a terminal which says what is being done.
+    """Show what is being done in a line on a terminal; the yielded function replaces its text.
 
-    What is done sooner shows no line.
+    The line appears after `after_seconds`.
     """
     console = PlainConsole(stderr=True)
     if not console.is_terminal:
@@ -114,23 +114,23 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.runs.launching", "launch"): "",  # the script prints its own steps
     }
 )
-_FIRST_SECONDS = 10.0  # imports; other phases take longer as a rule
-_PATIENCE = 3  # of other phases, in first times
+_FIRST_SECONDS = 10.0  # until the first note on an import
+_OTHERS_FACTOR = 3  # until the first note on another phase, times _FIRST_SECONDS
 
 
 @contextmanager
 def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
-    """Print now and then what this thread is doing, each pause twice as long as the one before."""
-    ended, told = threading.Event(), threading.get_ident()
+    """Print notes on what this thread is doing if it takes long; each pause doubles."""
+    ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
 
     def watch() -> None:
         pause, waited = first_seconds, 0.0
         while not ended.wait(pause):
             waited += pause
-            frame = sys._current_frames().get(told)
+            frame = sys._current_frames().get(watched)
             doing = _doing(frame)
-            is_late = waited >= _PATIENCE * first_seconds or doing.startswith("importing")
+            is_late = waited >= _OTHERS_FACTOR * first_seconds or doing.startswith("importing")
             if is_late and doing:
                 tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
                 pause *= 2

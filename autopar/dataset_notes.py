@@ -30,7 +30,7 @@ from autopar.runtime.data.row_faults import (
 )
 from autopar.runtime.evaluation.metrics import fault_of_metrics
 
-# Errors that are wrong on every machine. Missing files, packages and variables may exist elsewhere.
+# Errors that every machine would raise. Missing files, packages and variables may exist elsewhere.
 _MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
 _MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
 _FIRST_ROWS = 8
@@ -41,7 +41,7 @@ _ELSEWHERE = object()  # returned for code that may work on the training machine
 def check_dataset(
     file: ModelFile, graph: Graph, axes: GraphAxes, tell: Callable[[str], None]
 ) -> None:
-    """Reject rows that no plan can train on: without a key, or of a size that weights do not fit.
+    """Reject rows that no plan can train on: a key is missing, or a size does not fit the weights.
 
     Lengths may vary. A dataset that cannot be read here may be readable on the training machine.
     `tell` is called with each note for the user.
@@ -65,17 +65,19 @@ def _check_sizes(
     name: str, row: Mapping[str, Any], graph: Graph, axes: GraphAxes, where: str
 ) -> None:
     """Reject a row whose sizes do not fit the model's weights."""
-    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    weight_axes = {
+        leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
+    }
     for tensor in graph.inputs:
         key = batch_key(tensor)
         found, dims = list(torch.as_tensor(row[key]).shape), axes.dims[tensor][1:]
         planned = [extent.at(0) for extent in graph.tensors[tensor].shape[1:]]
         for has, wants, dim in zip(found, planned, dims, strict=True):
             names = {leaf.name for leaf in leaves(dim)}
-            if has != wants and names and names <= learnt:
+            if has != wants and names and names <= weight_axes:
                 raise InputError(
-                    f"{key!r} is {found} in {name}, and {planned} in example_batch: the model has "
-                    f"weights for {wants}, not {has}",
+                    f"{key!r} has shape {found} in {name}, and {planned} in example_batch: the "
+                    f"model has weights for {wants}, not {has}",
                     where=where,
                     fix="let both return rows of one size",
                 )
@@ -90,7 +92,7 @@ def _check_collated(
     """Reject a collate function whose batches no plan can train on."""
     assert file.build_collate is not None
     build = file.build_collate
-    doing = "calling the function of build_collate()"
+    doing = "calling the function that build_collate() returned"
     batch = _tried(doing, lambda: build()(rows), file, tell)
     if batch is _ELSEWHERE:
         return
@@ -103,15 +105,16 @@ def _check_collated(
 def _note_plain(
     maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile, tell: Callable[[str], None]
 ) -> None:
-    """Tell if rows have numbers for something that is constant in example_batch."""
+    """Print a note if a row has another number than example_batch has for all rows."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)
         if other is not None:
             tell(
                 f"{key!r} is {other} in a row of {maker}(), and {plain} for every batch: "
-                "example_batch has a plain value there. To train on those of the rows, let it "
-                f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
+                "example_batch has a plain number for it. To train on the rows' numbers, let "
+                "example_batch return a tensor with one per row: "
+                f"torch.full((batch_size,), {plain})."
             )
 
 
@@ -125,15 +128,15 @@ def _is_same(one: Any, other: Any) -> bool:
 def _few_rows(
     maker: str, build: Callable[[], Any], file: ModelFile, tell: Callable[[str], None]
 ) -> tuple[Any, list[tuple[int, Any]]]:
-    """Return a dataset and a few of its rows with their indices, as far as they can be read here.
+    """Return a dataset and some of its rows with their indices, if this machine can read them.
 
     A stream is not read, because its first row may take long.
     """
     dataset = _tried(f"calling {maker}", build, file, tell, mistakes=_MISTAKES)
     if dataset is _ELSEWHERE:
         return dataset, []
-    measured = partial(fault_of_dataset, dataset, maker)
-    fault = _tried(f"the length of {maker}()", measured, file, tell)
+    check = partial(fault_of_dataset, dataset, maker)
+    fault = _tried(f"the length of {maker}()", check, file, tell)
     if isinstance(fault, Fault):
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
     if is_stream(dataset) or fault is _ELSEWHERE:
@@ -166,8 +169,8 @@ def _tried(
             raise
         said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
         tell(
-            f"the dataset could not be read here ({said}), so its rows were not looked at. "
-            "The script reads it where it runs."
+            f"the dataset could not be read here ({said}), so its rows were not checked. "
+            "The training machine reads it."
         )
         return _ELSEWHERE
 

@@ -35,23 +35,23 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# by the number of arguments that a mean counts by: 0 of a term, 1 of a mask or targets, 2 of
-# weights
+# By the number of tensors that weight a mean: none (a term of the loss), one (a mask or targets),
+# or two (targets and class weights).
 _FIXES = {
     0: "",
-    1: "let the batch tell what counts, or ",
-    2: "give it the weights of the classes as numbers (torch.tensor([…])), or ",
+    1: "take the mask or the targets from the batch, or ",
+    2: "give it class weights that are constants (torch.tensor([…])), or ",
 }
 
 
 def note_rows(graph: Graph, constraints: Constraints) -> None:
     """Print notes about the model's rows, before the search."""
     if graph.fixed_batch is not None:
-        place = f" at {graph.fixed_at} or in what is called there" if graph.fixed_at else ""
+        place = f" at {graph.fixed_at} or in code called there" if graph.fixed_at else ""
         tell_note(
             f"the model treats its number of rows as a constant{place}, so it was traced for "
-            f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
-            "cannot be seen."
+            f"{graph.fixed_batch} rows, and every microbatch has as many. Whether rows depend on "
+            "each other is unknown."
         )
     _note_expected(graph)
     met = meeting_rows(graph)
@@ -60,20 +60,21 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     nearly = nearly_a_mean(graph) if met is None else None
     if nearly is not None:
         tell_note(
-            f"{is_nearly(nearly)}: a batch that is split takes the mean of what its parts have "
-            f"there, each by itself. For the loss of one process, "
+            f"{is_nearly(nearly)}: if the batch is split, each part has its own value there, and "
+            "the loss is the mean over the parts. For the loss of one process, "
             f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
         )
     if met is not None and splits_batch(constraints):
         tell_note(
-            f"{rows_meet(met)}: by the pins each microbatch of each data rank compares its own "
-            "rows only. For the loss of one process, pin neither: tensor ranks may share the rows."
+            f"{rows_meet(met)}: as pinned, each microbatch of each data rank compares its "
+            "own rows only. For the loss of one process, pin neither dp nor microbatch: tensor "
+            "ranks may share the rows."
         )
     elif met is not None:
         tell_note(
             f"{rows_meet(met)}, so the batch stays whole, in one microbatch of one data rank. "
-            "Tensor ranks may share its rows: they tell each other what all rows need. To compare "
-            "the rows of each part only, pin dp or microbatch."
+            "Tensor ranks may share its rows, and exchange what all rows need. To compare only the "
+            "rows of each part, pin dp or microbatch."
         )
 
 
@@ -86,8 +87,8 @@ def _note_expected(graph: Graph) -> None:
     where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
     tell_note(
         f"{len(parted)} masks part rows among experts (the first at {where}): each expert is "
-        f"priced with its even share of them, {' or '.join(shares)}. Where one gets more, its "
-        "layer takes longer and holds more than predicted."
+        f"priced with its even share of them, {' or '.join(shares)}. If one gets more, its "
+        "layer takes more time and memory than predicted."
     )
 
 
@@ -98,21 +99,21 @@ def _note_statistics(graph: Graph, constraints: Constraints) -> None:
         return
     tell_note(
         f"{named(norm)} takes statistics of all rows, so each data rank has one microbatch of all "
-        "of its rows, and shares their statistics with the others. For several microbatches, each "
-        "by its own statistics: microbatch_statistics = true in [choices] of a constraints file, "
-        "or pin microbatch."
+        "of its rows, and data ranks share statistics. For several microbatches, each with its own "
+        "statistics, set microbatch_statistics = true in [choices] of a constraints file, or pin "
+        "microbatch."
     )
 
 
 def note_parts_apart(plan: Plan) -> None:
-    """Print a note if a script deliberately trains otherwise than one process."""
+    """Print a note if a script deliberately trains differently from one process."""
     for why in (parts_apart(plan), statistics_apart(plan)):
         if why:
             tell_note(why)
 
 
 def note_plan(plan: Plan) -> None:
-    """Print what may surprise in a plan, and a note if memory is nearly full."""
+    """Print notes on what may surprise in a plan, and on memory above the default limit."""
     for note in meaning_notes(plan):
         if note and note != parts_apart(plan):  # otherwise printed before the search
             tell_note(note)
@@ -123,18 +124,18 @@ def note_plan(plan: Plan) -> None:
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
             f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
-            "fit (docs/accuracy.md). Should it not fit, leave --memory out."
+            "fit (docs/accuracy.md). If it does not fit, leave --memory out."
         )
 
 
 def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
-    """Name significant ops without a formula: their FLOPs are missing from all figures."""
+    """Print a note on each significant op without a formula: no figure has its FLOPs."""
     for one in unpriced(graph, axes):
         tell_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
-            f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
-            "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
-            "autopar profile measures it."
+            "FLOPs are not counted: it is priced by the bytes that it moves, "
+            f"{one.share:.1%} of all that a step moves. If it multiplies matrices, the step takes "
+            "longer than predicted; autopar profile measures it."
         )
 
 
@@ -168,9 +169,9 @@ def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision)
         return
     kinds = sorted({f"{key.device} in {key.precision}" for key in keys})
     tell_note(
-        f"the profile has ops on {' and '.join(kinds) or 'no device'}, the plan is for "
-        f"{' and '.join(devices)} in {precision}: formulas price its ops. Profile on such a "
-        "device, with such a --precision (docs/profile.md)."
+        f"the profile has ops on {' and '.join(kinds) or 'no device'}, but the plan is "
+        f"for {' and '.join(devices)} in {precision}: formulas price its ops. Profile on that "
+        "device, with that --precision (docs/profile.md)."
     )
 
 
@@ -184,9 +185,9 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
     given = objects_given(again, plan.graph)
     if given:
         tell_note(
-            f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
-            "in memory until the backward, and no prediction counts it: build the model without "
-            "it where training does not need it (Hugging Face: use_cache=False)."
+            f"layers that are recomputed are given a {' and a '.join(given)}. Its contents "
+            "stay in memory until the backward, which predictions do not count: build the model "
+            "without it if training does not need it (Hugging Face: use_cache=False)."
         )
 
 
@@ -194,9 +195,9 @@ def note_devices(graph: Graph, cluster: Cluster) -> None:
     """Print a note if a model would only run on CPUs."""
     if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
         tell_note(
-            f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
-            "which fails on a GPU: create it on the device of an input, as in "
-            "torch.arange(n, device=x.device)."
+            "the model creates a tensor on the CPU and combines it with others at "
+            f"{graph.devices_meet_at}, which fails on a GPU: create it on the device of an input, "
+            "as in torch.arange(n, device=x.device)."
         )
 
 
@@ -205,14 +206,14 @@ def note_own_choices(graph: Graph) -> None:
     if graph.autocast_at:
         tell_note(
             f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
-            "The plan neither prices that nor has it in code that it prints: better leave it out, "
+            "The plan does not price that, and printed code does not have it: better leave it out, "
             "and choose with --precision."
         )
     if graph.recomputed_at:
         tell_note(
             f"the model computes activations again by itself, by torch.utils.checkpoint at "
-            f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
-            "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
+            f"{graph.recomputed_at}. The plan counts neither the memory that this saves nor its "
+            "time, and itself chooses layers to recompute: better leave it out (Hugging Face: "
             "gradient_checkpointing_disable())."
         )
 
@@ -223,35 +224,36 @@ def note_own_gradients(graph: Graph) -> None:
     own = next(taken, None)
     if own is not None:
         tell_note(
-            f"{gradient_words(own)}. Scripts run its code as it is: it is split over data ranks "
-            "alone, with ZeRO-1 at most. What that gradient and the backward through it compute is "
-            "not counted, so a step takes longer than predicted."
+            f"{gradient_words(own)}. Scripts run this code unchanged, so the model is split over "
+            "data ranks only, with ZeRO-1 at most. The FLOPs of that gradient and of the backward "
+            "through it are not counted, so a step takes longer than predicted."
         )
 
 
 def note_optimizer(traits: OptimizerTraits | None) -> None:
-    """Print notes about an optimizer that draws random numbers, and about the schedule's end."""
+    """Print notes on a schedule's end, an optimizer's tensors outside its state, its draws."""
     if traits is not None and traits.ends is not None:
         tell_note(
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
-            f"{traits.ends.where}): a script takes fewer steps by --steps alone."
+            f"{traits.ends.where}): give the script fewer --steps."
         )
     if traits is not None and traits.own_tensors:
         tell_note(
-            f"{traits.name} keeps tensors beside its state, in {', '.join(traits.own_tensors)}: no "
-            "checkpoint has them, so a training that goes on starts them anew, and no plan shards "
-            "them. Keep them in self.state[parameter]."
+            f"{traits.name} keeps tensors outside its state, in {', '.join(traits.own_tensors)}: "
+            "checkpoints do not have them, so a resumed training starts with new ones, and no plan "
+            "shards them. Keep them in self.state[parameter]."
         )
     if traits is not None and traits.draws:
         tell_note(
-            f"{traits.name} draws random numbers in its steps: each rank draws those of what it "
-            "steps. The noise is as large as on one device, but its numbers are others. So no data "
-            "rank steps a copy of another's parameters: ZeRO-1, 2 or 3, and no tensor ranks."
+            f"{traits.name} draws random numbers in its steps: each rank draws those for the "
+            "parameters that it updates. The noise is as large as on one device, but has other "
+            "values. No two ranks may update copies of a parameter, so plans have ZeRO-1, 2 or 3, "
+            "and no tensor ranks."
         )
 
 
 def note_fewer(plan: Plan, fewer: Fewer) -> None:
-    """Print a note if fewer of the devices are as fast."""
+    """Print a note that fewer of the devices are as fast."""
     ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
     all_of_them = plan.machines.devices
     how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"

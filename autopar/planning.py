@@ -1,4 +1,4 @@
-"""From a model file and options to a plan, its script, and the proof of both."""
+"""Turns a model file and options into a plan, its script, and the verification of the script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from autopar.planner.plan.traced import TracedModel, trace_model, with_spec
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, read_measurements
 
-# What needs torch is imported in functions: a plan of a model that is known needs none.
+# Modules that need torch are imported in functions: planning a cached model needs no torch.
 if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison
 
@@ -65,7 +65,7 @@ def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> P
 
 
 def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
-    """Return a plan with the graph of its model where the cache has that; no model file is run."""
+    """Return a plan with the graph of its model from the cache, or None; runs no model file."""
     from autopar.codegen.subject import check_unchanged, fits, model_spec
 
     if isinstance(plan, Plan):
@@ -80,7 +80,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """The plan of a smaller model, and splits of the larger one that it lacks."""
+    """The plan of a smaller model, and splits of the larger model's plan that it lacks."""
 
     plan: Plan
     unlike: tuple[str, ...]
@@ -129,7 +129,7 @@ def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> In
 
 
 def _splits(plan: Plan) -> set[str]:
-    """Return what is split along which axis; equal layers are listed once."""
+    """Return which ops are split along which axes; equal layers are listed once."""
     return {
         f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
         for line in plan.classes
@@ -162,7 +162,7 @@ def request_of(
     profile: Path | None,
     uses_cache: bool = True,
 ) -> Request:
-    """Return what some options ask for, checked; `demands` are as in `DemandOptions`."""
+    """Check options and return them as a request; `demands` are as in `DemandOptions`."""
     declared = gathered_constraints(pins, demands, constraints)
     check_work(declared)
     clusters = clusters_of(machines)
@@ -237,9 +237,9 @@ def _question(
 
 
 def read_model(request: Request) -> TracedModel:
-    """Return the traced model of a request, from the cache where it has not changed since.
+    """Return the traced model of a request, from the cache if the model has not changed.
 
-    Rows of its dataset are tried once, and what is wrong with them is refused.
+    A model that is not cached is traced, and some rows of its dataset are checked.
     """
     precision, rows = request.constraints.precision, rows_at_once(request.constraints)
     question = _question(request.model, request.arguments, precision, rows)
@@ -263,7 +263,7 @@ def read_model(request: Request) -> TracedModel:
 
 
 def _tell_findings(traced: TracedModel, training: Training, request: Request) -> None:
-    """Tell what a person should know of a model before its plan is searched."""
+    """Print notes about a model before the search for its plan."""
     graph = traced.graph
     for note in traced.notes or ():
         tell_note(note)
@@ -283,8 +283,9 @@ def scripted(
 ) -> tuple[Planned, str]:
     """Return the best plan that a script can be written for, and the script.
 
-    A layer can only be recomputed if the script calls it as a module, which shows when the script
-    is written. If it does not, the plan is made again without recomputing that layer.
+    A layer can only be recomputed if the script calls it as a module, which is known once the
+    script is written. If it does not, the plan is made again without recomputing that layer. If the
+    cached graph is outdated, the plan is made again without the cache.
     """
     from autopar.codegen.emit import emit_with_notes
     from autopar.codegen.script.layer_lists import LostLayersError
@@ -316,14 +317,14 @@ TOLERANCE = 1e-9  # in float64, after several steps of AdamW
 STEPS = 3
 MANY_FLOPS = 2e12  # a larger step takes minutes on CPUs
 _QUICK_SECONDS = 10.0
-_START_SECONDS = 3.0  # for a process to import torch, on a core of its own
+_START_SECONDS = 3.0  # for a process to import torch, if it has a core
 _FLOPS_PER_SECOND = 1e9  # of a core, in float64 with small tensors
 
 
 def is_quick(plan: Plan, cores: int) -> bool:
     """Whether verifying a plan takes less than ten seconds, as for models of tests and demos.
 
-    False for plans that deliberately train otherwise than one process.
+    False for plans that deliberately train differently from one process.
     """
     if parts_apart(plan) or statistics_apart(plan):
         return False
@@ -336,7 +337,7 @@ def is_quick(plan: Plan, cores: int) -> bool:
 
 
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Return how a script compares with one process, or None with a note why that is unknown."""
+    """Compare a script with one process; if that fails, print why and return None."""
     from autopar.codegen.proof.verification import check_fits, read_script_of, verify
 
     try:
@@ -362,5 +363,5 @@ def verify_command(plan: Plan, folder: Path) -> str:
     from autopar.codegen.proof.verification import step_flops
 
     is_large = step_flops(plan) > MANY_FLOPS
-    smaller = " --arg NAME=VALUE (a smaller model: see its build_model)" if is_large else ""
-    return f"autopar verify {folder}{smaller}"
+    smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
+    return f"autopar verify {folder}{smaller if is_large else ''}"

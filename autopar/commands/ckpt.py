@@ -57,9 +57,9 @@ def ckpt_options(context: typer.Context) -> None:
 
 @ckpt.command("ls", cls=Command)
 def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
-    """List the checkpoints of a folder: step, rows, time, size, plan, evaluation, whole or damaged.
+    """List the checkpoints of a folder: step, rows, time, size, plan, evaluation, state.
 
-    Checks only the sizes of files; `autopar ckpt verify` reads all of them.
+    The state is intact or damaged, judged by the sizes of files; `autopar ckpt verify` reads them.
 
     Example: autopar ckpt ls checkpoints
     """
@@ -111,8 +111,8 @@ def export_checkpoint(
         weights = export_weights(checkpoint, to)
     if weights.rounded:
         tell_note(
-            f"{', '.join(weights.rounded[:4])}: of these the training had copies in 16 bits, and "
-            "that is what is exported; the script itself makes them anew"
+            f"{', '.join(weights.rounded[:4])}: the training had these only in 16 bits, so they "
+            "are exported rounded; the script's own --export does not round them"
         )
     step = checkpoint.manifest.moment.step
     results().print(f"The weights after step {step:,} are {weights.place}", soft_wrap=True)

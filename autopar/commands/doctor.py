@@ -78,7 +78,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _cache() -> Finding:
-    """Say where models that were traced lie, and how much room they take."""
+    """Return the cache's folder, and the number and size of the traced models in it."""
     folder = cache_folder()
     if folder is None:
         return Finding(name="cache", found=f"none, as {PLACE} is empty")

@@ -1,4 +1,4 @@
-"""`autopar dryrun`: one rank's memory and messages in the script, beside the plan's prediction."""
+"""`autopar dryrun`: runs one rank of a script without computing; shows memory and collectives."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def dryrun(
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.
 
-    Shows its peak memory beside the prediction, and every collective of a step. It needs no GPU and
-    no other rank.
+    Shows the rank's peak memory beside the prediction, and every collective of a step. Needs no GPU
+    and no other rank.
 
     Example: autopar dryrun out/plan.json --rank 3
     """

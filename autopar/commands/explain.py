@@ -134,7 +134,7 @@ def _analysis(plan: StoredPlan, run: Path) -> Analysis:
     copy = run / PLAN_NAME
     if copy.is_file() and read_plan(copy) != plan:
         raise InputError(
-            f"the run {run} was by another plan", fix=f"autopar explain {copy} --analyze {run}"
+            f"the run {run} used another plan", fix=f"autopar explain {copy} --analyze {run}"
         )
     path = record.metrics_in(run) if record is not None else run
     if not path.is_file():
@@ -144,7 +144,7 @@ def _analysis(plan: StoredPlan, run: Path) -> Analysis:
         )
     analysis = analyze(plan, sound_lines_of(path))
     if analysis is None:
-        raise InputError(f"{path} has no step", expected="a run that has told one at least")
+        raise InputError(f"{path} has no step", expected="a run with at least one step line")
     return analysis
 
 

@@ -69,7 +69,7 @@ def inspect(
         int, whole("--batch", least=1, text="Rows of a microbatch, whose costs are shown.")
     ] = 1,
     ops: Annotated[
-        bool, typer.Option("--ops", help="List the ops: FLOPs, bytes moved and kept, seconds.")
+        bool, typer.Option("--ops", help="List the ops: FLOPs, bytes moved and saved, seconds.")
     ] = False,
     graph_file: Annotated[
         Path | None,

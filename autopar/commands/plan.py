@@ -120,7 +120,7 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
 
 
 def tell(planned: Planned, *, as_json: bool) -> None:
-    """Print the plan, after the other numbers of devices if several were compared."""
+    """Print the plan; if several numbers of devices were compared, print their table first."""
     curve, point = planned.curve, planned.choice.point
     is_compared = len(curve.trials) > 1
     if as_json:

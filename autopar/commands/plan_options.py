@@ -53,7 +53,7 @@ PIN = Annotated[
     typer.Option(
         "--pin",
         metavar="KEY=VALUE,…",
-        help=f"Exactly so: {', '.join(keys_of('pins'))}.",
+        help=f"Use exactly these values: {', '.join(keys_of('pins'))}.",
     ),
 ]
 CONSTRAINTS = Annotated[
@@ -67,7 +67,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Stop the search then, with the best plan found."),
+    seconds("--time-limit", text="Stop the search after so long, with the best plan found."),
 ]
 PROFILE = Annotated[
     Path | None,
@@ -88,7 +88,7 @@ Command = Callable[..., None]
 
 
 def with_demands(*, after: str) -> Callable[[Command], Command]:
-    """Give a command an option for each demand, after one of its own, in place of `demands`."""
+    """Replace a command's `demands` by an option for each constraint, after the option `after`."""
 
     def changed(command: Command) -> Command:
         given = signature(command, eval_str=True)

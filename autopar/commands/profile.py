@@ -57,7 +57,7 @@ def profile(
             "--procs",
             least=2,
             most=_MOST_PROCESSES,
-            text="Processes for --net: the GPUs here, or 2 on a CPU.",
+            text="Processes for --net. Default: the GPUs here, but at least 2.",
         ),
     ] = None,
     budget: Annotated[float, seconds("--budget", text="Time for all ops together.")] = 60.0,

@@ -93,14 +93,14 @@ def runs(
             record.plan,
             str(record.state),
             f"{step['step']:,}" if "step" in step else "",
-            _figure(step.get("loss")),
+            _loss_text(step.get("loss")),
             seconds_text(step["seconds"]) if step.get("seconds") is not None else "",
         )
     results().print(table)
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the runs of a folder, or of the plan in that folder."""
+    """Return the run in a folder, or the runs in it, or those of the plan in it."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -116,7 +116,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
         return {}
 
 
-def _figure(loss: object) -> str:
+def _loss_text(loss: object) -> str:
     return f"{loss:.5f}" if isinstance(loss, float) else str(loss or "")
 
 
@@ -131,7 +131,7 @@ class DevicesError(AutoparError):
 
 
 class TrainingFailedError(AutoparError):
-    """A rank failed and no restart was left, or a rank refused the start with its own code."""
+    """A rank failed and no restart was left, or a rank refused to start, with its own exit code."""
 
     def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
         super().__init__(found, where=where, fix=fix)
@@ -182,7 +182,7 @@ def run(
         str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine.")
     ] = None,
     master_port: Annotated[
-        int, whole("--master-port", least=1, most=65535, text="A free port there.")
+        int, whole("--master-port", least=1, most=65535, text="A free port on the first machine.")
     ] = 29500,
     name: Annotated[
         str | None,
@@ -233,15 +233,15 @@ def run(
     )
     text = masked(torchrun_text(command))
     metrics = Path(value_given("--metrics", given) or folder / METRICS).resolve()
-    kept = start if keeps_in_run(settings, given) else None
+    own_start = start if keeps_in_run(settings, given) else None
 
     def train() -> End:
         _fill(folder, chosen, start, nodes, text)
-        _tell_start(folder, kept, resume, text, chosen=chosen if gpus else None)
+        _tell_start(folder, own_start, resume, text, nodes, chosen=chosen if gpus else None)
         return trained(command, folder, metrics, nodes)
 
     with own_folder(folder, nodes):
-        record = _record(chosen.plan, folder, kept, metrics, text)
+        record = _record(chosen.plan, folder, own_start, metrics, text)
         end = recorded(folder, record, nodes, train)
     _tell_end(end, folder)
 
@@ -250,14 +250,14 @@ def _nodes(count: int, rank: int | None, address: str | None, port: int, name: s
     wanted = {"--node-rank": rank, "--master-addr": address, "--name": name}
     if count == 1:
         if rank or address:
-            raise InputError("--node-rank and --master-addr are for several machines: --nnodes")
+            raise InputError("--node-rank and --master-addr need --nnodes 2 or more")
         return Nodes()
     missing = [option for option, value in wanted.items() if value is None]
     if missing:
         raise InputError(
             f"--nnodes {count} needs {', '.join(missing)}",
             expected="the same --name on each machine: they share one folder of checkpoints",
-            fix=f"autopar run PLAN --nnodes {count} --node-rank 0 --master-addr HOST --name first",
+            fix=f"autopar run PLAN --nnodes {count} --node-rank 0 --master-addr HOST --name run1",
         )
     assert rank is not None
     if rank >= count:
@@ -312,8 +312,8 @@ def _check_devices(ranks: int, nodes: Nodes) -> None:
         raise DevicesError(
             f"{needed} devices of this machine are needed, and {here} "
             f"{'is' if here == 1 else 'are'} there",
-            fix=f"--gpus {here * nodes.count} goes on with those, planned again; --nnodes N shares "
-            "them out over machines",
+            fix=f"--gpus {here * nodes.count} plans again for those; --nnodes N spreads the ranks "
+            "over N machines",
         )
 
 
@@ -355,6 +355,7 @@ def _tell_start(
     start: Start | None,
     resume: str | None,
     command: str,
+    nodes: Nodes,
     *,
     chosen: PlanToTrain | None,
 ) -> None:
@@ -362,9 +363,11 @@ def _tell_start(
     if chosen is not None:
         print(f"plan: {chosen.file} ({arrangement_words(chosen.plan.arrangement)})")
     if start is not None and start.goes_on_from is not None:
-        print(masked(f"goes on from {start.goes_on_from}; checkpoints: {start.checkpoints}"))
+        print(masked(f"resumes from {start.goes_on_from}; checkpoints: {start.checkpoints}"))
     elif start is not None and resume == "auto":
-        print("no run of this model has kept anything: it begins anew")
+        # several machines search no other run
+        found = "no run of this model has a" if nodes.count == 1 else f"{folder.name} has no"
+        print(f"{found} checkpoint: training starts at step 0")
     print(f"{command}\n", flush=True)
 
 
@@ -381,8 +384,8 @@ def _tell_end(end: End, folder: Path) -> None:
         )
     told = {
         RunState.FINISHED: f"finished: {folder}",
-        RunState.PREEMPTED: f"stopped by a signal, and kept: --resume {folder} goes on",
-        RunState.INTERRUPTED: f"stopped by a signal {end.last}, and nothing was kept",
+        RunState.PREEMPTED: f"stopped by a signal, with a checkpoint: --resume {folder} resumes it",
+        RunState.INTERRUPTED: f"stopped by a signal {end.last}; no checkpoint was written then",
     }
     results().print(told[end.state], soft_wrap=True)
     if end.code:

@@ -37,7 +37,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan, traced_plan
 
-_MOST_TOLD = 4
+_MOST_SHOWN = 4
 
 
 def verify_plan(
@@ -64,16 +64,16 @@ def verify_plan(
     cache: CACHE = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Train a few steps by the script on CPU processes and in one process, and compare.
+    """Train some steps with the script on CPU processes, with plain PyTorch in one; compare both.
 
     The script is run as it is, changed by hand or not. The one process trains the model that
     build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64,
     without random numbers. One more step has random numbers, and the numbers drawn are compared. A
     plan in bf16 or fp16 is also trained in that dtype, beside plain PyTorch with fp32 masters: both
-    must begin with the same numbers, and after --half-steps the script may be at most twice as far
-    from fp32. Exits with 1 if anything differs, with 7 if the script fails. With --arg a smaller
-    model of the same file is used, planned with few rows under the plan's own degrees, schedule and
-    splits; changes by hand are carried over.
+    must begin with the same weights, and after --half-steps the script may be at most twice as far
+    from fp32 as plain PyTorch. Exits with 1 if anything differs, with 7 if the script fails. With
+    --arg a smaller model of the same file is used, planned with few rows under the plan's own
+    degrees, schedule and splits; changes by hand are carried over.
 
     With --plain a loop of plain PyTorch is written beside the script: one process, the same weights
     and rows, for you to run and compare.
@@ -88,13 +88,13 @@ def verify_plan(
         return
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
-            large, found = found, _smaller(found, folder, arg)
+            large, found = found, _smaller_plan(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
         check_fits(found, memory_bytes())
         if step_flops(found) > MANY_FLOPS:
             tell_note(
                 f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
-                "float64: a smaller model (--arg, see its build_model) shows the same sooner"
+                "float64: verify a smaller model instead (--arg; see build_model in the model file)"
             )
         ranks = found.arrangement.ranks
         with progress(f"training {steps} steps on {ranks} processes and on one"):
@@ -135,15 +135,16 @@ def _carried_over(
     return replace(given, path=path)
 
 
-def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
+def _smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
     """Return the plan of the model with these arguments; print how it resembles the given one."""
     with progress("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
-    alike = "its modules are split as the plan's"
+    alike = "its modules are split as in the plan"
     if smaller.unlike:
-        shown = ", ".join(smaller.unlike[:_MOST_TOLD]) + ", …" * (len(smaller.unlike) > _MOST_TOLD)
-        alike = f"the plan, but not it, splits {shown}"
+        more = ", …" * (len(smaller.unlike) > _MOST_SHOWN)
+        shown = ", ".join(smaller.unlike[:_MOST_SHOWN]) + more
+        alike = f"only the given plan splits {shown}"
     tell_note(
         f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
         f"degrees: {arrangement_words(arranged)}; {alike}"
@@ -157,31 +158,32 @@ def _tell_edits(given: GivenScript) -> None:
         return
     count = len(given.edits)
     places = "1 place" if count == 1 else f"{count} places"
-    lines = [f"{given.path.name} is not what its plan would write, in {places}:"]
-    for edit in given.edits[:_MOST_TOLD]:
+    lines = [f"{given.path.name} differs from the script that its plan gives, in {places}:"]
+    for edit in given.edits[:_MOST_SHOWN]:
         lines.append(f"  line {edit.line}")
         for mark, texts in (("-", edit.emitted), ("+", edit.found)):
-            lines += [f"    {mark} {text}" for text in texts[:_MOST_TOLD]]
-            lines += [f"    {mark} …"] * (len(texts) > _MOST_TOLD)
-    lines += ["  …"] * (count > _MOST_TOLD)
+            lines += [f"    {mark} {text}" for text in texts[:_MOST_SHOWN]]
+            lines += [f"    {mark} …"] * (len(texts) > _MOST_SHOWN)
+    lines += ["  …"] * (count > _MOST_SHOWN)
     results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 
 def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
-    """Print what is equal between a script and one process, and what differs."""
+    """Print which figures of a script equal those of plain PyTorch in one process."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),
         ("loss", comparison.loss),
         ("norm of all gradients", comparison.norm),
         ("gradients of the first step", comparison.gradient),
-        ("parameters after the last", comparison.parameter),
+        ("parameters after the last step", comparison.parameter),
     )
     for what, found in rows:
         is_equal = found.largest <= (0 if found is comparison.initial else tolerance)
         verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
-    table.add_row("draws and clipping", "", "", "DIFFERS" if comparison.faults else "equal")
+    verdict = "DIFFERS" if comparison.faults else "equal"
+    table.add_row("start, random numbers, clipping", "", "", verdict)
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)
@@ -207,4 +209,6 @@ def _tell_half(half: InHalf) -> None:
     results().print(table)
     for fault in half.faults:
         results().print(f"- in {half.dtype}, {fault}", soft_wrap=True)
-    results().print(f"as plain PyTorch in {half.dtype} with fp32 masters; up to {TIMES:g} times")
+    results().print(
+        f"allowed: {TIMES:g} times as far as plain PyTorch in {half.dtype} with fp32 masters"
+    )

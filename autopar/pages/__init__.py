@@ -1,1 +1,1 @@
-"""The output of commands, one page per file."""
+"""The output of commands: tables and text."""

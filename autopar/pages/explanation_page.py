@@ -20,7 +20,7 @@ from autopar.runs.run_metrics import Analysis, RunFigure
 
 
 def explanation_page(plan: StoredPlan, explanation: Explanation) -> Iterator[RenderableType]:
-    """Yield everything, from top to bottom."""
+    """Yield the page of `autopar explain`."""
     yield _head(plan, explanation)
     yield _time(plan)
     yield stage_table(plan, explanation)
@@ -54,7 +54,7 @@ def _time(plan: StoredPlan) -> Table:
 
 
 def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = None) -> Table:
-    """Return all stages or one: layers, seconds of a microbatch, idle time, memory."""
+    """Return a table of all stages or one: layers, seconds of a microbatch, idle time, memory."""
     table = plain_table(
         "Stages, seconds of one microbatch",
         "stage", "rank", "layers", "recompute", "forward", "backward", "idle", "flight", "memory",
@@ -84,7 +84,7 @@ def fullest_stage(explanation: Explanation) -> int:
 
 
 def memory_table(explanation: Explanation, only: int | None = None) -> Table:
-    """Return the memory of each stage's rank by category, as bars up to the limit."""
+    """Return a table of each stage's memory on its rank by category, with bars up to the limit."""
     table = plain_table("Memory of a device", "stage", "category", "", "bytes", "of limit", left=3)
     for one in explanation.memory:
         if only not in (None, one.stage):
@@ -172,7 +172,7 @@ def why_not_page(answer: WhyNot) -> Text:
 
 
 def comparison_page(comparison: PlanComparison, names: tuple[str, str]) -> Iterator[RenderableType]:
-    """Yield the page from top to bottom; `names` are the names of the two plans."""
+    """Yield the page of `autopar diff`; `names` are the names of the two plans."""
     for warning in comparison.warnings:
         yield Text.assemble(("warning: ", "bold yellow"), warning)
     if comparison.changes:

@@ -1,4 +1,4 @@
-"""Graphs, profiles and checkpoints as tables."""
+"""The pages of `inspect`, `profile` and `ckpt` as tables."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from autopar.runtime.ranks.locations import Location
 
 
 def page(inspection: Inspection) -> Iterator[RenderableType]:
-    """Yield the page from top to bottom."""
+    """Yield the page of `autopar inspect`."""
     yield _head(inspection)
-    yield _runs(inspection)
+    yield _layers_table(inspection)
     yield _axes(inspection)
     yield _parameters(inspection)
     yield _memory(inspection)
@@ -62,10 +62,10 @@ def memory_text(size_bytes: float) -> str:
 def ops_table(
     ops: Sequence[AnnotatedOp], device: Device, precision: Precision, *, batch: int
 ) -> Table:
-    """Return the ops of a model; of identical layers only the first one's."""
+    """Return a table of the model's ops; identical layers are shown once."""
     table = _inspection_table(
         f"Ops on {device.name} in {precision}, unsplit, at batch {batch}",
-        "op", "module", "×", "FLOPs", "moved", "kept", "forward", "backward",
+        "op", "module", "×", "FLOPs", "moved", "saved", "forward", "backward",
     )  # fmt: skip
     for one in ops:
         if one.count:
@@ -73,16 +73,16 @@ def ops_table(
                 one.target.removeprefix("aten.").removesuffix(".default"),
                 Text(one.module),
                 str(one.count),
-                _or_nothing(flops_text, one.forward_flops + one.backward_flops),
-                _or_nothing(memory_text, one.moved_bytes),
-                _or_nothing(memory_text, one.kept_bytes),
-                _or_nothing(seconds_text, one.forward_seconds),
-                _or_nothing(seconds_text, one.backward_seconds),
+                _or_zero(flops_text, one.forward_flops + one.backward_flops),
+                _or_zero(memory_text, one.moved_bytes),
+                _or_zero(memory_text, one.kept_bytes),
+                _or_zero(seconds_text, one.forward_seconds),
+                _or_zero(seconds_text, one.backward_seconds),
             )
     return table
 
 
-def _or_nothing(text: Callable[[float], str], value: float) -> str:
+def _or_zero(text: Callable[[float], str], value: float) -> str:
     return text(value) if value else "0"
 
 
@@ -113,7 +113,7 @@ def _inspection_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _runs(inspection: Inspection) -> Table:
+def _layers_table(inspection: Inspection) -> Table:
     table = _inspection_table(
         f"Layers in order, at batch {inspection.batch}",
         "layer", "×", "ops", "parameters", "forward", "saved fp32", "saved bf16",
@@ -166,7 +166,8 @@ def _memory(inspection: Inspection) -> Table:
 def _remarks(inspection: Inspection) -> Iterator[Text]:
     yield Text("Saved activations assume flash attention and fused dropout (CUDA kernels).")
     if inspection.batch_is_fixed:
-        yield Text(f"The model fixes its batch to {inspection.batch}: it cannot be cut.")
+        batch = inspection.batch
+        yield Text(f"The model works only at batch {batch}, so the batch cannot be split.")
     for names in inspection.tied:
         yield Text(f"Tied: {' = '.join(names)}")
     if inspection.updated_buffers:
@@ -175,15 +176,15 @@ def _remarks(inspection: Inspection) -> Iterator[Text]:
     for name in inspection.custom_functions:
         yield Text(f"Custom autograd.Function {name}: kept whole, with its own backward.")
     for conflict in inspection.conflicts:
-        yield Text(f"Not split, its uses do not agree: {conflict}")
+        yield Text(f"Not split, where ops disagree: {conflict}")
     if not inspection.ops_without_rule:
         yield Text("Every op has a rule.")
     for op in inspection.ops_without_rule:
         yield Text(f"No rule for {op.target} ({op.count} ×, {op.location}): split by batch alone.")
     for one in inspection.unpriced:
         yield Text(
-            f"No formula for {one.target} ({one.count} ×, {one.location}): its FLOPs count "
-            f"nowhere, {one.share:.1%} of all bytes moved."
+            f"No formula for {one.target} ({one.count} ×, {one.location}): its FLOPs are "
+            f"not counted; it moves {one.share:.1%} of all bytes."
         )
 
 
@@ -209,7 +210,7 @@ def profile_summary(
 def profile_page(
     found: MeasuredFile, left_out: Sequence[LeftOut], *, seconds: float
 ) -> Iterator[RenderableType]:
-    """Yield the parts of the page."""
+    """Yield the page of `autopar profile`."""
     yield f"{len(found.ops)} ops measured in {seconds_text(seconds)}"
     yield _host_table(found)
     if found.ops:
@@ -222,8 +223,9 @@ def profile_page(
 
 def _host_table(found: MeasuredFile) -> Table:
     table = plain_table(
-        "host", "device", "threads", "per op", "backward", "step", "a parameter", "10⁶ elements"
-    )
+        "host", "device", "threads", "forward op", "backward op", "step",
+        "AdamW, a parameter", "AdamW, 10⁶ elements",
+    )  # fmt: skip
     for host in found.hosts:
         times = host.times
         table.add_row(
@@ -239,16 +241,16 @@ def _host_table(found: MeasuredFile) -> Table:
 
 
 def _op_table(ops: Sequence[MeasuredOp]) -> Table:
-    """Return the slowest ops; the time is of one use."""
-    table = plain_table("longest ops", "op", "operands", "forward", "backward", "samples", left=2)
+    """Return a table of the slowest ops; times are of one call."""
+    table = plain_table("slowest ops", "op", "operands", "forward", "backward", "samples", left=2)
     longest = sorted(ops, key=lambda one: -_seconds(one))[:_MOST_OPS]
     for one in longest:
         shapes = " ".join(str(list(operand.shape)) for operand in one.key.operands)
         table.add_row(
             one.key.target.removeprefix("aten."),
             shapes,
-            _text(one.timing.forward_seconds),
-            _text(one.timing.backward_seconds),
+            _or_zero(seconds_text, one.timing.forward_seconds),
+            _or_zero(seconds_text, one.timing.backward_seconds),
             str(one.samples),
         )
     return table
@@ -261,7 +263,7 @@ def _seconds(one: MeasuredOp) -> float:
 def _net_table(found: MeasuredFile) -> Table:
     table = plain_table("link", "collective", "latency of a hop", "rate")
     for net in found.nets:
-        title = f"all on {net.ranks} ranks of {net.device}"
+        title = f"{net.device}, {net.ranks} ranks: all collectives"
         table.add_row(title, seconds_text(net.alpha_seconds), bandwidth_text(net.bytes_per_second))
         for one in net.collectives:
             table.add_row(
@@ -273,18 +275,14 @@ def _net_table(found: MeasuredFile) -> Table:
 
 
 def _left_out_table(left_out: Sequence[LeftOut]) -> Table:
-    table = plain_table("left out: formulas serve for these", "op", "reason", "shapes", left=2)
+    table = plain_table("not measured: formulas price these", "op", "reason", "shapes", left=2)
     reasons = Counter((one.probe.key.target, one.reason) for one in left_out)
     for (target, reason), count in reasons.most_common():
         table.add_row(target.removeprefix("aten."), reason, str(count))
     return table
 
 
-def _text(seconds: float) -> str:
-    return seconds_text(seconds) if seconds else "0"
-
-
-_MOST_TOLD = 8  # tensors of one kind that are listed
+_MOST_SHOWN = 8  # most tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
@@ -293,9 +291,9 @@ def time_text(seconds: float) -> str:
 
 
 def list_page(
-    kept: Sequence[KeptCheckpoint], left: Sequence[tuple[Location, str]]
+    kept: Sequence[KeptCheckpoint], others: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
-    """Yield a line per checkpoint, and the other folders."""
+    """Yield a table of the checkpoints, then the folders that are none."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")
@@ -303,7 +301,7 @@ def list_page(
     for one in kept:
         moment = one.manifest.moment if one.manifest else None
         is_best = moment is not None and best is not None and moment.step == best[0]
-        whole = "whole, the best" if is_best else "whole"
+        intact = "intact, the best" if is_best else "intact"
         table.add_row(
             one.folder.name,
             f"{moment.step:,}" if moment else "?",
@@ -312,11 +310,11 @@ def list_page(
             bytes_text(one.size_bytes),
             one.manifest.origin.degrees if one.manifest else "?",
             *("" if one.evaluation is None else f"{one.evaluation:.5f}" for _ in evaluation),
-            Text("damaged", style="red") if one.faults else whole,
+            Text("damaged", style="red") if one.faults else intact,
         )
     yield table
     yield from _faults(kept)
-    for path, what in left:
+    for path, what in others:
         yield Text(f"{path.name}: {what}")
 
 
@@ -326,7 +324,7 @@ def verified_page(kept: Sequence[KeptCheckpoint]) -> Iterator[RenderableType]:
         if not one.faults and one.manifest is not None:
             count = len(one.manifest.files)
             files = "1 file" if count == 1 else f"{count} files"
-            yield Text(f"{one.folder.name}: whole, {files}, {bytes_text(one.size_bytes)}")
+            yield Text(f"{one.folder.name}: intact, {files}, {bytes_text(one.size_bytes)}")
     yield from _faults(kept)
 
 
@@ -343,7 +341,7 @@ def difference_page(found: CheckpointDifference, *, every: bool) -> Iterator[Ren
         yield from _kind(kind, own, every=every)
     for kind, count in Counter(one.kind for one in found.numbers).items():
         first = next(one for one in found.numbers if one.kind == kind)
-        values = f"{first.before} in A and {first.after} in B of {first.name}"
+        values = f"{first.name}: {first.before} in A, {first.after} in B"
         yield Text(f"{kind}: {count} numbers differ, such as {values}")
     for text in found.unlike:
         yield Text(text)
@@ -358,10 +356,10 @@ def _kind(
     if not differing:
         yield Text(f"{kind}: all {len(tensors)} tensors are equal")
         return
-    shown = differing if every else differing[:_MOST_TOLD]
+    shown = differing if every else differing[:_MOST_SHOWN]
     yield _table(f"{kind}: {len(differing)} of {len(tensors)} tensors differ", shown)
     if len(shown) < len(differing):
-        yield Text(f"… and {len(differing) - len(shown)} more, by less (--all)")
+        yield Text(f"… and {len(differing) - len(shown)} smaller differences (--all)")
 
 
 def _order(one: TensorDifference) -> tuple[bool, float, str]:

@@ -30,11 +30,11 @@ from autopar.planner.plan.telling.words import (
 )
 
 BAR_WIDTH = 24
-_WIDE = 100  # characters; on a narrower terminal words need the room
+_WIDE = 100  # characters; tables on narrower terminals have less padding
 
 
 class _FittingTable(Table):
-    """A table that is set closer on a narrow terminal."""
+    """A table with less padding on a narrow terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.max_width < _WIDE:
@@ -61,7 +61,7 @@ def plain_table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """Return a share as a bar; a share over 1 ends in a mark."""
+    """Return a share as a bar; the bar of a share over 1 ends in "!"."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled) + ("!" if share > 1 else "")
 
@@ -100,7 +100,7 @@ class _PlanRow:
 
 
 def plan_page(plan: StoredPlan) -> Iterator[RenderableType]:
-    """Yield the page from top to bottom."""
+    """Yield the page of `autopar plan`."""
     yield _head(plan)
     yield _table(plan)
     yield Text(proof_line(plan))
@@ -132,7 +132,7 @@ _WANTED = {
 
 
 def _wanted(plan: StoredPlan) -> str:
-    """Return by what the plan was chosen, and by which options."""
+    """Return the objective in words, with the options that set it."""
     objective = Objective(plan.objective)
     tolerance = constraints_of(plan.constraints).tolerance
     if objective is Objective.MEMORY or not tolerance:
@@ -148,7 +148,7 @@ def _limits(plan: StoredPlan) -> str:
         limit, memory = bytes_text(machines.limit_bytes), bytes_text(machines.memory_bytes)
         return f"{limit} of {memory} to use on each"
     each = (
-        f"{bytes_text(limit)} of {bytes_text(devices[name].memory_bytes)} of {name}"
+        f"{bytes_text(limit)} of {bytes_text(devices[name].memory_bytes)} on {name}"
         for name, limit in machines.limits
     )
     return f"{', '.join(each)} to use"
@@ -177,7 +177,7 @@ def _table(plan: StoredPlan) -> Table:
 
 
 def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
-    """Yield the chosen plan, then the others; the fastest is marked where it is another one."""
+    """Yield the chosen plan, then the others; the fastest is marked if it is not the chosen one."""
     prediction = plan.prediction
     fastest = (plan.fastest,) if plan.fastest is not None else ()
     others = (*fastest, *plan.runners_up)
@@ -209,7 +209,7 @@ def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
 
 
 def _plan_text(row: _PlanRow) -> Text:
-    """Return degrees, settings of a rank, and other features, a line each."""
+    """Return lines: degrees and schedule; batch and recomputation; the row's difference."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     second = [batch_words(one), "" if row.recompute == "none" else f"recompute {row.recompute}"]
@@ -221,7 +221,7 @@ def _plan_text(row: _PlanRow) -> Text:
 
 
 _KNEE = (
-    "the knee: up to there a step that is 1 % shorter costs less than 1 % more{beyond}. "
+    "the knee: up to this number, a step that is 1 % shorter costs less than 1 % more{beyond}. "
     "--objective step-time takes the fastest, cost the cheapest"
 )
 
@@ -233,7 +233,7 @@ def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
     if refused:
         yield Text("\n".join(f"{one.devices} devices: {one.refusal}" for one in refused) + "\n")
     is_last = choice.point is curve.points[-1]
-    knee = _KNEE.format(beyond=", and so it may be beyond" if is_last else ", beyond it more")
+    knee = _KNEE.format(beyond=", as it may with more devices" if is_last else ", beyond it more")
     why = knee if choice.is_knee else choice.why
     yield Text(f"Chosen: {_devices(choice.point)}, {why}.\n")
 
@@ -306,7 +306,7 @@ def _marks(point: CurvePoint, curve: Curve) -> Iterator[str]:
 
 
 def work_text(point: CurvePoint) -> str:
-    """Return the time and cost of the whole training, or nothing if its length is unknown."""
+    """Return the time and cost of the whole training, or "" if its length is unknown."""
     if point.training_seconds is None:
         return ""
     usd = "" if point.training_usd is None else f" and {usd_text(point.training_usd)}"

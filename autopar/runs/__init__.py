@@ -1,1 +1,1 @@
-"""A training in a folder of its own: started, watched, analysed, planned again."""
+"""Runs a training in its own folder, analyses its metrics, and plans it again."""

@@ -61,7 +61,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-# a rank prints everything to the first file, once it has begun
+# a rank that has begun prints everything to the first file
 _LOGS = ("stdout.log", "stderr.log")
 _COARSE_SECONDS = 1.0  # a file's time may be this much older than the clock
 _END_BYTES = 2**17  # read from the end of a log
@@ -71,7 +71,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RankVerdict(BaseModel):
-    """Why a rank left: message, exit code and time."""
+    """Why a rank exited: message, exit code and time."""
 
     model_config = ConfigDict(strict=True, frozen=True, str_max_length=10_000)
 
@@ -99,7 +99,7 @@ class Ranks:
         return cls(folders=tuple(_last_ranks(logs, since)))
 
     def verdict(self) -> RankVerdict | None:
-        """Return the verdict of the first rank that left, if any."""
+        """Return the verdict of the first rank that exited with one, if any."""
         said = [one for folder in self.folders if (one := _read(folder / VERDICT)) is not None]
         return min(said, key=lambda one: one.time, default=None)
 
@@ -129,7 +129,7 @@ def _read(path: Path) -> RankVerdict | None:
 
 
 def _raised_in(log: Path) -> str:
-    """Return the last line of the last traceback in a log."""
+    """Return the error of the last traceback in a log, or ""."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _END_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
@@ -140,7 +140,7 @@ def _raised_in(log: Path) -> str:
 
 
 _UNFINISHED = "the script ended without an error, but did not train to its end"
-_UNFINISHED_FIX = "a model file or a dataset that ends the process (sys.exit) does so"
+_UNFINISHED_FIX = "look in the model file or the dataset for code that ends the process (sys.exit)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class End:
 
 
 def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], End]) -> End:
-    """Train, with the run's record in its folder; the record gets the result in any case."""
+    """Write the run's record, train, and write the result into the record, even after an error."""
     name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
     write_record(folder, record, name=name)
     state, why = RunState.INTERRUPTED, None  # interrupted by a signal before torchrun started
@@ -194,7 +194,7 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
 def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
     """Return the state of a run from its metrics since the start.
 
-    Torchrun only says that it ended.
+    The exit code of torchrun alone shows neither a finished nor a preempted training.
     """
     if ended.code == 0:
         return RunState.FINISHED if has_finished(lines) else RunState.FAILED
@@ -230,7 +230,7 @@ _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
 # torchrun would die of SIGUSR1, and does not save the training on Ctrl-C.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-# Environment variables of torchrun: prefixes for each rank's lines.
+# Environment variables of torchrun: how long ranks may take to stop, the prefix of their lines.
 ENVIRONMENT: Mapping[str, str] = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_KEEPING_SECONDS),
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] ",

@@ -160,9 +160,9 @@ def _named(path: Location, own: Path) -> Start:
 
 @contextmanager
 def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
-    """Create the folder of a run, and hold it until the run has ended.
+    """Create a run's folder, and claim it until the run has ended.
 
-    Of several machines the first one holds it.
+    Of several machines, the first one claims it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,9 +184,10 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
 
 
 def copy_checkpoint(checkpoint: Location, to: Location) -> None:
-    """Put a checkpoint into a run's folder, as hard links if possible; the run may delete it later.
+    """Copy a checkpoint into a run's folder, with hard links if possible.
 
-    The earlier training keeps its own, and a restart finds the checkpoints written since.
+    The run may delete its copy later; the earlier training keeps its checkpoint. A restarted run
+    finds its own newer checkpoints beside the copy.
     """
     name = checkpoint.name
     place = to / name if is_step(name) else step_folder(to, read_moment(checkpoint).step)
@@ -207,7 +208,7 @@ def copy_checkpoint(checkpoint: Location, to: Location) -> None:
 def script_arguments(
     settings: Mapping[str, Any], folder: Path, start: Start, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the script's arguments: paths in the run's folder, unless given, and ARGS."""
+    """Return the script's arguments: paths in the run's folder, unless ARGS name them, and ARGS."""
     own: list[str] = []
     if keeps_in_run(settings, given):
         own += ["--checkpoint", str(start.checkpoints), "--resume", AUTO]

@@ -203,7 +203,7 @@ class RunFigure:
 
     @property
     def error(self) -> float:
-        """The measured figure's excess over the predicted one, as a share of it."""
+        """The measured figure's excess over the predicted one, as a share of the predicted one."""
         if not self.predicted:
             return 0.0 if not self.measured else float("inf")
         return self.measured / self.predicted - 1
@@ -216,7 +216,7 @@ class RunFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """A run beside its plan: medians over step lines, without the first one of each start."""
+    """A run compared with its plan: medians of the step lines, without the first of each start."""
 
     lines: int
     fastest_seconds: float
@@ -229,7 +229,7 @@ class Analysis:
 
 
 def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
-    """Compare a plan with the lines of a run, or return None if it has no step."""
+    """Compare a plan with the lines of a run, or return None if they have no step."""
     steps = _steady(lines)
     if not steps:
         return None
@@ -253,7 +253,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
 
 
 def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return step lines without warm-up, the first of each start; if there is only that, it."""
+    """Return the step lines but the first of each start (warm-up), unless there are no others."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []
     is_first = True

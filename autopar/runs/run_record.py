@@ -61,7 +61,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The contents of run.json. Paths in the run's folder are relative: it may be moved."""
+    """The contents of run.json. Paths in the run's folder are relative: the folder may be moved."""
 
     written_by: str = _MARK
     name: str
@@ -70,7 +70,7 @@ class RunRecord:
     plan: str  # in words
     predicted_step_seconds: SomeSeconds
     command: str
-    checkpoints: str | None  # None if the script was given a folder of its own
+    checkpoints: str | None  # None if the script or its arguments name the folder
     metrics: str
     goes_on_from: str | None = None
     host: str
@@ -99,7 +99,7 @@ class RunRecord:
         return location(self.checkpoints)
 
     def as_seen_now(self, folder: Path) -> RunRecord:
-        """Return the record with its current state, if its process was killed."""
+        """Return the record; its state is KILLED if the run's process has gone."""
         is_gone = self.state is RunState.RUNNING and not is_held(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
@@ -115,7 +115,7 @@ class _RecordFile(BaseModel):
 
 
 def own_process() -> tuple[str, int]:
-    """Return the host and this process's number."""
+    """Return the host's name and this process's id."""
     return socket.gethostname(), os.getpid()
 
 
@@ -182,19 +182,19 @@ _POLL_SECONDS = 1.0
 
 
 class OtherPlanError(AutoparError):
-    """The script beside a plan was written by another plan."""
+    """The script beside a plan was written from another plan."""
 
     exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanToTrain:
-    """A plan to train with, and the paths of it and its script."""
+    """A plan to train with, its path, and the path of its script."""
 
     plan: StoredPlan
     file: Path
     script: Path
-    text: str | None = None  # of a script that is not written yet; then the plan is not either
+    text: str | None = None  # of a script that is not written yet; nor is its plan then
 
     @classmethod
     def read(cls, path: Path) -> PlanToTrain:
@@ -208,10 +208,10 @@ class PlanToTrain:
         return read_given(self.script, what="the script") if self.text is None else self.text
 
     def refuse_another_plan(self) -> None:
-        """Raise if the script was not written by this plan."""
+        """Raise if the script was not written from this plan."""
         if is_of_another_plan(self.source, self.plan):
             raise OtherPlanError(
-                "the script was written by another plan than this one, which was changed since",
+                "the script was not written from this plan, or the plan was changed since",
                 where=f"{self.script} and {self.file}",
                 fix=f"write it anew: autopar emit {self.file}; or bring the plan back",
             )
@@ -230,16 +230,16 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
     """
     folder = _ahead(trained, devices)
     found = _written_in(folder)
-    if found is not None and (unlike := _unlike(trained, devices, found)):
+    if found is not None and (unlike := _differences(trained, devices, found)):
         tell_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
         return None
     return found
 
 
 def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> PlanToTrain | None:
-    """Return the plan for such machines that an earlier start has left in the run's folder."""
+    """Return the plan that an earlier start left in the folder, if it fits this training."""
     found = _written_in(folder)
-    if found is None or _unlike(trained, devices, found):
+    if found is None or _differences(trained, devices, found):
         return None
     return found if len(found.plan.cluster.nodes) == machines else None
 
@@ -265,8 +265,8 @@ def _written_in(folder: Path) -> PlanToTrain | None:
     return PlanToTrain.read(folder) if is_there else None
 
 
-def _unlike(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
-    """Return the differences between a plan and one of the same training for so many devices."""
+def _differences(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
+    """Return the facts in which a found plan differs from this training on so many devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
@@ -309,7 +309,7 @@ def planned_again(
     resized = resized_constraints(plan, devices)
     if resized.dropped:
         told = ", ".join(map(str, resized.dropped))
-        tell_note(f"not demanded of a plan for --gpus {devices}: {told}")
+        tell_note(f"dropped from the constraints of the plan for --gpus {devices}: {told}")
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
@@ -318,6 +318,6 @@ def planned_again(
     )
     these_alone = partial(make_plans, looks_at_fewer=False)
     made, text = scripted(request, folder / SCRIPT_NAME, plans=these_alone)
-    # Runs of one model are found by its name as it was given.
+    # --resume auto finds the runs of a model by its spec as it was first given.
     found = replace(made.plan, model=replace(made.plan.model, spec=plan.model.spec))
     return PlanToTrain(plan=found, file=folder / FILE_NAME, script=folder / SCRIPT_NAME, text=text)

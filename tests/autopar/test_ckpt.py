@@ -83,7 +83,7 @@ def test_a_list_has_step_rows_size_and_plan_and_what_is_cut_off(tmp_path: Path, 
     lines = {line.split()[0].rstrip(":"): line for line in ran.out.splitlines() if line.strip()}
     assert lines["step-2"].split()[1:3] == ["2", "16"]
     assert "one device" in lines["step-2"]
-    assert lines["step-2"].split()[-1] == "whole"
+    assert lines["step-2"].split()[-1] == "intact"
     assert "damaged: rank-00000.safetensors has" in lines["step-10"]
     assert "being written" in lines["step-7.tmp"]
     assert "set aside" in lines["step-5.broken"]
@@ -119,7 +119,7 @@ def test_a_flipped_byte_is_found_by_verify_and_not_by_a_list(tmp_path: Path, ckp
     assert "damaged" not in ckpt("ls", tmp_path).out
     ran = ckpt("verify", tmp_path)
     assert ran.code == 6
-    assert "step-1: whole, 1 file" in ran.out
+    assert "step-1: intact, 1 file" in ran.out
     assert "step-2: damaged: rank-00000.safetensors has other contents" in ran.out
     assert ckpt("verify", tmp_path / "step-1").code == 0
 
@@ -133,9 +133,9 @@ def test_a_store_is_listed_verified_exported_and_compared_as_a_disk_is(
     step = write(run, 2, moved=0.25)
     (run / "step-7" / rank_file(0)).write([b"half"])
     ran = ckpt("ls", run)
-    assert ran.out.count("one device   whole") == 2
+    assert ran.out.count("one device   intact") == 2
     assert "step-7: being written, or left" in ran.out
-    assert ckpt("verify", run).out.count("whole, 1 file") == 2
+    assert ckpt("verify", run).out.count("intact, 1 file") == 2
     for place, out in ((run / "step-1", run / "out"), (tmp_path / "kept", tmp_path / "out")):
         assert ckpt("export", place, "-o", out).code == 0
     name = "model.safetensors"

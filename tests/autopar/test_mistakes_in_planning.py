@@ -65,7 +65,7 @@ MISTAKES = {
     "cuda for a device": device("cuda", "leave the name out to take the GPUs of this machine"),
     "a device that nobody knows": device("zx81", "one of v100-16gb-sxm", "docs/cluster-file.md"),
     "rows that the weights are not for": dataset(
-        '{"x": torch.zeros(5)}', "'x' is [5] in row 0", "weights for 4, not 5", "model.py"
+        '{"x": torch.zeros(5)}', "'x' has shape [5] in row 0", "weights for 4, not 5", "model.py"
     ),
     "rows without what the model is given": dataset(
         '{"features": torch.zeros(4)}', "has features, but no x", "the keys of example_batch"

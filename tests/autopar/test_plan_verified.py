@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planning import is_quick, verify_command
+from autopar.codegen.proof.comparison import Difference, TrainingComparison
+from autopar.commands.verify import tell_comparison
+from autopar.planning import TOLERANCE, is_quick, verify_command
 from tests.autopar.commands import Autopar, Ran
 from tests.codegen.plans import pinned_plan
 from tests.field.cells import KINDS, SUBJECTS
@@ -83,6 +85,25 @@ def test_what_does_not_run_on_cpus_is_told_and_planned(autopar: Autopar) -> None
     assert ran.code == 0
     assert "could not be verified on the CPUs here: AssertionError: this model needs" in ran.err
     assert ran.out.splitlines()[-1] == "Verify it: autopar verify out"
+
+
+def test_other_initial_values_are_in_rows_that_name_the_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    none, some = Difference(largest=0.0, name="w"), Difference(largest=0.5, name="w")
+    found = TrainingComparison(
+        initial=some,
+        loss=none,
+        norm=none,
+        gradient=none,
+        parameter=none,
+        losses=(1.0,),
+        faults=("w begins with other numbers",),
+    )
+    tell_comparison(found, TOLERANCE)
+    differing = [line for line in capsys.readouterr().out.splitlines() if "DIFFERS" in line]
+    assert len(differing) == 2
+    assert all("start" in line for line in differing)
 
 
 def test_small_models_alone_are_verified_unasked() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
+from autopar.commands.run import _tell_start
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
@@ -25,6 +26,7 @@ from autopar.runs.launching import ENVIRONMENT, Ended, check_meeting_place, ende
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
+    Start,
     copy_checkpoint,
     run_name,
     script_arguments,
@@ -121,6 +123,22 @@ def test_a_run_begins_anew_unless_it_is_told_to_go_on(planned: Plan, tmp_path: P
         assert (start.checkpoints, start.goes_on_from) == (own / "checkpoints", None)
     start = start_of(planned, tmp_path, own, "auto", ONE)
     assert start.checkpoints == tmp_path / "first" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("machines", "told"),
+    [(1, "no run of this model has a checkpoint"), (2, "second has no checkpoint")],
+)
+def test_a_start_without_checkpoints_says_which_runs_were_searched(
+    machines: int, told: str, planned: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, nodes = tmp_path / "second", Nodes(count=machines)
+    if machines > 1:  # which search no other run
+        kept_run(planned, tmp_path / "first")
+    start = start_of(planned, tmp_path, own, "auto", nodes)
+    assert start == Start(checkpoints=own / "checkpoints")
+    _tell_start(own, start, "auto", "torchrun", nodes, chosen=None)
+    assert f"{told}: training starts at step 0" in capsys.readouterr().out
 
 
 def test_auto_takes_the_newest_run_of_the_same_model_that_has_kept_something(
@@ -249,7 +267,7 @@ def test_runs_are_listed_with_their_last_step(
     ("words", "code", "told"),
     [
         (("--nnodes", "2"), 2, "needs --node-rank, --master-addr, --name"),
-        (("--master-addr", "host"), 2, "are for several machines"),
+        (("--master-addr", "host"), 2, "need --nnodes 2 or more"),
         (("--resume", "nowhere"), 2, "there are no checkpoints"),
         (("--script", "nowhere.py"), 2, "there is no script"),
         (("--max-restarts", "-1"), 2, "not a count"),
@@ -356,7 +374,7 @@ def test_a_run_that_was_stopped_leaves_with_75_and_another_one_goes_on(
     again = job("--resume", "auto", "--", *ENDLESS[:2], "--steps", str(step + 5))
     printed = again.communicate(timeout=240)[0]
     assert again.returncode == 0, printed[-3000:]
-    assert f"goes on from {place}" in printed
+    assert f"resumes from {place}" in printed
     second, record = runs_in(folder / "runs")[-1]
     assert (record.state, record.goes_on_from) == (RunState.FINISHED, str(place))
     last = last_step(lines_of(second / "metrics.jsonl"))

@@ -78,7 +78,7 @@ def test_a_plan_for_these_devices_is_made_and_left_in_the_folder_of_the_run(
         before.arrangement.precision,
     )
     assert [one.text for one in made.constraints if one.origin == "--pin"] == ["microbatch=4"]
-    assert "not demanded of a plan for --gpus 1: dp=2 (--pin)" in ran.err
+    assert "dropped from the constraints of the plan for --gpus 1: dp=2 (--pin)" in ran.err
     assert f"plan: {place / 'plan.json'} (one device" in ran.out
     (command,) = started
     assert str(place / "train.py") in command

@@ -92,6 +92,6 @@ def test_the_page_tells_figures_flags_and_what_to_do(
     assert "autopar profile" not in ran.out
     folder = tmp_path / "run"
     write_plan(replace(plan, objective="cost"), folder / "plan.json")
-    for given, told in ((folder, "was by another plan"), (tmp_path / "no", "is no run")):
+    for given, told in ((folder, "used another plan"), (tmp_path / "no", "is no run")):
         ran = autopar("explain", str(path), "--analyze", str(given))
         assert (ran.code, told in ran.err) == (2, True)

@@ -199,7 +199,7 @@ def test_a_plan_that_was_edited_beside_its_script_is_told(tmp_path: Path, autopa
     (folder / FILE_NAME).write_text((other / FILE_NAME).read_text())
     ran = autopar("run", str(folder), "--name", "mine")
     assert ran.code == 6
-    assert "the script was written by another plan than this one" in ran.err
+    assert "the script was not written from this plan" in ran.err
     assert not (folder / "runs").exists()
 
 

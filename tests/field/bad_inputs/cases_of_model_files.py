@@ -54,14 +54,14 @@ MODEL_FILES = {
             ("def row(n): return None", "row 0 of build_dataset() is a NoneType"),
             (
                 "def row(n): return {'x': torch.zeros(4 - n // 63)}",
-                "'x' is [3] in row 63 of build_dataset(), and [4] in example_batch",
+                "'x' has shape [3] in row 63 of build_dataset(), and [4] in example_batch",
             ),
             ("def row(n): return [{}][n]['x']", "reading row 0 of build_dataset() failed: KeyErr"),
             ("def row(n): raise SystemExit(0)", "reading row 0 of build_dataset() ended the proc"),
             ("def build_dataset(): return 5", "the dataset (int) gives no row for a number"),
             (
                 "def build_collate(): return lambda rows: rows['x']",
-                "calling the function of build_collate() failed: TypeError",
+                "calling the function that build_collate() returned failed: TypeError",
             ),
             ("def build_collate(): return list", "build_collate() makes a list of rows"),
             (

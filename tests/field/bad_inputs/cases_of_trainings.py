@@ -292,7 +292,7 @@ OTHERS = {
     ),
     "an edited plan beside its script": Case(
         command="run . --runs new",
-        told="the script was written by another plan",
+        told="the script was not written from this plan",
         code=6,
         plan={"model.arguments": [["depth", "2"]]},
     ),
