@@ -176,7 +176,7 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return a cut into stages of about equal time, at allowed borders; or none."""
+    """Return a cut into stages of about equal time, at allowed borders; () if there is none."""
     stages = question.shape.stages
     sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
     wanted = sums[-1] * np.arange(1, stages) / stages
@@ -184,7 +184,7 @@ def even_cut(question: StageQuestion) -> Cut:
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
-    """Return the cut nearest to some borders, at allowed borders; or none."""
+    """Return the cut with the allowed borders nearest to these; () if there is none."""
     cut = [0]
     for stage, wanted in enumerate(borders, start=1):
         first, last = question.windows[stage]
