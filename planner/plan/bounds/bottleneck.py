@@ -40,7 +40,7 @@ class Mode:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """The seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 

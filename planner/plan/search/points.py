@@ -5,9 +5,9 @@ ranks; each of the n_k devices of kind k has r_k of them:
 
     Σ_k n_k · r_k  =  B        r_k ≥ 1
 
-If there are few such distributions all are tried. Otherwise those are tried in which the slowest
-kind finishes first by an estimate: the time of r rows, linear between the even share and twice as
-many.
+If there are few such distributions, all are tried. Otherwise those are tried whose slowest kind is
+estimated to finish earliest. The estimated time of a kind is linear in its rows, through the times
+of the even share and of twice as many rows.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Points:
     def _microbatches(self, data: int) -> list[tuple[tuple[int, ...], int]]:
         """Return the allowed microbatches: rows on each data rank, and their number.
 
-        The smallest never has more rows in flight than another.
+        For the least memory only the smallest is tried: none has fewer rows in flight.
         """
         constraints, fixed = self.constraints, self._batch.fixed
         assert constraints.global_batch is not None

@@ -320,7 +320,7 @@ def is_scheduled_here(plan: StoredPlan) -> bool:
 
 
 def chosen(plan: StoredPlan) -> Iterator[str]:
-    """Yield each choice, and how to make another."""
+    """Yield each choice that the plan makes for the user, and where to make another."""
     is_declared = any(one.field == "global_batch" for one in plan.constraints)
     if not is_declared and plan.model.batch.fixed is None:
         rows, of_each = plan.arrangement.global_batch, plan.model.tokens_per_row
