@@ -24,7 +24,7 @@ from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # rounding of a step's sums
 
-# Solves for the best plan under constraints; a text says why there is none.
+# Returns the best plan under constraints, or a text that says why there is none.
 SolvePoint = Callable[[StoredPlan, Constraints], RunnerUp | str]
 
 

@@ -190,7 +190,7 @@ def _priced(
 ) -> Iterator[Priced]:
     """Yield the times of algorithms with one protocol.
 
-    T = base + t + √(ρ·W): t is the formula's time and W the same without any latency. A payload cut
+    T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
     into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
     best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library takes its
     chunk sizes from fixed tables.

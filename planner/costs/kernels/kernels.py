@@ -353,8 +353,8 @@ def cross_entropy_forward_seconds(
     """Return the seconds of a softmax loss over tokens × vocabulary logits.
 
     `passes` counts reads plus writes of the logits: 1 for a fused kernel; 5 for log_softmax in fp32
-    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). Bandwidth is that of the SimuMax
-    cross-entropy fits.
+    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). The bandwidth is fitted to
+    SimuMax's cross-entropy.
     """
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

@@ -119,8 +119,8 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op saves its operands before it runs. So the last product is not repeated, nor are the ops
-    after it. Other frameworks run a layer to its end.
+    An op saves its operands before it runs, so the last product is not repeated, nor the ops that
+    join its parts. Other frameworks run a layer to its end.
     """
     if not flow.pricer.stops_early:
         return Again(ops=flow.ops, conversions=flow.conversions)

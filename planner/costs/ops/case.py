@@ -263,7 +263,7 @@ class OpCase:
     shapes: LocalShapes
     rates: Rates
     precision: Precision
-    fuses_gradients: bool = False  # products add to fp32 sums, norms reach the bandwidth (Megatron)
+    fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
 
     @property
     def result(self) -> str:

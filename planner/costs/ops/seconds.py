@@ -286,7 +286,7 @@ def _softmax(case: OpCase) -> OpSeconds:
     )
 
 
-_PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count those of a bag
+_PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count a bag's ids
 
 
 def _embedding(case: OpCase) -> OpSeconds:

@@ -42,8 +42,8 @@ class Moments:
     running: npt.NDArray[np.int64]  # the index of the running stage, among the rank's stages
     # microbatches whose forward is done and whose backward is not, including the running one
     forwarded: Counts
-    unanswered: Counts  # those of them whose inputs have no gradient yet
-    halfway: Counts  # those in the first half of their backward, or between the halves
+    unanswered: Counts  # of these, the microbatches whose inputs have no gradient yet
+    halfway: Counts  # of these, the ones in the first half of their backward or between the halves
 
     def __post_init__(self) -> None:
         """Make the counts read-only, because moments are cached."""

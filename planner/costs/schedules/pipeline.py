@@ -69,9 +69,10 @@ def uneven_one_f_one_b_least_seconds(
 
     before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
 
-    before(s): one microbatch through the earlier stages and back; after(s): the same for the later
-    ones. The stage waits for after(s) twice, for its first backward and for its last, and each time
-    has k = min(m, p − s) − 1 actions to fill the wait; once, if all its forwards come first.
+    before(s) and after(s) are the times of one microbatch through the earlier and through the later
+    stages, and back. The stage waits for after(s) twice, for its first backward and for its last.
+    Each time it has k = min(m, p − s) − 1 actions to fill the wait. If all its forwards come first,
+    it waits only once.
 
     It also serves as the estimate. Without transfers, it equals the simulation for all random
     pipelines whose stages differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below). With
@@ -96,7 +97,7 @@ def uneven_one_f_one_b_least_seconds(
 
 
 ROUNDS = 3  # simulated rounds: warm-up, and one more than it takes to become periodic
-_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with at most so many is simulated whole
+_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with no more is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

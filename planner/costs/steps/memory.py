@@ -149,18 +149,18 @@ class OnePassMoment:
     done: int  # equal layers done before it
     made_bytes: int  # gradients of later layers, if allocated separately
     after_bytes: int  # the same with this layer's own
-    unsharded_bytes: int  # gathered parameters, and gradients that wait for others
+    unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
     coming_bytes: int  # its own gradients while computed, beside the part that stays
 
     def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
-        """Return the peaks while the layer runs in a mode, given what is saved."""
+        """Return the peaks while the layer runs in a mode, given the saved bytes."""
         return (
             Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
             _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
         )
 
     def needed_bytes(self, cost: LayerCost) -> int:
-        """Return the greater of both peaks, without what is saved."""
+        """Return the greater of both peaks, without saved tensors."""
         return max(map(sum, self.most(cost, 0)))
 
 

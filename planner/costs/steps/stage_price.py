@@ -110,7 +110,7 @@ NOTHING = DataSeconds(
 def data_seconds(
     layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
-    """Return what gathering and reducing add to the microbatches of a stage."""
+    """Return what gathers and reductions add to the seconds of a stage."""
     if groups.data.ranks == 1 or not layers:
         return NOTHING
     loads = _loads(layers, groups.gradient_share)

@@ -44,8 +44,8 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints with dp=1 and one microbatch, if rows are mixed and nothing is pinned.
 
-    The tensor axis may split such a batch, because its ranks exchange what the rows need of each
-    other. The global batch must be known.
+    The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
+    each other. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
@@ -270,7 +270,7 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 
 
 def default_batch(devices: int, tokens_per_row: int) -> int:
-    """Return the rows of a step that people train with on so many devices.
+    """Return the usual number of rows of a step on this number of devices.
 
     They are a multiple of the number of devices. If there are fewer rows than devices, they are the
     largest divisor of this number that fits.

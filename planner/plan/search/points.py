@@ -45,13 +45,13 @@ MOST_SHARES = 6
 MOST_LISTED = 10_000
 
 Rows = Mapping[Device, int]
-Seconds = Callable[[Device, int], float]  # of so many rows, forward and backward
+Seconds = Callable[[Device, int], float]  # of a number of rows, forward and backward
 
 
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield a point of data ranks alone with rows that suit its unlike devices.
+    """Yield a point that has only data ranks, with rows that suit its unlike devices.
 
     `least` is the fewest rows of a microbatch.
     """

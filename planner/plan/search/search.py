@@ -231,9 +231,9 @@ class Explorer:
         ]
 
     def _is_enough(self, passed: int) -> bool:
-        """Whether the best is proved, and there are others to compare it with.
+        """Whether the best is proved, and there are runners-up to compare it with.
 
-        The effort for others is counted, not timed, so that every run finds the same.
+        The effort for runners-up is counted in nodes, not timed, so that every run finds the same.
         """
         self._looked_beside += passed > 0
         return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES

@@ -120,7 +120,7 @@ class Questions:
 
 
 def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
-    """Return what the inside of layers depends on."""
+    """Return everything that layouts and costs inside layers depend on, beside the devices."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
@@ -153,7 +153,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedArrangement:
-    """The result of solving an arrangement: a candidate, and a lower bound of all others of it.
+    """The best candidate of an arrangement, and a lower bound of all its candidates.
 
     An infinite bound without a candidate means that nothing fits. `is_final`: more effort finds
     nothing else.
@@ -262,7 +262,7 @@ class ArrangementSolver:
         return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
     def _wastes_ranks(self, arrangement: Arrangement, solution: int) -> bool:
-        """Whether all ranks of the tensor axis would do the same, so that fewer devices suffice."""
+        """Whether all tensor ranks would compute the same, so that fewer devices suffice."""
         if arrangement.tensor == 1 or self.demands.may_waste_ranks:
             return False
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing

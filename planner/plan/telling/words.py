@@ -315,7 +315,7 @@ ADAMW = AdamWDefaults()
 
 
 def is_scheduled_here(plan: StoredPlan) -> bool:
-    """Whether the script has a schedule of its own; with the model file's optimizer it has none."""
+    """Whether the script has autopar's schedule: only without an optimizer in the model file."""
     return not plan.model.has_optimizer and not plan.model.has_scheduler
 
 

@@ -244,7 +244,7 @@ class Divisible:
         return table
 
     def _piece_seconds(self, piece: LayerPiece) -> tuple[float, float, float, float]:
-        """Return what a layer adds at least to its stage's passes, in a chain's order."""
+        """Return the least seconds that a layer adds to its stage, by kind of action."""
         cost = piece.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)
         backward = cost.backward_seconds + self._data.each_backward_more(cost)

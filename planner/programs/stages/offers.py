@@ -325,7 +325,7 @@ class Offers:
         )
 
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
-        """Return the least backward of a mix: its layers' time, or that of the collectives."""
+        """Return the least backward of a mix: its layers' seconds, or those of the collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
         if not self.question.arrangement.zero.divides_gradients:
             return float(plain.times[1]) + more

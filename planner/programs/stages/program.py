@@ -51,7 +51,7 @@ from autopar.planner.programs.stages.floors import Column
 from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
 
-_FEW_COLUMNS = 400  # a program with at most so many is solved at once
+_FEW_COLUMNS = 400  # a program with no more columns is solved by the default solver
 _CLOSE = 1e-7  # of the objective: the tolerance of the optimum
 Term = tuple[pulp.LpVariable, float]
 _Key = tuple[int, Place, Place, Content]  # an interval on a stage

@@ -88,7 +88,7 @@ class _Lightest:
         return best[stages][count][0], tuple(reversed(cut))
 
     def least_of(self, length: int) -> float:
-        """Return the memory of the lightest stage with so many layers."""
+        """Return the memory of the lightest stage with this number of layers."""
         stages = range(self.question.shape.stages)
         return min(
             (
