@@ -173,7 +173,7 @@ def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return an op's working set: results, gradients, and the log-probabilities of a loss."""
+    """Return an op's working set: results and gradients; a loss has its log-probabilities' too."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors

@@ -201,7 +201,8 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one to the rank whose reductions end last.
 
-    After a rank's last action, gradients still pass the earlier ranks: the second chain ends there.
+    After a rank's last action, gradients still pass the earlier ranks. The second chain ends before
+    this.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

@@ -128,7 +128,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Whether the collectives alone may take as long as passes of these seconds."""
+        """Whether a pass may take no more seconds than its collectives alone."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0

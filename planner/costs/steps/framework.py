@@ -134,7 +134,7 @@ def gradient_seconds(
     """Return what one microbatch takes to turn the gradients of weights into fp32 sums.
 
     Autograd makes the gradient of a weight in the type of the weight. If a step has m microbatches,
-    each moves on average so many bytes per element:
+    each of them moves on average, in bytes per element:
 
         6 ÷ share of a cast  to cast a gradient of 16 bits to fp32, at a share of the bandwidth
         12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to

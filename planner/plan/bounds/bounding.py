@@ -232,7 +232,7 @@ class Bounds:
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
     def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
-        """Return the lower bound of the objective, given that of the step; infinite if so."""
+        """Return the lower bound of the objective, from the step's; infinite if nothing fits."""
         if self.objective is Objective.MEMORY and least_seconds < float("inf"):
             return float(self.least_memory(arrangement))
         return least_seconds

@@ -257,7 +257,8 @@ def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Const
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
     """Return the constraints with a global batch: the declared one, or the usual one.
 
-    The usual one is rounded up to a multiple of pinned data ranks times the pinned microbatch.
+    The usual one is rounded up, so that the fewest data ranks that pins and limits leave can divide
+    it into microbatches of the pinned size.
     """
     if constraints.global_batch is not None:
         return constraints
@@ -272,8 +273,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    They are a multiple of the number of devices. If there are fewer rows than devices, they are the
-    largest divisor of this number that fits.
+    It is a multiple of the number of devices. If it is smaller than that number, it is a multiple
+    of the largest divisor of that number that is not larger.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

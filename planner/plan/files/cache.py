@@ -1,7 +1,7 @@
 """Keeps traced models on disk: planned again, a model that has not changed needs no torch.
 
-An entry records the files and the versions of libraries that were loaded while the model was
-traced. It is used as long as none of these has changed.
+An entry is made from the files and the versions of libraries that were loaded while the model was
+traced. It is taken as long as all of these are as they were.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
 
-PLACE = "AUTOPAR_CACHE"  # environment variable: another folder; if empty, the cache is off
+PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; an empty one turns it off
 MOST_BYTES = 2**28  # of all entries
 _ENDING = ".model.json"
 _OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
@@ -160,8 +160,7 @@ def keep(question: Question, traced: TracedModel) -> None:
         optimizer=traced.optimizer,
         notes=traced.notes,
     )
-    # pydantic would warn of lists in rows, which are JSON already
-    written = _ADAPTER.dump_json(entry, warnings=False)
+    written = _ADAPTER.dump_json(entry, warnings=False)  # of lists in rows, which are JSON already
     text = f"{hashlib.sha256(written).hexdigest()}\n{written.decode()}"
     of_any, of_these = question.places(folder)
     place = of_any if traced.graph.fixed_batch is None else of_these

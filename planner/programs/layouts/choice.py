@@ -44,8 +44,8 @@ class Budget:
     """How memory is counted: a rank's saved bytes and weight bytes, each times a factor.
 
     Saved bytes count for every microbatch in flight; weights include gradients and optimizer
-    states. `bytes` are limits, one for each point of the front. Without limits, the front extends
-    from the fastest to the smallest layouts.
+    states. `bytes` are limits: for each, the front has the fastest layouts within it. Without
+    limits, the front extends from the fastest to the smallest layouts.
     """
 
     saved_factor: float = 1.0

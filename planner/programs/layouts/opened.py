@@ -188,9 +188,10 @@ class _Reader:
 
     @cached_property
     def small(self) -> frozenset[str]:
-        """The calls printed inline in their callers: of Sequential, and of PyTorch's own modules.
+        """The calls printed inline in their callers: of Sequential, and of PyTorch's small modules.
 
-        The ops of PyTorch's modules have the spans of the author's expression that calls them.
+        A small module has no children, and its ops have the spans of the author's expression that
+        calls it.
         """
         ops_in = self.graph.index.ops_in
         return frozenset(

@@ -300,7 +300,7 @@ def is_wide(arrangement: Arrangement) -> bool:
 
 
 def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
-    """Return a lower bound of cuts with whole layers on each rank, but no more than is needed."""
+    """Return a lower bound of cuts with whole layers on each rank, but no more than is useful."""
     asked = (1.0 - _ASKED) * chooser.top
     if bound_seconds >= asked or is_wide(chooser.question.arrangement):
         return bound_seconds

@@ -22,7 +22,7 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
-_FEW = 64  # no more mixes than this are all kept
+_FEW = 64  # above this number, dominated mixes are dropped after each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
