@@ -187,7 +187,7 @@ def _check_prices(curve: Curve, constraints: Constraints) -> None:
     nameless = [one.plan for one in curve.points if one.plan.machines.usd_per_hour is None]
     if asked and nameless:
         raise InputError(
-            f"a budget, and no price of {nameless[0].machines.device} is known",
+            f"a budget is given, but no price of {nameless[0].machines.device} is known",
             fix="give usd_per_hour to the device in a cluster file (docs/cluster-file.md)",
         )
 

@@ -146,7 +146,7 @@ def _decision(
     if worse == 0:
         return "nothing decides: the plan is the simpler one"
     if worse > 0 and is_of_memory:
-        return "memory decides, which the plan was to have least of"
+        return "memory decides: the plan was to need as little of it as possible"
     if worse > 0:
         return f"{max(terms, key=lambda term: term[1])[0]} decides"
     if barring:

@@ -91,7 +91,7 @@ def check_work(constraints: Constraints) -> None:
     limit = own.get("deadline_seconds") or own.get("budget_usd")
     if limit is not None and not {"samples", "tokens"} & own.keys():
         raise InputError(
-            f"{limit.text} is of a training whose length is not known",
+            f"{limit.text} is given, but the length of the training is not",
             where=limit.origin,
             fix="--tokens 10B, or --samples 1M, says how much it does",
         )
@@ -102,7 +102,7 @@ def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
     if constraints.tokens is not None and tokens_per_row == 1:
         own = next(one for one in constraints.declared if one.field == "tokens")
         raise InputError(
-            f"{own.text} of a model whose rows are no sequences of tokens",
+            f"{own.text}, but the model's rows are no sequences of tokens",
             where=own.origin,
             fix="--samples says how many rows it trains on",
         )
