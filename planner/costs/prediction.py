@@ -34,7 +34,7 @@ class Provenance(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What of a layer is computed again in the backward. What each mode keeps: costs/layers."""
+    """How much of a layer runs again in the backward; costs/layers has what each mode keeps."""
 
     _value_: str
     runs_again: bool
@@ -43,7 +43,7 @@ class Recompute(StrEnum):
     table: str  # the constant of scripts that lists its layers; they are called as modules
 
     NONE = "none", False, True, True, ""
-    # runs all but those products again; inductor decides that itself in what it compiles
+    # runs all but those products again; inside compiled code, inductor would decide that itself
     SELECTIVE = "selective", True, True, False, "RECOMPUTED_IN_PART"
     FULL = "full", True, False, True, "RECOMPUTED"  # runs the whole layer again, from its inputs
 
@@ -63,7 +63,7 @@ class Compile(StrEnum):
 
 
 class Zero(IntEnum):
-    """What the ranks of the shard axis hold a part of."""
+    """What is divided between the ranks of the shard axis."""
 
     _value_: int
     divides_optimizer: bool
@@ -113,8 +113,8 @@ class Zero(IntEnum):
 class Arrangement:
     """How ranks share the training; ranks are counted tensor first, then data, then pipeline.
 
-    `shard` ranks hold one sharded copy together: all of `data`, or fewer (HSDP). `rows` are each
-    data rank's microbatch sizes if they differ; `microbatch` is then the largest.
+    `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
+    sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
     """
 
     pipeline: Degree
@@ -145,7 +145,7 @@ class Arrangement:
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether each rank keeps a part of the gradients alone."""
+        """Whether each rank keeps only its part of the gradients."""
         return self.shard > 1 and self.zero.divides_gradients
 
     @property
@@ -160,7 +160,7 @@ class Arrangement:
 
     @property
     def global_batch(self) -> int:
-        """Rows of one optimizer step, all ranks."""
+        """Rows of one optimizer step on all ranks together."""
         return self.block * self.microbatches
 
     @property
@@ -173,30 +173,30 @@ class Arrangement:
 class LayerCost:
     """The cost of a layer on one rank for one microbatch, in one layout and recompute mode.
 
-    Seconds include collectives on the tensor axis, which are not overlapped; their share is
-    separate. The backward includes recomputation. Bytes are of this rank, before ZeRO divides them.
+    Seconds include collectives on the tensor axis, which are not overlapped. The backward includes
+    recomputation. Bytes are those of this rank, before ZeRO divides them.
     """
 
     forward_seconds: float
     backward_seconds: float
     weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
-    communication_seconds: float  # part of both, on the tensor axis
+    communication_seconds: float  # part of forward and backward: collectives on the tensor axis
     recompute_seconds: float  # part of the backward
     saved_bytes: int  # kept from the forward to the backward of a microbatch
     transient_bytes: int  # peak while the layer runs, in addition to saved_bytes
-    output_bytes: int  # sent behind this layer if a stage ends there, in one direction
+    output_bytes: int  # sent to the next stage if a stage ends with this layer; one direction
     parameters: int  # elements on this rank
     trainable: int  # elements with a gradient and optimizer states
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    # of R parameters: all-reduced over the tensor axis once per step
+    # gradients of R parameters: all-reduced over the tensor axis once per step
     replicated_gradient_bytes: int
-    measured_seconds: float  # the measured part of both; the rest is by formula
+    measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     trainable_tensors: int = 0  # tensors that contain the trainable elements
     learning_bytes: int = 0  # like transient_bytes, while the largest weight gradient is computed
-    learned_gradient_bytes: int = 0  # that gradient
-    waiting_gradient_bytes: int = 0  # computed by later layers, of weights that others share
+    learned_gradient_bytes: int = 0  # size of this largest weight gradient
+    waiting_gradient_bytes: int = 0  # of weights shared by layers; later layers have computed them
     deferred_bytes: int = 0  # held by a split backward from its first half to its second
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 
@@ -230,7 +230,8 @@ class TimeTerm:
 class MemoryPrediction:
     """The peak memory of a rank, by category.
 
-    allocated: tensors. reserved: with the allocator's fragments. device: with the context, too.
+    `allocated_bytes` counts tensors, `reserved_bytes` also the allocator's fragments, and
+    `device_bytes` also the device context.
     """
 
     parameter_bytes: Bytes
@@ -245,7 +246,7 @@ class MemoryPrediction:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return (
             self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
             + self.activation_bytes + self.transient_bytes + self.unsharded_bytes
@@ -254,7 +255,7 @@ class MemoryPrediction:
 
     @property
     def reserved_bytes(self) -> int:
-        """Including the allocator's fragments."""
+        """Bytes of all tensors and of the allocator's fragments."""
         return self.allocated_bytes + self.margin_bytes
 
     @property
@@ -265,7 +266,7 @@ class MemoryPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """A stage on its rank: the seconds of one microbatch, and the rank's other times."""
+    """A stage: the seconds of one microbatch, and the idle time and memory of its rank."""
 
     forward_seconds: Seconds
     backward_seconds: Seconds
@@ -293,7 +294,7 @@ class Prediction:
 
     @property
     def peak_memory(self) -> MemoryPrediction:
-        """Of the fullest rank."""
+        """Memory of the fullest rank."""
         return max((stage.memory for stage in self.stages), key=lambda m: m.device_bytes)
 
 
@@ -304,10 +305,10 @@ _GREATEST = (
 
 
 def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
-    """Return each layer at its slowest on any kind of device; equal layers stay one object.
+    """Return each layer's cost on the slowest kind of device; equal layers stay one object.
 
-    Forward, whole backward, and the part for input gradients are each those of the slowest device.
-    Saved bytes are those of the device that saves most.
+    Forward, whole backward, and the part for input gradients are each taken from the device that is
+    slowest in it. Saved bytes are those of the device that saves most.
     """
     if len(rows) == 1:
         return rows[0]
@@ -324,7 +325,7 @@ def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
 
 
 def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the maximum of each cost; parts are those of the slowest device."""
+    """Return the maxima of times and sizes; other figures are those of the slowest device."""
     most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
     backward = max(one.backward_seconds for one in costs)
     inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)

@@ -53,7 +53,7 @@ def solve_point(
     measured: Measurements | None = None,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
 ) -> RunnerUp | str:
-    """Return the fastest plan of the same training under other constraints, or why none is."""
+    """Return the fastest plan of the same training under other constraints, or why none exists."""
     axes = infer_axes(plan.graph)
     try:
         other = search(
@@ -99,7 +99,7 @@ def arrangement_constraints(plan: StoredPlan) -> Constraints:
 
 
 def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraints:
-    """Return these constraints, and the splits and recompute modes that equal layers share."""
+    """Return `arrangement_constraints`, with splits and recompute modes that equal layers share."""
     rules = [*_splits(plan, axes, layers), *_recompute(plan, layers)]
     return constraints_of([*_arrangement(plan), *rules])
 
@@ -113,7 +113,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     block = rows * arranged.data
     if arranged.rows:  # one row more than data ranks: the first has two
         rows, block = 2, arranged.data + 1
-        count += count % arranged.data == 0  # so that they cannot be distributed evenly
+        count += count % arranged.data == 0  # so that the rows cannot be distributed evenly
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
@@ -155,7 +155,7 @@ def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
 
 
 def _recompute(plan: Plan, layers: Layers) -> Iterator[Declared]:
-    """Yield for each list of layers the most frequent recompute mode."""
+    """Yield a rule for each list of layers, with its most frequent recompute mode."""
     modes: dict[str, Counter[Recompute]] = {}
     for layer, mode in zip(layers.layers, plan.layer_modes, strict=True):
         modes.setdefault(_in_all(layer.call, plan) or "*", Counter())[mode] += 1
@@ -249,7 +249,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
 
 
 def machines_left(plan: StoredPlan, devices: int, machines: int = 1) -> Cluster:
-    """Return machines with so many devices of the plan's kind, joined as in the plan.
+    """Return machines with `devices` devices of the plan's kind together, joined as in the plan.
 
     Several machines for a plan of one are joined by the device's usual network.
     """

@@ -50,8 +50,9 @@ class Trial:
 class CurvePoint:
     """A number of devices on a curve, and the figures of its plan.
 
-    `speedup` and `efficiency` are relative to the fewest devices with a plan. The last two are of
-    the whole training, if its length is known; money is None if a device has no price.
+    `speedup` and `efficiency` are relative to the fewest devices with a plan. `training_seconds`
+    and `training_usd` are None if the training's length is unknown, money also if a device has no
+    price.
     """
 
     plan: Plan
@@ -160,9 +161,10 @@ class ChosenPoint:
 
 
 def choose(curve: Curve, constraints: Constraints) -> ChosenPoint:
-    """Return the cheapest point within the deadline, the fastest within the budget, or another.
+    """Return the best point for the objective, within deadline and budget.
 
-    Without deadline, budget and objective, it is the knee.
+    Without an objective, it is the cheapest point within a deadline, or the fastest within a budget
+    alone. Without a deadline and a budget, it is the knee.
     """
     _check_prices(curve, constraints)
     left = _affordable(_in_time(curve.points, constraints), constraints)
@@ -185,7 +187,7 @@ def _check_prices(curve: Curve, constraints: Constraints) -> None:
     nameless = [one.plan for one in curve.points if one.plan.machines.usd_per_hour is None]
     if asked and nameless:
         raise InputError(
-            f"a budget, and no price of {nameless[0].machines.device} is known",
+            f"a budget is given, but no price of {nameless[0].machines.device} is known",
             fix="give usd_per_hour to the device in a cluster file (docs/cluster-file.md)",
         )
 
@@ -269,7 +271,7 @@ def planned_curve(
     report: Callable[[str], None] = lambda _: None,
     prices: Prices | None = None,
 ) -> Curve:
-    """Return the plans on clusters of ascending sizes; raises the last error if none has one.
+    """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
     All have the same training: the default global batch is that of the largest cluster. Each gets
     an equal share of the remaining time.
@@ -345,9 +347,9 @@ def fewer_as_fast(
 
 
 def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
-    """Yield numbers of devices to try, the most first, without those that are far too few.
+    """Yield numbers of devices to try, the most first.
 
-    These would take too long even at most of their peak FLOPs.
+    Left out are numbers whose step would take too long even at 90 % of their peak FLOPs.
     """
     prediction, every = plan.prediction, prefix_sizes(cluster)
     least = prediction.mfu / _SHARE_OF_PEAK * plan.machines.devices

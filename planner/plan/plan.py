@@ -59,7 +59,7 @@ class BatchFacts:
 class Model:
     """The planned model; `spec` is path.py or path.py:factory, as the user gave it.
 
-    `graph_hash` is of the graph that it computes: a plan fits no other graph.
+    `graph_hash` is the hash of the model's graph: a plan fits no other graph.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Another solved plan, and its difference."""
+    """Another solved plan, and how it differs from the chosen one."""
 
     arrangement: Arrangement
     recompute: str  # "none", "selective", "full" or a mix such as "full 20/32"
@@ -195,7 +195,7 @@ class StoredPlan:
 
     @property
     def slower_by(self) -> float:
-        """How much longer a step is than the fastest plan's, as a fraction of that."""
+        """How much longer a step takes than the fastest plan's, as a fraction of the latter."""
         if self.fastest is None:
             return 0.0
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
@@ -249,7 +249,7 @@ def with_graph(plan: StoredPlan, graph: Graph) -> Plan:
 def model_facts(
     model_file: ModelFile, graph: Graph, *, spec: str, arguments: Sequence[str]
 ) -> Model:
-    """Return the facts; `spec` and `arguments` ("key=value") are as the user gave them."""
+    """Return a model's facts; `spec` and `arguments` ("key=value") are as the user gave them."""
     pairs = (argument.partition("=") for argument in arguments)
     return Model(
         name=model_file.name,

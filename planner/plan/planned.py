@@ -119,6 +119,6 @@ def _check_degrees(
 
 
 def _is_rented(cluster: Cluster, training: Training) -> bool:
-    """Whether it is worth planning for fewer devices: not on CPUs, which are for testing."""
+    """Whether to plan for fewer devices: not on CPUs, which are for tests, nor for least memory."""
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and training.constraints.objective is not Objective.MEMORY

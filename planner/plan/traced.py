@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class TracedModel:
     """A traced model.
 
-    `notes` are for the user, from reading a few rows of its dataset; None if none were read.
+    `notes` tell the user what a few rows of the dataset showed; None if no rows were read.
     """
 
     model: Model

@@ -24,7 +24,7 @@ from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # rounding of a step's sums
 
-# Solves for the best plan under constraints; a text says why there is none.
+# Returns the best plan under constraints, or a text that says why there is none.
 SolvePoint = Callable[[StoredPlan, Constraints], RunnerUp | str]
 
 
@@ -38,7 +38,7 @@ class WhyNot:
 
 
 def why_not(plan: StoredPlan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
-    """Return why a plan does not have the pins; `solve_point` is called if unknown."""
+    """Return why a plan does not have the pins; calls `solve_point` if the plan does not tell."""
     wanted = ", ".join(one.text for one in pins.declared)
 
     def answer(*reasons: str, alternative: RunnerUp | None = None) -> WhyNot:
@@ -146,7 +146,7 @@ def _decision(
     if worse == 0:
         return "nothing decides: the plan is the simpler one"
     if worse > 0 and is_of_memory:
-        return "memory decides, which the plan was to have least of"
+        return "memory decides: the plan was to need as little of it as possible"
     if worse > 0:
         return f"{max(terms, key=lambda term: term[1])[0]} decides"
     if barring:

@@ -186,7 +186,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         model, columns, rows = lp.solverModel, lp.variables(), list(lp.constraints.values())
         for every in (columns, rows):
             for number, one in enumerate(every):
-                one.index = number  # PuLP reads the solution by it
+                one.index = number  # PuLP reads the solution by this index
         costs = [lp.objective.get(one, 0.0) for one in columns]
         lower = [-inf if one.lowBound is None else one.lowBound for one in columns]
         upper = [inf if one.upBound is None else one.upBound for one in columns]
@@ -268,16 +268,16 @@ class _ProgramRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeNumbers:
-    """The result of a search for whole numbers below a limit: none are below the bound."""
+    """The result of a search for whole numbers below a limit: no solution is below the bound."""
 
     bound: float
     are_found: bool
 
 
 class GrowingProgram:
-    """Columns ≥ 0, rows over them; minimises the first column.
+    """A program of columns ≥ 0 and rows over them, which minimises its first column.
 
-    Its numbers should be near one.
+    Its factors should be near one.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class GrowingProgram:
         self.least = self.column()
 
     def column(self) -> int:
-        """Add a column."""
+        """Add a column, and return its index."""
         self._columns += 1
         return self._columns - 1
 
@@ -343,7 +343,7 @@ class GrowingProgram:
         return WholeNumbers(bound=max(0.0, min(below, info.mip_dual_bound)), are_found=are_found)
 
     def values(self, columns: Sequence[int] | Numbers) -> Floats:
-        """Return columns of the last optimum."""
+        """Return the values of columns in the last optimum."""
         found: Floats = self._values[np.asarray(columns, dtype=np.int64)]
         return found
 

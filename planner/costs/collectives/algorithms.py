@@ -4,7 +4,7 @@ Words: `payload_bytes` is the size that nccl-tests calls by that name: of the te
 and broadcast, of the gathered result for all-gather, of the whole input of one rank for
 reduce-scatter and all-to-all, of the message for point to point. `rate` is bytes per second, one
 direction, of one rank (or of the narrowest cut of a ring). `hops_seconds` is the latency of going
-once round or once through; hop latencies are α. One rank costs nothing.
+once round a ring or once down a chain; hop latencies are α. One rank costs nothing.
 """
 
 import math
@@ -40,7 +40,7 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveConstants:
-    """The constants of collectives.toml."""
+    """The constants of protocols.toml."""
 
     nccl: tuple[Protocol, ...]
     gloo: tuple[Protocol, ...]
@@ -66,7 +66,7 @@ class CollectiveConstants:
 def without_latency(
     protocol: Protocol, constants: CollectiveConstants
 ) -> tuple[Protocol, CollectiveConstants]:
-    """Return both with zero latency."""
+    """Return the protocol and the constants with zero latencies."""
     return (
         replace(protocol, base_seconds=0.0, hop_factor=0.0, hop_seconds=0.0),
         replace(constants, tree_chunk_seconds=0.0, in_switch_seconds=0.0),
@@ -125,8 +125,8 @@ def double_ring_all_reduce_seconds(
 ) -> float:
     """Return the time of two rings that run against each other, each with half of the payload.
 
-    T = 2·H + (n−1)/n · S/β, β being one direction of one link. Leaves out that both share the sums'
-    arithmetic.
+    T = 2·H + (n−1)/n · S/β, where β is the rate of one direction of one link. Leaves out that one
+    processor adds for both rings.
     """
     return ring_all_reduce_seconds(payload_bytes / 2, ranks, rate=rate, hops_seconds=hops_seconds)
 
@@ -146,7 +146,7 @@ def ring_all_gather_seconds(
 def double_ring_all_gather_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of two opposite rings with half of the payload each.
+    """Return the time of an all-gather on two opposite rings, each with half of the payload.
 
     T = H + (n−1)/n · S/(2β).
     """
@@ -161,12 +161,12 @@ def tree_depth(units: int) -> int:
 def tree_all_reduce_seconds(
     payload_bytes: float, ranks: int, *, rate: float, units: int, depth_seconds: float
 ) -> float:
-    """Return the time of a double binary tree: sums go up and results down, half in each tree.
+    """Return the time of an all-reduce on two binary trees: sums go up, results down, half in each.
 
     T = 2·D + c·S/β; D = Σ α from leaf to root; every rank is an inner node of one tree and a leaf
     of the other, so it sends 2·S in all: c = 2, and c = 1 for two units, which swap their halves.
-    `units` is what the trees join at the cut with this rate. Source: Sanders, Speck, Träff,
-    Two-tree algorithms (2009). Leaves out filling the pipeline of chunks.
+    `units` is the number of groups that the trees join at the cut with this rate. Source: Sanders,
+    Speck, Träff, Two-tree algorithms (2009). Leaves out filling the pipeline of chunks.
     """
     if ranks == 1:
         return 0.0
@@ -176,11 +176,11 @@ def tree_all_reduce_seconds(
 def in_switch_all_reduce_seconds(
     payload_bytes: float, ranks: int, *, rate: float, setup_seconds: float
 ) -> float:
-    """Return the time if the switch sums: each rank fetches the sum of its n-th and multicasts it.
+    """Return the time of an all-reduce by a switch that sums: each rank fetches and sends S/n.
 
-    T = σ + (1 + 1/n)·S/β: a rank sends S for the others' sums, and S/n as a result. On 5 to 8 H200
-    the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration
-    of buffers.
+    T = σ + (1 + 1/n)·S/β. A rank sends S, from which the switch makes the sums for all ranks; it
+    fetches the sum of its n-th and multicasts it: S/n. On 5 to 8 H200 the implied rate is constant
+    within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration of buffers.
     """
     if ranks == 1:
         return 0.0
@@ -213,7 +213,7 @@ def chain_broadcast_seconds(
 def tree_broadcast_seconds(
     payload_bytes: float, ranks: int, *, rate: float, depth_seconds: float
 ) -> float:
-    """Return the time of two trees that pass half of a tensor each: T = D + S/β.
+    """Return the time of a broadcast on two trees, half of the tensor on each: T = D + S/β.
 
     An inner node sends each half to two children, S in all. Leaves out the filling of the pipeline.
     """
@@ -243,7 +243,7 @@ def all_to_all_seconds(
 def ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time on a one-way ring: a piece for the d-th neighbour uses d links.
+    """Return the time of an all-to-all on a one-way ring: a piece for d ranks on uses d links.
 
     T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
     """
@@ -255,9 +255,9 @@ def ring_all_to_all_seconds(
 def double_ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time on a ring used both ways: each piece takes the shorter way.
+    """Return the time of an all-to-all on a two-way ring: each piece takes the shorter way.
 
-    T = H + S/n · Σ_{d<n} min(d, n−d) ÷ (2β), the sum being ⌊n²/4⌋. Leaves out idle links at the
+    T = H + S/n · Σ_{d<n} min(d, n−d) ÷ (2β), where the sum is ⌊n²/4⌋. Leaves out idle links at the
     start.
     """
     if ranks == 1:

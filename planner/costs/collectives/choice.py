@@ -23,16 +23,16 @@ from autopar.planner.costs.collectives.algorithms import (
 def measured_seconds(
     known: MeasuredCollective, payload_bytes: float, ranks: int, *, shared: float = 1.0
 ) -> float:
-    """Return the seconds of a measured collective on so many ranks.
+    """Return the seconds of a measured collective on `ranks` ranks.
 
     Measured times on m ranks are interpolated between payloads (a line on logarithmic scales). For
-    other numbers of ranks they are changed by the line fitted to all payloads, L(S, n) = h_n·α +
-    k_n·S ÷ (β·shared):
+    n ranks they are changed by the line fitted to all payloads, L(S, n) = h_n·α + k_n·S ÷
+    (β·shared), where h_n is `hops` and k_n is `sent_share`:
 
-        T(S, n) = T(S, m) + L(S, n) − L(S, m)     on as many ranks or more
-        T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     on fewer
+        T(S, n) = T(S, m) + L(S, n) − L(S, m)     if L(S, n) ≥ L(S, m)
+        T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     otherwise
 
-    The library's own overhead is part of the measurement, so nothing is added. Leaves out that a
+    The library's own overhead is part of the measurement, so it is not added. Leaves out that a
     library may choose another algorithm for more ranks.
     """
     seconds = _interpolated(known.points, payload_bytes)
@@ -46,7 +46,7 @@ def measured_seconds(
 def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: float = 1.0) -> float:
     """Return the least time per byte over all payloads; see `measured_seconds`.
 
-    Between two measured payloads it lies between those of the two.
+    Between two measured payloads the time per byte lies between theirs, so only these are compared.
     """
     least = min(seconds / size for size, seconds in known.points)
     collective = known.collective
@@ -65,7 +65,7 @@ def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: f
 
 
 def hops(collective: Collective, ranks: int) -> int:
-    """Return the number of sequential latencies of a ring, or of messages to all others."""
+    """Return the number of sequential latencies: hops of a ring, or messages to other ranks."""
     if collective is Collective.POINT_TO_POINT:
         return 1
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1)
@@ -81,7 +81,7 @@ def sent_share(collective: Collective, ranks: int) -> float:
 def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -> float:
     """Return the seconds of a payload.
 
-    Below the smallest measured one, the time is constant; above the largest, proportional.
+    Below the smallest measured payload the time is constant; above the largest it is proportional.
     """
     after = bisect_left([size for size, _ in points], payload_bytes)
     if after == 0:
@@ -115,9 +115,10 @@ def collective_seconds(collective: Collective, payload_bytes: float, shape: Grou
 
 @lru_cache(maxsize=65536)
 def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-    """Return the least time of a payload, in any number of collectives.
+    """Return the least time to move a payload, in any number of collectives.
 
-    By the formulas one collective is the least, since they are concave; measurements may not be.
+    The formulas are concave in the payload, so one collective takes least. Measured times need not
+    be concave.
     """
     measured = _measured(collective, shape)
     if measured is None or shape.ranks == 1:
@@ -189,10 +190,10 @@ def _priced(
 ) -> Iterator[Priced]:
     """Yield the times of algorithms with one protocol.
 
-    T = base + t + √(ρ·W): t is the formula's time and W the same without any latency. A payload cut
+    T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
     into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
-    best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library cuts by fixed
-    tables.
+    best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library takes its
+    chunk sizes from fixed tables.
     """
     timed = _times(collective, payload_bytes, shape, protocol, constants)
     wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
@@ -235,7 +236,7 @@ def ring_hops(shape: GroupShape) -> tuple[int, ...]:
 def _ring(
     collective: Collective, payload_bytes: float, shape: GroupShape, protocol: Protocol
 ) -> tuple[str, float]:
-    """Return a ring over all levels; its rate is that of the narrowest cut."""
+    """Return the name and time of a ring over all levels, at the rate of the narrowest cut."""
     hops = sum(
         count * protocol.hop(crossing.alpha_seconds)
         for count, crossing in zip(ring_hops(shape), shape.crossings, strict=True)
@@ -265,7 +266,7 @@ def _tree(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Yield trees between nodes with a chain inside each, or with a switch that sums."""
+    """Yield names and times of trees between nodes, with a chain or a summing switch in each."""
     node, *outer = shape.crossings
     depth = _tree_depth_seconds(shape, protocol, constants)
     rate = protocol.fraction * constants.tree_fraction
@@ -353,7 +354,7 @@ def _point_to_point(
 def _all_to_all(
     payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
 ) -> tuple[str, float]:
-    """Return the time by the slowest cut, which every piece for a peer behind it must cross."""
+    """Return the name and time at the slowest cut: all pieces for ranks behind a cut cross it."""
     return max(
         (_across(payload_bytes, shape, one, protocol, constants) for one in shape.crossings),
         key=lambda it: it[1],

@@ -38,7 +38,7 @@ class Converted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionCost:
-    """The time of a conversion; the collectives' share is separate."""
+    """The time of a conversion, and the part of it that collectives take."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -100,7 +100,7 @@ def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> flo
 
 
 _ELEMENT_BYTES = 4  # statistics are sent in fp32
-# Of runtime/data_parallel/batch_norm.py, in addition to a local norm.
+# Ops that runtime/data_parallel/batch_norm.py dispatches in addition to those of a local norm.
 _FORWARD_OPS, _BACKWARD_OPS = 22, 15
 
 
@@ -118,7 +118,7 @@ NO_STATISTICS = Statistics()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronising:
-    """What a microbatch waits for in each pass; and the number and bytes of collectives."""
+    """How long a microbatch waits in each pass, and the number and bytes of the collectives."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -140,7 +140,7 @@ NO_WAIT = Synchronising()
 
 @lru_cache(maxsize=4096)
 def synchronising(statistics: Statistics, group: GroupShape) -> Synchronising:
-    """Return what a layer waits for if so many ranks share the data."""
+    """Return how long a layer waits for statistics of the data ranks in `group`."""
     if group.ranks == 1 or not statistics.norms:
         return NO_WAIT
     gathered = [_gathered_bytes(channels, group) for channels in statistics.norms]

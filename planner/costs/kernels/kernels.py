@@ -19,20 +19,21 @@ def gemm_seconds(
 ) -> float:
     """Return the seconds of `batch` products of m × k by k × n.
 
-    tiles    = batch · ⌈m/r⌉ · ⌈n/c⌉                for the best of a few tile shapes r × c
+    tiles    = batch · ⌈m/r⌉ · ⌈n/c⌉                for the fastest of a few tile shapes r × c
     w, t     = tiles ÷ multiprocessors, k · seconds of a tile per depth
-    clock    = ⌈w⌉ · seconds of a wave + min(⌈w⌉·t, w·t + evening out)
+    clock    = ⌈w⌉ · overhead of a wave + min(⌈w⌉·t, w·t + balance)
     power    = 2·batch·m·n·k ÷ sustained rate
     traffic  = bytes of operands and result ÷ streaming bandwidth
     seconds  = launch + max(clock ÷ alignment, power, traffic) + exposed share · result's traffic
 
     `stored_bytes` is traffic per element of the result: 2 to write bf16, 8 to read and write an
-    fp32 gradient. `contiguous` is the bitwise or of the extents that are contiguous in memory;
-    without it k and n, as in a linear's forward. Source: wave quantisation as in NVIDIA's matrix
-    multiplication guide, stream-K (Osama 2023), constants fitted on SimuMax's tables of A100-PCIe
-    and B200. Time never falls when m, n or k grow, alignment being equal. Leaves out: the library's
-    wrong choices (most of what is left on A100), and that a cold device beats its power limit for
-    some hundred microseconds (most of what is left on B200).
+    fp32 gradient. `contiguous` is the bitwise or of the extents that are contiguous in memory, by
+    default of k and n, as in the forward of a linear layer. The balance is the time to spread the
+    last wave over all multiprocessors. At equal alignment, time never falls when m, n or k grows.
+    Source: wave quantisation as in NVIDIA's matrix multiplication guide, stream-K (Osama 2023),
+    constants fitted on SimuMax's tables of A100-PCIe and B200. Leaves out: that the library chooses
+    slow kernels (most of the error on A100), and that a cold device exceeds its power limit for
+    some hundred microseconds (most of the error on B200).
     """
     units = rates.multiprocessors
     wave_seconds = rates.wave_seconds
@@ -55,7 +56,7 @@ def gemm_seconds(
     return rates.launch_seconds + max(clock, power, traffic) + rates.store_exposed * stored
 
 
-TENSOR_CORE_CHANNELS = 8  # per group: fewer and tensor cores have nothing to contract over
+TENSOR_CORE_CHANNELS = 8  # per group; with fewer, the contraction is too short for tensor cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +96,11 @@ class ConvolutionShape:
 def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
     """Return the seconds of a convolution in channels-last layout.
 
-    Per group, output positions × (in channels · taps) by (in channels · taps) × out channels. The
-    input is read once, however often its windows overlap. The time is the greater of the product's
-    compute and the true traffic. Source: implicit GEMM of cuDNN. Leaves out Winograd and FFT
-    kernels, and idle taps at the borders. With fewer than eight channels per group (depthwise) the
-    kernel is bound by bytes, at the bandwidth of a gather.
+    Each group is a product of output positions × (in channels · taps) by (in channels · taps) × out
+    channels. The time is the greater of the product without its traffic and the traffic of input
+    and output; the input is read once, although windows overlap. With fewer than eight channels per
+    group (depthwise) only the traffic counts, at the bandwidth of a gather. Source: implicit GEMM
+    of cuDNN. Leaves out Winograd and FFT kernels, and idle taps at the borders.
     """
     inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     return _product_seconds(
@@ -110,8 +111,8 @@ def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -
 def convolution_input_gradient_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
     """Return the seconds of the input's gradient: the transposed convolution.
 
-    Input positions × (out channels · taps ÷ stride) by … × in channels, the stride being the ratio
-    of the sizes.
+    Each group is a product of input positions × d by d × in channels, where d = out channels · taps
+    · output positions ÷ input positions.
     """
     inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     rows = shape.batch * prod(shape.input_size)
@@ -128,10 +129,9 @@ def convolution_weight_gradient_seconds(shape: ConvolutionShape, *, rates: Throu
 
 
 def layout_change_seconds(shape: ConvolutionShape, *, rates: Throughput) -> float:
-    """Return the seconds that channels-first adds: input and output are each rewritten once.
+    """Return the seconds that channels-first adds to a pass: input and output are rewritten once.
 
-    Tensor-core kernels read channels-last, so cuDNN transposes before and after; once more for each
-    of the gradients.
+    Tensor-core kernels read channels-last, so cuDNN transposes before and after them.
     """
     return memory_seconds(2 * shape.input_bytes, rates=rates) + memory_seconds(
         2 * shape.output_bytes, rates=rates
@@ -141,7 +141,7 @@ def layout_change_seconds(shape: ConvolutionShape, *, rates: Throughput) -> floa
 def _product_seconds(
     shape: ConvolutionShape, *, rows: int, columns: int, depth: int, rates: Throughput
 ) -> float:
-    """Return the greater of the product without its traffic and the traffic of both tensors."""
+    """Return the greater of the product without traffic and the traffic of input and output."""
     moved = shape.input_bytes + shape.output_bytes
     if shape.groups > 1 and shape.in_channels // shape.groups < TENSOR_CORE_CHANNELS:
         return memory_seconds(moved, rates=rates, access=rates.access.gather)
@@ -167,7 +167,7 @@ class AttentionShape:
 
     @property
     def mean_dim(self) -> float:
-        """Head dimension per matmul: queries and keys have one, values may have another."""
+        """Mean head dimension of the two matmuls: that of values may differ from that of keys."""
         return (self.head_dim + self.value_dim) / 2
 
     @property
@@ -188,7 +188,7 @@ def causal_visible(length: int, block: int) -> float:
 
 
 def whole_blocks(length: int, block: int) -> int:
-    """Return the queries or keys that a GPU's kernel computes: whole blocks, if more than one."""
+    """Return how many queries or keys a GPU kernel computes: whole blocks, if more than one."""
     return -(-length // block) * block if length > block else length
 
 
@@ -196,14 +196,14 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
     """Return the seconds of a fused (flash) forward.
 
     FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
-    kernel   = (FLOPs per multiprocessor + some query rows against all keys) ÷ rate of one
+    kernel   = (FLOPs ÷ multiprocessors + FLOPs of `tail` query rows) ÷ rate of a multiprocessor
     rate     = peak · a · d ÷ (d + d₀) [· w past 128]      d₀: the time of exp, in head dimensions
     seconds  = launch + max(kernel, FLOPs ÷ sustained, bytes ÷ bandwidth)
 
     Source: FlashAttention-2 (Dao 2023) for the blocks; a, tail and w fitted on SimuMax's tables,
-    whose FLOPs are those of the full square for a causal kernel. d₀ is from memory (the tables hold
-    dims 128 and 192). Grouped queries change the bytes alone. Leaves out dropout (about 10 % when
-    on) and ragged batches.
+    which count the FLOPs of the full square for a causal kernel, too. d₀ is an estimate, as the
+    tables only have dims 128 and 192. Grouped queries change only the bytes. Leaves out dropout
+    (about 10 % when on) and ragged batches.
     """
     facts, shared = rates.architecture, rates.attention
     wide = shared.wide_forward if shape.head_dim > shared.wide_head_dim else 1.0
@@ -215,11 +215,11 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
 
 
 def fused_attention_backward_seconds(shape: AttentionShape, *, rates: Throughput) -> float:
-    """Return the seconds of a fused backward, the scores being computed again.
+    """Return the seconds of a fused backward, which computes the scores again.
 
-    As the forward with 2.5 times the FLOPs (five matmuls against two) and its own share of peak and
-    tail. Bytes: reads q, k, v, o, do and writes dq, dk, dv, dq being summed in fp32. Leaves out the
-    sum of dk and dv over grouped queries.
+    The formula is the forward's, with 2.5 times the FLOPs (five matmuls instead of two) and another
+    share of peak and tail. The kernel reads q, k, v, o, do and writes dq, dk, dv; it sums dq in
+    fp32. Leaves out the sum of dk and dv over grouped queries.
     """
     facts, shared = rates.architecture, rates.attention
     wide = shared.wide_backward if shape.head_dim > shared.wide_head_dim else 1.0
@@ -269,10 +269,10 @@ def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0
     resident = r = clamp(2 − bytes ÷ cache, 0, 1)
 
     The launch is also the ramp: half the bandwidth is reached at launch · bandwidth bytes (4 MB on
-    an A100). What fits in the last-level cache was usually just written there by the op before.
-    Source: HBM fits of SimuMax for the stream and access fractions; the cache speed is a rounded
-    measurement of L2 bandwidth. Leaves out: strided access (pass `access`), atomics, and that the
-    op before may have evicted the cache.
+    an A100). A tensor that fits in the last-level cache is usually still there from the op that
+    wrote it. Source: HBM fits of SimuMax for the stream and access fractions; the cache speed is a
+    rounded measurement of L2 bandwidth. Leaves out: strided access (pass `access`), atomics, and
+    that the op before may have evicted the cache.
     """
     stream_seconds = moved_bytes / (rates.stream_bytes_per_second * access)
     resident = min(1.0, max(0.0, 2.0 - moved_bytes / rates.cache_bytes))
@@ -326,7 +326,7 @@ def dropout_backward_seconds(elements: float, *, element_bytes: float, rates: Th
 def embedding_forward_seconds(
     tokens: int, width: int, *, written: int, element_bytes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of a table look-up, which gathers one row per token.
+    """Return the seconds of an embedding: it reads a row of the table per token.
 
     It writes `written` rows: one per token, or one per bag of tokens.
     """
@@ -337,10 +337,10 @@ def embedding_forward_seconds(
 def embedding_backward_seconds(
     tokens: int, width: int, *, vocabulary: int, element_bytes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of a dense table gradient.
+    """Return the seconds of the dense gradient of an embedding's table.
 
-    Fills vocabulary × width with zeros, then reads every token's gradient and adds it to its row
-    (read and write). Leaves out the sort of the indices.
+    One kernel fills vocabulary × width with zeros. Another reads every token's gradient and adds it
+    to a row (read and write). Leaves out the sort of the indices.
     """
     fill = memory_seconds(float(vocabulary) * width * element_bytes, rates=rates)
     scatter = 3.0 * tokens * width * element_bytes
@@ -353,8 +353,8 @@ def cross_entropy_forward_seconds(
     """Return the seconds of a softmax loss over tokens × vocabulary logits.
 
     `passes` counts reads plus writes of the logits: 1 for a fused kernel; 5 for log_softmax in fp32
-    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). Bandwidth is that of the SimuMax
-    cross-entropy fits.
+    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). The bandwidth is fitted to
+    SimuMax's cross-entropy.
     """
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import BatchNormConstants, Throughput
 
-# Of PyTorch's kernel for gradients of weight and bias: it sums over parts of the rows, too, if
+# PyTorch's kernel for the gradients of weight and bias also splits the rows over thread blocks, if
 # there are many rows and few columns.
 _COLUMNS = 32  # of a thread block
 _MANY_ROWS = 2**16
@@ -43,13 +43,13 @@ def norm_input_gradient_seconds(shape: NormShape, *, rates: Throughput) -> float
 
 
 def norm_weight_gradient_seconds(shape: NormShape, *, rates: Throughput) -> float:
-    """Return the seconds of the gradients of weight and bias, a kernel that reads x and dy again.
+    """Return the seconds of the gradients of weight and bias; their kernel reads x and dy again.
 
         seconds = launch + max(2 · bytes ÷ (bandwidth · share), rows · time of a row)
 
     A thread block takes 32 columns of all rows, one row after another, so a narrow norm keeps few
-    multiprocessors busy. With more than 65,536 rows, a norm of fewer blocks than half of the
-    multiprocessors also divides the rows.
+    multiprocessors busy. With more than 65,536 rows, and fewer blocks than half of the
+    multiprocessors, the kernel also splits the rows.
     """
     moved = memory_seconds(2 * shape.bytes, rates=rates, access=rates.norm.backward)
     divides = shape.rows > _MANY_ROWS and shape.width / _COLUMNS < rates.multiprocessors / 2
@@ -59,10 +59,10 @@ def norm_weight_gradient_seconds(shape: NormShape, *, rates: Throughput) -> floa
 
 
 def fused_norm_seconds(shape: NormShape, *, rates: Throughput) -> tuple[float, float]:
-    """Return the seconds of a norm, forward and backward, by kernels that reach the bandwidth.
+    """Return the forward and backward seconds of a norm whose kernels reach the full bandwidth.
 
-    Apex and Megatron have such kernels. The backward is two: 3 passes for the input's gradient, 2
-    for those of weight and bias.
+    Apex and Megatron have such kernels. The backward has two: one moves 3 tensors for the input's
+    gradient, the other 2 for the gradients of weight and bias.
     """
     forward, own, learned = (memory_seconds(n * shape.bytes, rates=rates) for n in (2, 3, 2))
     return forward, own + learned
@@ -70,7 +70,7 @@ def fused_norm_seconds(shape: NormShape, *, rates: Throughput) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNormShape:
-    """The input of a batch norm: images of so many channels, each a plane."""
+    """The input of a batch norm: `images` · `channels` planes of `plane` elements."""
 
     images: int
     channels: int
@@ -86,13 +86,13 @@ class BatchNormShape:
 
 
 def batch_norm_forward_seconds(shape: BatchNormShape, *, rates: Throughput) -> float:
-    """Return the seconds of a batch norm in NCHW on a GPU: statistics, then a pass over all.
+    """Return the seconds of a batch norm on a GPU: a pass for statistics, one that normalizes.
 
         statistics = images · max(plane · time of an element, time of a plane)
                      · max(1, channels ÷ (blocks of a multiprocessor · multiprocessors))
 
-    A thread block takes one channel of all images, so few channels keep few multiprocessors busy.
-    In channels_last the pass for the statistics reaches the bandwidth of the others.
+    In NCHW a thread block takes the statistics of one channel of all images, so few channels keep
+    few multiprocessors busy. In channels_last both passes reach the bandwidth of the backward.
     """
     facts = _facts(shape, rates)
     if shape.by_pixels:
@@ -103,7 +103,10 @@ def batch_norm_forward_seconds(shape: BatchNormShape, *, rates: Throughput) -> f
 
 
 def batch_norm_backward_seconds(shape: BatchNormShape, *, rates: Throughput) -> float:
-    """Return the seconds of all gradients: reads x and dy twice, writes dx; channels as above."""
+    """Return the seconds of all gradients: reads x and dy twice, writes dx.
+
+    In NCHW few channels keep few multiprocessors busy, as in the forward.
+    """
     facts = _facts(shape, rates)
     moved = memory_seconds(5 * shape.bytes, rates=rates, access=facts.backward)
     if shape.by_pixels:

@@ -99,9 +99,9 @@ class ComputeConstants:
     gpu_gemm: GemmConstants
     cpu_gemm: GemmConstants
     attention: AttentionConstants
-    access: Mapping[str, AccessConstants]  # of gpu and cpu
-    norm: Mapping[str, NormConstants]  # likewise
-    batch_norm: Mapping[str, BatchNormConstants]  # by library, on a GPU
+    access: Mapping[str, AccessConstants]  # keys: gpu, cpu
+    norm: Mapping[str, NormConstants]  # keys: gpu, cpu
+    batch_norm: Mapping[str, BatchNormConstants]  # keys: native, library; both on a GPU
     alignment: Mapping[str, tuple[tuple[int, float], ...]]  # by how operands are loaded
     architectures: Mapping[str, Architecture]
 
@@ -172,7 +172,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """The data sheet of a device at one dtype; `half` is its 16-bit peak."""
+    """The data sheet of a device at one dtype; `half_flops_per_second` is its 16-bit peak."""
 
     architecture: str
     peak_flops_per_second: float
@@ -213,10 +213,10 @@ def sustained_fraction(
 ) -> float:
     """Return the share of peak that the power limit allows a device to hold.
 
-    fraction = min(1, watts ÷ (joules per 16-bit FLOP · 16-bit peak)). Narrower dtypes do more FLOPs
-    per joule in the proportion of their peaks, so the fraction serves all tensor dtypes. Fitted on
-    A100 at 300 W and B200 at 1000 W; leaves out: that a short cold run is not throttled, that data
-    with few set bits costs less, cooling, and that plain fp32 units use more energy per FLOP.
+    fraction = min(1, watts ÷ (joules per 16-bit FLOP · 16-bit peak)). FLOPs per joule grow with the
+    peak of a dtype, so one fraction serves all dtypes of tensor cores. Fitted on A100 at 300 W and
+    B200 at 1000 W. Leaves out: that a short cold run is not throttled, that data with few set bits
+    costs less, cooling, and that plain fp32 units use more energy per FLOP.
     """
     if power_watts is None:
         return 1.0
@@ -259,8 +259,8 @@ def _tiles(gemm: GemmConstants, *, peak: float, units: int, stream: float) -> tu
     """Return the tiles with their times.
 
     A tile of r × c reads r + c operand elements per r·c multiply-adds, so it runs at 1 ÷ (1 +
-    h·(1/r + 1/c)) of the issue rate, h being `half_tile`. Evening out the last wave writes and
-    reads fp32 partial tiles of one wave.
+    h·(1/r + 1/c)) of the issue rate, where h is `half_tile`. To spread the last wave over all
+    multiprocessors, the kernel writes and reads one wave of partial tiles in fp32.
     """
     unit_rate = gemm.issue_fraction * peak / units
     return tuple(
@@ -297,8 +297,8 @@ def launch_bound_seconds(
 
     max(Σ device, ops · dispatch): kernels queue up while the CPU runs ahead; when the CPU is slower
     the device waits for every op. Eager PyTorch takes 5 to 10 µs per op forward, and about the same
-    again for its backward; a captured graph takes under 1 µs. Leaves out the time by which the
-    first op of the region is late, and synchronising ops, which belong between two regions.
+    again for its backward; a captured graph takes under 1 µs. Leaves out the dispatch of the first
+    op, for which the device waits, and ops that synchronise, which belong between two regions.
     """
     return max(device_seconds, dispatched_ops * dispatch_seconds)
 
@@ -307,13 +307,13 @@ def launch_bound_seconds(
 class Rates:
     """The rates of a device in one training.
 
-    `single` are plain fp32 units, PyTorch's default for fp32 matrix products. `convolution` are the
-    TF32 units if there are any, cuDNN's default.
+    `single` is for fp32 matrix products: plain fp32 units, PyTorch's default, unless the precision
+    allows TF32. `convolution` is for fp32 convolutions: TF32, cuDNN's default, if there is any.
     """
 
     own: Throughput  # of the model's own floating dtype
     single: Throughput
-    convolution: Throughput  # of fp32 convolutions
+    convolution: Throughput
     is_cpu: bool
 
     def of(self, element_bytes: int) -> Throughput:

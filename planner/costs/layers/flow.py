@@ -25,9 +25,8 @@ from autopar.planner.rules.table import rule_of
 class SharedWeights:
     """The weights that a layer shares with other layers of its rank.
 
-    `held`: an earlier layer uses them, and counts them. `waiting`: this layer or an earlier one
-    uses them, and so does a later one, whose gradient waits in autograd for those of the earlier
-    ones.
+    `held` are used, and counted, by an earlier layer. `waiting` are used by a later layer, and by
+    this layer or an earlier one: the later layer's gradient waits in autograd for theirs.
     """
 
     held: frozenset[str] = frozenset()
@@ -111,7 +110,7 @@ class Again:
 
 
 def run_again(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return what runs again: nothing, what is cheap and needed, or all that is called again."""
+    """Return what runs again in a mode: nothing, the ops between products, or the whole forward."""
     if not mode.runs_again:
         return Again()
     return _cheap(flow) if mode.keeps_products else called_again(flow)
@@ -142,7 +141,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _cheap(flow: LayerFlow) -> Again:
-    """Walk back from tensors that the backward needs to saved ones: products and inputs."""
+    """Return what runs again from saved tensors (products, inputs) to those that ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
@@ -209,7 +208,8 @@ class LayerFlow:
     def takes_over(self, root: str) -> bool:
         """Whether this layer counts the memory of a tensor that an earlier one made.
 
-        It does if no other later layer uses it. An input of the model is counted by its first user.
+        It does if it is the only later layer that uses the tensor. An input of the model is counted
+        by the first layer that uses it.
         """
         users = self.pricer.later_users.get(root, frozenset())
         origin = self.pricer.graph.tensors[root].origin

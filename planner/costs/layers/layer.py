@@ -44,10 +44,10 @@ Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis
 class LayerMemory:
     """The memory that a layer saves for its backward, and its peak beyond that.
 
-    `learning` is the peak while an op with weights runs its backward, minus tensors that later ops
-    have freed; it is that of the op with the largest sum. `learned_gradient` is this weight's
-    gradient in fp32. `deferred` are the output gradients of all ops with weights: a split backward
-    holds them, and all saved tensors, from its first half to its second.
+    `learning_bytes` is the peak while an op with weights runs its backward, without tensors that
+    later ops have freed. `learned_gradient_bytes` is the weight's gradient in fp32. Both are those
+    of the op with the largest sum. `deferred_bytes` are the output gradients of all ops with
+    weights: a split backward holds them, and all saved tensors, from its first half to its second.
     """
 
     saved_bytes: int
@@ -60,9 +60,9 @@ class LayerMemory:
 def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
-    none:       saved = what the ops keep;              transient = the largest working set
-    selective:  saved = inputs + results of contractions;   transient = that + what is made again
-    full:       saved = inputs;                             transient = that + what is made again
+    none:       saved = what the ops keep;                  transient = w, the largest working set
+    selective:  saved = inputs + results of contractions;   transient = w + what is made again
+    full:       saved = inputs;                             transient = w + what is made again
     """
     everything, inputs = kept_places(flow), input_places(flow)
     working = max((_working(flow, one) for one in flow.ops), default=0)
@@ -109,7 +109,7 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 
 
 def _learning(flow: LayerFlow) -> tuple[int, int]:
-    """Return the peak of a backward with weights, and the weight's gradient at that time.
+    """Return the peak while an op with weights runs its backward, and this weight's gradient.
 
     Tensors that only later ops keep have been freed by then. The gradient has the weight's dtype
     and is copied to fp32, so one and a half times its bytes count.
@@ -128,7 +128,7 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
 
 
 def input_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer saves to be recomputed, and what it keeps for later layers."""
+    """Return what a layer saves to run again, and what it makes for several later layers."""
     return _taken_over(flow) | _lent(flow)
 
 
@@ -145,7 +145,7 @@ def _taken_over(flow: LayerFlow) -> dict[Place, int]:
 
 
 def _lent(flow: LayerFlow) -> dict[Place, int]:
-    """Return what is made here and used by several later layers, such as an encoder's output."""
+    """Return what this layer makes and several later layers use, such as an encoder's output."""
     places: dict[Place, int] = {}
     for one in flow.ops:
         for name in one.op.outputs:
@@ -173,7 +173,7 @@ def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the working set; that of a loss includes its log-probabilities' gradient."""
+    """Return an op's working set: results and gradients; a loss has its log-probabilities' too."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -361,7 +361,7 @@ def _is_free(one: PlacedOp) -> bool:
 
 
 def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
-    """Return the bytes that one rank sends behind this layer, if a stage ends there."""
+    """Return the bytes that a rank sends to the next stage, if a stage ends with this layer."""
     pricer = flow.pricer
     return sum(
         pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)

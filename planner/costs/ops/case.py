@@ -113,9 +113,10 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Return the letters of dims that count masked rows, with the expected share of these rows.
+    """Map each letter of dims that only hold masked rows to the expected share of these rows.
 
-    Only if every tensor with the letter is counted so. If masked rows meet others, all are present.
+    A letter is left out if it has another meaning in any tensor: if masked rows meet other rows,
+    all rows are present.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -192,7 +193,7 @@ def factors_of(op: Op) -> tuple[str, ...]:
 
 
 def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> MatrixProducts:
-    """Return rows by the first factor's last dim by columns, as in a plain matmul."""
+    """Return a plain matmul: k is the first factor's last dim, n the result's, m all other rows."""
     result = shapes.shape(op.outputs[0]) or (1,)
     return MatrixProducts(
         left=names[0],
@@ -298,7 +299,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return 2·∏ of the letters for each group of the rule, or the op's computation."""
+    """Return the FLOPs of an op's computation, or 2·∏ letters, summed over the rule's groups."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops
@@ -306,9 +307,10 @@ def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
 
 
 def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return one product per factor that needs a gradient; flash attention computes 5 for 2.
+    """Return the FLOPs of the backward: one product for each factor that needs a gradient.
 
-    An op without a gradient (whole numbers, frozen) has no backward.
+    Flash attention computes five products, for two in the forward. An op without a gradient (whole
+    numbers, frozen weights) has no backward.
     """
     op, graph = shapes.op, shapes.graph
     if not graph.learns(op):
@@ -327,7 +329,7 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
 def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
     """Return an op's computation if letters do not determine it; else None.
 
-    A contraction whose tensors have other dims than its rule's is known by their shapes alone.
+    If a contraction's tensors do not have the dims of its rule, only their shapes are known.
     """
     if rule.contracts and not shapes.signature.is_opaque:
         return None
@@ -342,9 +344,9 @@ def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
 
 
 def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
-    """Return what an op reads and writes of tensors of these sizes.
+    """Return the bytes that an op reads and writes; `size` gives the bytes of a tensor.
 
-    A gather reads as much of a table as it writes; bags read so many rows more as they hold.
+    A gather reads as much of a table as it writes. Bags read one row of the table per id.
     """
     rule, written = rule_of(op.target), sum(map(size, op.outputs))
     if rule.traffic is Traffic.BAGGED:

@@ -112,7 +112,7 @@ class TensorMemory:
     def _is_same(self, op: Op, attended: set[str]) -> bool:
         """Whether an op returns its input: a cast to the same dtype, dropout of 0, some reshapes.
 
-        Flash kernels write their result with the heads inside, so that joining them is a view.
+        Flash kernels store heads next to features, so a reshape that joins both is a view.
         """
         match kind_of(op):
             case OpKind.CAST:
@@ -195,7 +195,7 @@ def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:
     """Whether an op is one kernel; attention with dropout is several if dropout is not fused.
 
-    Selective recompute then keeps its products, and repeats most of it.
+    Selective recompute then keeps only the products of the attention, and runs the rest again.
     """
     return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
 
@@ -228,10 +228,10 @@ _ROW_BYTES = 4  # of a row's fp32 statistic
 
 
 def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
-    """Return the seconds of a vocabulary-parallel loss's all-reduces in the forward; else 0.
+    """Return the seconds of a vocabulary-parallel loss's all-reduces; 0 for other ops.
 
-    One is for the rows' maxima, one for their sums of exponentials and target logits. The backward
-    needs none. Source: Megatron-LM, section 3 (which sends the last two separately).
+    In the forward one sends the maxima of rows, one their sums of exponentials and target logits.
+    The backward has none. Source: Megatron-LM, section 3 (it sends sums and logits separately).
     """
     if not splits_classes(shapes):
         return 0.0

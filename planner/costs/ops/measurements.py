@@ -44,7 +44,7 @@ class HostTimes:
     """Times that the host adds to the ops, as measured."""
 
     forward_seconds: SomeSeconds  # to dispatch one op
-    backward_seconds: SomeSeconds  # likewise
+    backward_seconds: SomeSeconds  # to dispatch one op of the backward
     action_seconds: SomeSeconds  # for a forward or a backward of one microbatch
     step_seconds: SomeSeconds  # for a step: the optimizer's call, setting gradients to None
     optimizer_tensor_seconds: Seconds  # of fused AdamW, per parameter, however small

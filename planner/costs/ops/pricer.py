@@ -2,7 +2,7 @@
 
 Seconds are those of the device. The host also takes time to dispatch ops. Whether that is hidden
 behind the device is only known for a region of many ops, and does not depend on how ops are split,
-so the layer adds it (layer.py). A CPU does one after the other.
+so the layer adds it (layer.py). A CPU dispatches and computes in turn.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Host:
     is_measured: bool = False
 
     def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of some ops' forward."""
+        """Return the seconds of the forward of `ops` ops, with their dispatch."""
         return self._region_seconds(device_seconds, ops, self.forward_seconds)
 
     def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of some ops' backward."""
+        """Return the seconds of the backward of `ops` ops, with their dispatch."""
         return self._region_seconds(device_seconds, ops, self.backward_seconds)
 
     def _region_seconds(self, device_seconds: float, ops: int, each: float) -> float:
@@ -86,7 +86,7 @@ def read_host(architecture: str) -> Host:
 
 
 def measured_host(times: HostTimes, architecture: str) -> Host:
-    """Return the measured host of a device."""
+    """Return the host with measured times of dispatch."""
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
@@ -111,7 +111,7 @@ class OpPricer:
     `layers` may be passed to avoid finding them again. If it `compiles` them, their ops are fused.
     """
 
-    stops_early = True  # a recomputed layer stops once the backward has what it needs
+    stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
     fuses_gradients = False  # products add gradients of weights to fp32 sums, as Megatron's do
 
     def __init__(
@@ -167,7 +167,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """The layers, other than its own, that use a tensor's memory."""
+        """Maps the owner of memory to the layers that use it, without the layer that makes it."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)
@@ -213,7 +213,7 @@ class OpPricer:
         return self._costs[key]
 
     def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
-        """Return the forward seconds of collectives inside an op: a split loss."""
+        """Return the seconds of collectives inside an op's forward; only a split loss has them."""
         if split is None or kind_of(op) is not OpKind.CROSS_ENTROPY:
             return 0.0
         return split_loss_seconds(self.shapes(op, split), shape)
@@ -264,7 +264,7 @@ class OpPricer:
     def conversion(
         self, tensor: str, produced: Layout, needed: Layout, *, degree: int, shape: GroupShape
     ) -> ConversionCost:
-        """Return the time of a tensor's conversion; the collectives' share is separate."""
+        """Return the time of a tensor's conversion, and the part of it that collectives take."""
         step = conversion(produced, needed)
         if step is None or degree == 1:
             return FREE
@@ -306,7 +306,7 @@ class OpPricer:
     def _as_measured(
         self, op: Op, split: OpSplit | None, timing: Timing, weight_share: float
     ) -> OpCost:
-        """Split the measured backward, using the formula's share of the weights."""
+        """Return measured times; weights take the same share of the backward as by formula."""
         return OpCost(
             forward_seconds=timing.forward_seconds,
             backward_seconds=timing.backward_seconds + self._gradient_sums(op, split),
@@ -351,7 +351,7 @@ class OpPricer:
 
     @cached_property
     def _summed(self) -> frozenset[tuple[str, str]]:
-        """The second and later uses of tensors: each adds its gradient to a sum."""
+        """(op, tensor) of second and later uses of tensors: each adds its gradient to a sum."""
         met: set[str] = set()
         again: set[tuple[str, str]] = set()
         for op in self.graph.ops:

@@ -29,7 +29,7 @@ def contraction_seconds(case: OpCase) -> OpSeconds:
 
 
 def computed_seconds(case: OpCase) -> OpSeconds:
-    """Price products in sequence, the computation beside them, and kernels between steps.
+    """Price a computation: its products in sequence, its other FLOPs, and launches between steps.
 
     Leaves out that a library keeps the weights of a recurrent layer on chip from step to step.
     """
@@ -44,7 +44,7 @@ def computed_seconds(case: OpCase) -> OpSeconds:
 
 
 def bias_seconds(case: OpCase) -> OpSeconds:
-    """Price the sum of the result's gradient over all rows."""
+    """Price the gradient of a bias: the sum of the result's gradient over all rows."""
     name = next(refs(case.argument(case.rule.added)), None)
     if name is None or not case.needs_gradient(name):
         return OpSeconds(forward=0.0)
@@ -55,7 +55,7 @@ def bias_seconds(case: OpCase) -> OpSeconds:
 
 
 def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
-    """Price a product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
+    """Price m × k by k × n; in the backward m × n by n × k, and k × m by m × n.
 
     A weight's gradient is written in the weight's dtype. With fused gradients the product adds it
     to an fp32 sum over microbatches: 8 bytes per element. If several steps multiply by a weight,
@@ -193,7 +193,7 @@ def _attention_shape(case: OpCase) -> kernels.AttentionShape:
 
 
 def _convolution(case: OpCase) -> OpSeconds:
-    """Price an implicit GEMM; 16-bit GPU kernels change the order of images in NCHW.
+    """Price an implicit GEMM; 16-bit kernels of GPUs transpose images that are in NCHW.
 
     A transposed convolution is the backward of the convolution from its results to its input.
     """
@@ -241,7 +241,7 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> kernels.Convol
 
 
 def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
-    """Price one kernel per pass, whose time depends on the result's number of elements."""
+    """Return a formula of one kernel per pass, whose time depends on the size of the result."""
 
     def formula(case: OpCase) -> OpSeconds:
         elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
@@ -311,7 +311,7 @@ def _softmax(case: OpCase) -> OpSeconds:
     )
 
 
-_PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count those of a bag
+_PASSES_OVER_IDS = 10  # to turn ids into local rows, and to count a bag's ids
 
 
 def _embedding(case: OpCase) -> OpSeconds:

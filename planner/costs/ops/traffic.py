@@ -13,7 +13,7 @@ from autopar.planner.rules.table import rule_of
 
 
 class Moved(NamedTuple):
-    """What one kernel moves, and the share of a streaming kernel's bandwidth that it reaches."""
+    """The bytes that a kernel moves, and the share of a streaming kernel's bandwidth it reaches."""
 
     bytes: int
     access: float = 1.0
@@ -22,8 +22,8 @@ class Moved(NamedTuple):
 def traffic_seconds(case: OpCase) -> OpSeconds:
     """Return the seconds of an op that reads its inputs and writes its results.
 
-    Views move nothing. If the op computes an exponential per element, its rate may be the limit (on
-    a CPU).
+    Views move nothing. If the op computes an exponential per element, the rate of exponentials may
+    be the limit (on a CPU).
     """
     is_learned = bool(case.op.inputs) and all(
         case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
@@ -108,8 +108,8 @@ def _backward_kernels(case: OpCase) -> Iterator[Moved]:
     Most ops have one kernel. An elementwise product has one for each factor that needs a gradient:
     it reads the gradient of the result and the other factors, and writes as much as the result has.
     A factor that was broadcast has a second kernel, a sum over rows. The gradients of parts are
-    joined. Those of `unbind` are stacked; if that was of a permuted tensor, the whole gradient is
-    copied back into the tensor's own order.
+    joined. Those of `unbind` are stacked; if `unbind` reads a permuted tensor, the whole gradient
+    is copied back into this tensor's own order.
     """
     access, kind = case.memory.access, case.rule.kind
     if kind is OpKind.MULTIPLICATION:
@@ -122,7 +122,7 @@ def _backward_kernels(case: OpCase) -> Iterator[Moved]:
         if permuted and kind is OpKind.PART:
             yield Moved(backward_bytes(case), access.strided)
     elif kind is OpKind.CAST:
-        yield Moved(backward_bytes(case))  # to 16 bits, if the forward cast from them
+        yield Moved(backward_bytes(case))  # casts to 16 bits, if the forward casts from 16 bits
     else:
         yield Moved(backward_bytes(case), _access(case))
 
@@ -143,10 +143,10 @@ def _factors(case: OpCase) -> Iterator[Moved]:
 def backward_bytes(case: OpCase) -> int:
     """Return the bytes that the backward moves, if it is one kernel.
 
-    A sum passes its gradient on, summed where an input was broadcast. A linear op reads output
-    gradients and writes input gradients. Another op also reads what it kept, at most its inputs and
-    results. The gradient of a slice is written into zeros. The gradients of joined tensors are
-    views of the gradient of the whole.
+    An addition passes its gradient on, summed where an input was broadcast. A linear op reads
+    output gradients and writes input gradients. Any other op also reads what it kept, which is at
+    most its inputs and results. The gradient of a slice is written into zeros. The gradients of
+    joined tensors are views of the gradient of the whole.
     """
     results = sum(map(case.bytes, case.op.outputs))
     inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))

@@ -35,15 +35,15 @@ Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage
 class Moments:
     """The microbatches that a rank holds within each backward, or half of one.
 
-    A stage whose backward is not split, although the schedule splits it, computes all gradients in
-    the first half, and then holds only microbatches without input gradients.
+    If the schedule splits backwards, but that of a stage cannot be split, the first half computes
+    all its gradients. Such a stage holds only the `unanswered` microbatches.
     """
 
     running: npt.NDArray[np.int64]  # the index of the running stage, among the rank's stages
     # microbatches whose forward is done and whose backward is not, including the running one
     forwarded: Counts
-    unanswered: Counts  # those of them whose inputs have no gradient yet
-    halfway: Counts  # those in the first half of their backward, or between the halves
+    unanswered: Counts  # of these, the microbatches whose inputs have no gradient yet
+    halfway: Counts  # of these, the ones in the first half of their backward or between the halves
 
     def __post_init__(self) -> None:
         """Make the counts read-only, because moments are cached."""
@@ -60,7 +60,7 @@ class Moments:
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
     """Return the moments of each rank.
 
-    For one stage per rank only the fullest, if that suffices.
+    If a rank has one stage, and the backward is not split, the fullest moment suffices.
     """
     if shape.ranks == 1:
         return (_at_once(1),) * shape.stages
@@ -82,7 +82,7 @@ def _along_the_order(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments,
 
 
 def _moments(actions: Sequence[Action]) -> Moments:
-    """Count along one rank's order.
+    """Return the moments of one rank's order.
 
     The first stage computes all gradients in the second half, because its inputs need none.
     """

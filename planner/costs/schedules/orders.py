@@ -116,7 +116,7 @@ def interleaved_zero_bubble(ranks: int, stages_per_rank: int, microbatches: int)
 def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    The order is that of at least 2·ranks − 1 microbatches, without those that do not exist.
+    The order is made for at least 2·ranks − 1 microbatches; those that do not exist are left out.
     """
     _require_positive(ranks=ranks, microbatches=microbatches)
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))
@@ -125,7 +125,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
 def microbatches_per_round(ranks: int, stages_per_rank: int, microbatches: int) -> int:
     """Return how many microbatches an interleaved schedule runs through one stage in a row.
 
-    As many as ranks where that divides, else as torch: microbatches ÷ ⌊microbatches ÷ ranks⌋.
+    It is `ranks` if that divides the microbatches, else microbatches ÷ ⌊microbatches ÷ ranks⌋, as
+    in torch.
     """
     _require_positive(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     rounds = max(1, microbatches // ranks)

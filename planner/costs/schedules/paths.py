@@ -7,8 +7,8 @@ is linear in the seconds of the stages:
     length  =  Σ_stages  f · forward + b · backward + i · input gradient + w · weight gradient
                + c · transfer to the next stage
 
-The longest chain for some stages is a lower bound for any other stages. A rank's reduction begins
-after its last backward: a chain that ends there is followed by this rank's reductions.
+The chain that is longest for some stages gives a lower bound for any other stages. A rank begins to
+reduce gradients after its last backward. So a chain that ends there is followed by the reductions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRANSFER = len(KINDS)  # the last column of the counts: transfers to the next st
 class Chain:
     """How often a chain passes each kind of action of each stage, and the rank where it ends.
 
-    None as the rank: the chain goes on to the end of the schedule.
+    If `rank` is None, the chain goes on to the end of the schedule.
     """
 
     counts: Floats  # [stage, kind of action, then transfers]
@@ -101,7 +101,7 @@ class Chains:
 
 
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
-    """Return chains that exist for all stages: one through each rank.
+    """Return chains that exist whatever the stages' seconds are: some through each rank.
 
     A rank starts with its first forward and runs all its actions. If backwards are not split, the
     last gradients then still pass the earlier ranks.
@@ -123,9 +123,9 @@ def longest_chains(
     transfer_seconds: Sequence[float],
     reduction_seconds: Sequence[float],
 ) -> tuple[Chain, ...]:
-    """Return the chain that ends last with the ranks' reductions, and the one without them.
+    """Return the chain that ends last, and the one that ends last if reductions follow.
 
-    Returns None if the schedule is too long to be simulated.
+    Returns no chain if the schedule is too long to be simulated whole.
     """
     if kind is ScheduleKind.GPIPE:
         times = times_of(stages, transfer_seconds)
@@ -151,8 +151,9 @@ def _closed(
 ) -> Chain:
     """Return a chain of GPipe or 1F1B by the closed forms; transfers are on demand.
 
-    The slowest stage runs all its actions; each earlier stage passes one microbatch forward and
-    back. `waits` says for how many of its forwards and backwards it waits for later stages.
+    `stage` runs all its actions; each earlier stage passes one microbatch forward and back. A 1 in
+    `waits` means that the chain waits for one microbatch to pass the later stages, in place of the
+    forwards (backwards) that fill this wait.
     """
     counts = _empty(shape)
     counts[:stage, :2] = 1.0
@@ -184,7 +185,7 @@ def _one_f_one_b_chains(shape: PipelineShape) -> tuple[Chain, ...]:
 
 
 def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
-    """Return Σ + (m − 1) · (longest forward + longest backward), including transfers."""
+    """Return the chain of length Σ + (m − 1) · (longest forward + longest backward)."""
     received = times[:, :2].copy()
     received[1:, 0] += times[:-1, TRANSFER]
     received[:, 1] += times[:, TRANSFER]
@@ -200,7 +201,8 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one to the rank whose reductions end last.
 
-    After its last action, a rank's gradients still pass the earlier ranks.
+    After a rank's last action, gradients still pass the earlier ranks. The second chain ends before
+    this.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

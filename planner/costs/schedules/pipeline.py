@@ -1,9 +1,9 @@
 """Turns the stages of a pipeline into the seconds of one step.
 
-Some schedules have closed forms, and bounds for the search: m microbatches, p ranks, f and b (= i +
-w if split) the forward and backward seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B
-have closed forms. The other schedules are simulated for a few rounds of microbatches; every further
-round takes as long as the last simulated one.
+In formulas, m is the number of microbatches and p of ranks; f and b (= i + w if split) are the
+forward and backward seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B have closed
+forms. The other schedules are simulated for a few rounds of microbatches; every further round takes
+as long as the last simulated one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def uneven_gpipe_step_seconds(
     transfer_seconds: Sequence[float],
     microbatches: int,
 ) -> float:
-    """Return Σf + Σb + 2·Σc + (m − 1)·(max f + max b): GPipe, overlapped transfers c; exact.
+    """Return Σf + Σb + 2·Σc + (m − 1)·(max f + max b): a GPipe step with overlapped transfers c.
 
-    Each phase is a flow shop: every microbatch passes the stages in the same order.
+    This is exact, since each phase is a flow shop: all microbatches pass the stages in one order.
     """
     once = sum(forward_seconds) + sum(backward_seconds) + 2 * sum(transfer_seconds)
     return once + (microbatches - 1) * (max(forward_seconds) + max(backward_seconds))
@@ -65,18 +65,19 @@ def uneven_one_f_one_b_least_seconds(
     transfer_seconds: Sequence[float],
     microbatches: int,
 ) -> float:
-    """Return a lower bound of a 1F1B step with overlapped transfers: the best bound of any stage.
+    """Return a lower bound of a 1F1B step with overlapped transfers: the greatest of any stage.
 
     before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
 
-    before(s): one microbatch through the earlier stages and back; after(s): the same for the later
-    ones. The stage waits for after(s) twice, for its first backward and for its last, and each time
-    has k = min(m, p − s) − 1 actions to fill the wait; once, if all its forwards come first.
+    before(s) and after(s) are the times of one microbatch through the earlier and through the later
+    stages, and back. The stage waits for after(s) twice, for its first backward and for its last.
+    Each time it has k = min(m, p − s) − 1 actions to fill the wait. If all its forwards come first,
+    it waits only once.
 
-    It is also the closest estimate. Over the same random pipelines as above it equals the
-    simulation for all at ±20 % without transfers, and for nine of ten at ±50 % (at most 3.4 %
-    below). With transfers of up to half a forward it is 3 % below at the median, 13 % at most. For
-    transfers on demand, as torch runs 1F1B, pass `on_demand_seconds` and transfers of zero.
+    It also serves as the estimate. Without transfers, it equals the simulation for all random
+    pipelines whose stages differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below). With
+    transfers of up to half a forward it is 3 % below at the median, 13 % at most. For transfers on
+    demand, as torch runs 1F1B, pass `on_demand_seconds` and transfers of zero.
     """
     stages = len(forward_seconds)
     stage_seconds = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
@@ -96,7 +97,7 @@ def uneven_one_f_one_b_least_seconds(
 
 
 ROUNDS = 3  # simulated rounds: warm-up, and one more than it takes to become periodic
-_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with at most so many is simulated whole
+_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with no more is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def _closed(
     stages: Sequence[StageSeconds],
     transfer_seconds: Sequence[float],
 ) -> PipelineSeconds:
-    """Return the closed form; after a rank's last action, gradients still pass earlier ranks."""
+    """Return the closed form. A rank ends before the step: gradients still pass earlier ranks."""
     forward = [stage.forward_seconds for stage in stages]
     backward = [stage.backward_seconds for stage in stages]
     transfers = tuple(transfer_seconds)

@@ -39,7 +39,7 @@ def one_f_one_b_in_flight(stage: int, *, stages: int, microbatches: int) -> int:
 def interleaved_in_flight(
     stage: int, *, ranks: int, stages_per_rank: int, microbatches: int, per_round: int
 ) -> int:
-    """Return the peak of one stage of interleaved 1F1B; see `_peak_in_rounds`."""
+    """Return the most microbatches that a stage of interleaved 1F1B holds (`_peak_in_rounds`)."""
     warmup = (stages_per_rank - 1) * per_round + 2 * (ranks - 1 - stage % ranks)
     return _peak_in_rounds(
         stage // ranks,
@@ -54,7 +54,7 @@ def interleaved_in_flight(
 def interleaved_zero_bubble_in_flight(
     stage: int, *, ranks: int, stages_per_rank: int, microbatches: int, per_round: int
 ) -> int:
-    """Return the peak of one stage of interleaved zero bubble; min(m, p) with one per rank."""
+    """Return the most microbatches that a stage holds; min(m, p) if each rank has one stage."""
     rank = stage % ranks
     return _peak_in_rounds(
         stage // ranks,
@@ -76,7 +76,7 @@ def zero_bubble_v_in_flight(stage: int, *, ranks: int, microbatches: int) -> int
 def _peak_in_rounds(
     chunk: int, *, chunks: int, microbatches: int, per_round: int, warmup: int, delay: int
 ) -> int:
-    """Return the peak of a rank's chunk-th stage, if its stages alternate round by round.
+    """Return the most microbatches that a rank's chunk-th stage holds; stages alternate in rounds.
 
     After forward number w + i (w of warm-up) the rank has released max(0, i − delay) microbatches:
 
@@ -152,7 +152,7 @@ class ScheduleFacts:
     """The facts about one schedule."""
 
     torch_class: str  # in torch.distributed.pipelining
-    # how torch runs it: with one stage per rank, a tensor is received only when it is needed
+    # as in torch: with one stage per rank, a tensor is received only when it is needed
     transfer: Transfer
     splits_backward: bool
     # neighbours have process groups of their own, so that no message blocks another
@@ -162,7 +162,7 @@ class ScheduleFacts:
     refusal: Callable[[PipelineShape], str]
 
 
-@lru_cache(maxsize=2)  # counting moments is followed by a simulation
+@lru_cache(maxsize=2)  # one schedule is used twice: for its moments, and to simulate it
 def schedule_of(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
     """Return the actions of each rank; raises InputError if torch does not run such a schedule."""
     refused = refusal(kind, shape)
@@ -182,7 +182,7 @@ def in_flight_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape)
 
 
 def settled(shape: PipelineShape) -> PipelineShape:
-    """Return the shape with fewer microbatches, if it then holds equally many at once."""
+    """Return a shape with fewer microbatches but as many in flight at once, if there is one."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
     if rest or rounds <= SETTLED_ROUNDS:
         return shape

@@ -5,9 +5,9 @@ for k, and use collectives for t, the passes take at least
 
     max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of computing beside a collective
 
-If a part t of the collectives overlaps with nothing, the rest of its time, t ÷ (1 + q), is added. A
-stage of ZeRO-3 gathers its first layer before it computes, and scatters its last gradients after it
-has computed.
+If collectives overlap with nothing for a part t' of t, then t' ÷ (1 + q) is added. A stage of
+ZeRO-3 gathers its first layer before it computes, and scatters its last gradients after it has
+computed.
 
 ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
 ZeRO-1 and 0 reduce in the last one. ZeRO-1 gathers before the first forward, ZeRO-2 during it.
@@ -32,9 +32,9 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What a pass of layers shares with other ranks: in total, and per layer of the equal ones.
+    """Bytes of the parameters and gradients of some layers: in total, and of each equal layer.
 
-    `borders` of its stages begin with an equal layer, and as many end with one.
+    `borders` of their stages begin with an equal layer, and as many end with one.
     """
 
     parameter_bytes: int
@@ -46,12 +46,12 @@ class Shared:
 
     @property
     def other_parameter_bytes(self) -> int:
-        """Of the layers other than the equal ones."""
+        """Parameters of the layers other than the equal ones."""
         return max(0, self.parameter_bytes - self.count * self.each_parameter_bytes)
 
     @property
     def other_gradient_bytes(self) -> int:
-        """Of the layers other than the equal ones."""
+        """Gradients of the layers other than the equal ones."""
         return max(0, self.gradient_bytes - self.count * self.each_gradient_bytes)
 
 
@@ -70,7 +70,7 @@ class DataBound:
 
     @property
     def is_in_every_pass(self) -> bool:
-        """Whether every microbatch waits for collectives, not the first and last ones alone."""
+        """Whether every microbatch waits for collectives, not only the first and the last one."""
         return self.arrangement.zero.divides_gradients and self.arrangement.data > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
@@ -100,14 +100,14 @@ class DataBound:
         )
 
     def each_forward_more(self, cost: LayerCost) -> float:
-        """Return what one layer adds to a forward by sharing data; a stage's is the sum."""
+        """Return what sharing data adds to one layer's forward; in a stage, layers add up."""
         if not self._gathers_always:
             return 0.0
         gather = self._gather(cost.parameter_bytes)
         return self._copied_out(cost.parameter_bytes) + self.slowing * gather
 
     def each_backward_more(self, cost: LayerCost) -> float:
-        """Return what one layer adds to a backward: its gradients, and the sharing of data."""
+        """Return what gradients and sharing data add to one layer's backward."""
         gradients = self.gradients(cost.gradient_bytes)
         if not self.is_in_every_pass:
             return gradients
@@ -128,7 +128,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Whether passes of these lengths may be as long as their collectives alone."""
+        """Whether a pass may take no more seconds than its collectives alone."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
@@ -159,7 +159,8 @@ class DataBound:
     def each_reduction(self, gradient_bytes: int, most_bytes: int) -> float:
         """Return the least that a layer adds to the reductions of a stage's last backward.
 
-        A byte takes at least as long as in one reduction of the most bytes that a stage can have.
+        Each byte takes at least as long as in one reduction of `most_bytes`, the most that a stage
+        can have.
         """
         if self.arrangement.data == 1 or self.is_in_every_pass or not most_bytes:
             return 0.0

@@ -133,10 +133,10 @@ def gradient_seconds(
 ) -> float:
     """Return what one microbatch takes to turn the gradients of weights into fp32 sums.
 
-    Autograd makes the gradient of a weight in the type of the weight. For each element, of m
-    microbatches in a step, one microbatch moves on average
+    Autograd makes the gradient of a weight in the type of the weight. If a step has m microbatches,
+    each of them moves on average, in bytes per element:
 
-        6 ÷ share of a cast  to cast a gradient of 16 bits to fp32, below the bandwidth
+        6 ÷ share of a cast  to cast a gradient of 16 bits to fp32, at a share of the bandwidth
         12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to
         8 ÷ m                to copy the gradient into its bucket, once in a step
 

@@ -4,8 +4,8 @@ A backward runs the layers from the last to the first. After each layer it frees
 saved, and leaves the gradients of its weights:
 
     most     = max over moments of: activations + gradients + transient + unsharded
-    learning = the moment at which the heaviest gradient of a weight is made, in the weight's dtype,
-               and copied in fp32
+    learning = the moment at which the largest gradient of a weight is made in the weight's dtype,
+               and copied to fp32
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def most_of_microbatches(
 
         activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
                        and Σ saved · microbatches unanswered where the backward is not split
-        work         = of the stage that runs (`_work`)
+        work         = what the running stage needs besides (`_work`)
 
-    Both are of the moment at which their sum is greatest.
+    Both are taken at the moment at which their sum is greatest.
     """
     works = [_work(load, arrangement) for load in loads]
     held = np.zeros(len(moments.running), dtype=np.int64)
@@ -126,7 +126,7 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
     While layer l runs, later layers have freed what they saved, and left their gradients:
 
         Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
-        Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last weight has one
+        Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last gradient is made
 
     Of equal layers only the first and the last are examined: between them the sums are monotonic.
     """
@@ -147,20 +147,20 @@ class OnePassMoment:
 
     work: LayerWork
     done: int  # equal layers done before it
-    made_bytes: int  # gradients of the layers behind it, if allocated separately
-    after_bytes: int  # the same with its own
-    unsharded_bytes: int  # gathered parameters, and gradients that wait for others
+    made_bytes: int  # gradients of later layers, if allocated separately
+    after_bytes: int  # the same with this layer's own
+    unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
     coming_bytes: int  # its own gradients while computed, beside the part that stays
 
     def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
-        """Return the peaks while the layer runs in a mode, given what is saved."""
+        """Return the peaks while the layer runs in a mode, given the saved bytes."""
         return (
             Most(held_bytes, self.made_bytes, cost.transient_bytes, self.unsharded_bytes),
             _learning(cost, held_bytes, self.after_bytes, self.unsharded_bytes + self.coming_bytes),
         )
 
     def needed_bytes(self, cost: LayerCost) -> int:
-        """Return the greater of both peaks, without what is saved."""
+        """Return the greater of both peaks, without saved tensors."""
         return max(map(sum, self.most(cost, 0)))
 
 
@@ -169,9 +169,10 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    A layer's gradient exists twice for a while: whole, beside the part that ZeRO-2 and 3 keep; or
-    one weight's in 16 bits and in fp32, if an earlier layer shares that weight. Buckets stay
-    allocated, and new gradients lie beside them until a bucket is complete.
+    While a layer computes gradients, it needs more than the part that stays. With ZeRO-2 and 3
+    these are whole gradients. Otherwise it is one weight's gradient in 16 bits, and in fp32 if
+    another layer counts that weight. Buckets stay allocated, and new gradients lie beside them
+    until a bucket is complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
@@ -209,7 +210,7 @@ def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients that wait for others; fully_shard has them in the weights' dtype."""
+    """Return the gradients of shared weights that wait; fully_shard has the weights' dtype."""
     is_narrow = arrangement.divides_gradients and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 
@@ -228,7 +229,7 @@ def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement
 def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
     """Return the peak when a weight's gradient is computed.
 
-    A negative `learning` is memory freed.
+    If `learning_bytes` is negative, it is freed memory.
     """
     freed = min(0, cost.learning_bytes)
     return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
@@ -245,10 +246,10 @@ def memory_of(
     state        = Σ over its stages, each category divided by the shard ranks where ZeRO says so
     backward     = activations + gradients + transient + unsharded of the fullest moment of any
                    backward
-    buffers      = the 16-bit copy of a bucket, if gradients are sent so; else buckets are reduced
-                   in place: under ZeRO-1 each rank's part of the mean is written there, and the
-                   rest of the bucket stays for the next step
-    margin       = share · all of these
+    buffers      = the 16-bit copy of a bucket, if gradients are sent in 16 bits. Otherwise buckets
+                   are reduced in place: under ZeRO-1 each rank's part of the mean is written
+                   there, and the rest of the bucket stays for the next step
+    margin       = a share of all these
     """
     if arrangement.is_one_pass:
         most = most_in_one_pass(loads[0], arrangement)
@@ -271,7 +272,7 @@ def memory_of(
 
 
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:
-    """Return what libraries allocate on each rank, whatever it holds."""
+    """Return what libraries allocate on each rank, whatever tensors it holds."""
     return (
         constants.context_bytes
         + constants.communicator_bytes * _communicators(arrangement)
@@ -282,7 +283,7 @@ def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> in
 def most_tensor_bytes(
     limit_bytes: int, arrangement: Arrangement, constants: FrameworkConstants
 ) -> float:
-    """Return the limit for all tensors of a rank, slightly generous."""
+    """Return the limit for all tensors of a rank, plus a byte, since the margin is rounded."""
     most = limit_bytes - context_bytes(arrangement, constants)
     return (most + 1) / (1.0 + constants.margin)
 

@@ -42,7 +42,7 @@ class Overlapped:
 
     @property
     def total_seconds(self) -> float:
-        """From the start of the first to the end of the last."""
+        """The time from the start of the first layer or collective to the end of the last."""
         return self.compute_seconds + self.slowdown_seconds + self.exposed_seconds
 
 

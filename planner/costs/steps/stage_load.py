@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Consecutive layers that are equal for the ranks that share the data."""
+    """Consecutive layers of equal load and statistics, as the data axis sees them."""
 
     load: LayerLoad
     statistics: Statistics
@@ -67,14 +67,14 @@ class StageLoad:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch, forward and backward."""
+        """The forward and backward of one microbatch."""
         return self.forward_seconds + self.backward_seconds + self.gradient_seconds
 
     @property
     def splits_backward(self) -> bool:
         """Whether a schedule may split its backward.
 
-        With recomputation it may not: it would run twice.
+        With recomputation it may not: each half would recompute.
         """
         return not self.recompute_seconds
 
@@ -185,14 +185,14 @@ def _stream(rates: Throughput) -> float:
 
 
 def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
-    """Return the seconds to sum a norm, axis by axis, over the ranks with different gradients."""
+    """Return the seconds to sum the gradients' norm, axis by axis, over ranks that hold parts."""
     is_sharded = arrangement.zero.divides_optimizer
     shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
     return sum(collective_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape) for shape in shapes)
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
-    """Return the seconds to sum so many bytes over a group."""
+    """Return the seconds to all-reduce a size over a group."""
     return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 

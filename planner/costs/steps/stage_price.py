@@ -7,7 +7,7 @@
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
-Batch norms see the rows of all ranks, in every pass.
+Synchronised batch norms wait for the statistics of all data ranks, in every pass.
 
 If a sharded copy lies on fewer ranks than share the data (HSDP), scattered gradients are summed
 over the copies. A single bucket with everything is a reduction that overlaps with nothing.
@@ -110,7 +110,7 @@ NOTHING = DataSeconds(
 def data_seconds(
     layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
-    """Return what gathering and reducing add to the microbatches of a stage."""
+    """Return what gathers and reductions add to the seconds of a stage."""
     if groups.data.ranks == 1 or not layers:
         return NOTHING
     loads = _loads(layers, groups.gradient_share)
@@ -139,7 +139,7 @@ def _gathering(groups: DataGroups) -> Seconds:
 
 
 def _reducing(groups: DataGroups) -> Seconds:
-    """Return the seconds of the reduction of so many bytes of gradient."""
+    """Return the formula for the seconds of a reduction, by the bytes of the gradients."""
     if not groups.zero.divides_optimizer:
         return _seconds(Collective.ALL_REDUCE, groups.shard)
     scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
@@ -153,12 +153,12 @@ def _reducing(groups: DataGroups) -> Seconds:
 
 
 def _seconds(collective: Collective, shape: GroupShape) -> Seconds:
-    """Return a function: the seconds of a collective by its bytes. Cached."""
+    """Return a function from the bytes of a collective to its seconds. Cached."""
     return lru_cache(maxsize=256)(lambda size: collective_seconds(collective, size, shape))
 
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    """Return ZeRO-3; gathered parameters are copied out of a buffer, gradients into one."""
+    """Return what ZeRO-3 adds; parameters are copied out of a buffer, gradients into one."""
     gather, scatter, each = _gathering(groups), _reducing(groups), groups.copy_byte_seconds
     copied = tuple(
         replace(

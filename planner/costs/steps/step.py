@@ -44,8 +44,8 @@ def predict(
 ) -> Prediction:
     """Return a step's prediction: seconds by term, communication, and each stage with its memory.
 
-    `tied_gradient_bytes` are of weights that the first and the last stage share. `model_flops` are
-    of one step on all ranks.
+    `tied_gradient_bytes` are the gradients of weights that the first and the last stage share.
+    `model_flops` are those of one step on all ranks.
     """
     groups = rank_groups(cluster, arrangement)
     prices = [
@@ -79,7 +79,7 @@ def step_of(
     tied_gradient_bytes: int = 0,
     is_net_measured: bool = False,
 ) -> StepTerms:
-    """Return the step of priced stages."""
+    """Return the terms of a step, from the prices of its stages."""
     loads = tuple(price.load for price in prices)
     ranks = [_rank(stage, arrangement) for stage in range(len(prices))]
     scheduled = tuple(price.seconds for price in prices)
@@ -132,7 +132,7 @@ def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: i
 def _first_gather_seconds(
     prices: Sequence[StagePrice], ranks: Sequence[int], pipeline: PipelineSeconds
 ) -> float:
-    """Return what gathering adds before the first forward; a later rank gathers while it waits."""
+    """Return what gathers add before the first forward; later ranks gather while they wait."""
     starts = pipeline.rank_starts_seconds
     return max(
         max(0.0, price.data.first_forward - starts[rank])
@@ -149,9 +149,9 @@ def _last_reduction_seconds(
 ) -> float:
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
-    A rank begins after its own last backward; ranks of the last stages begin first. Gradients of
-    parameters that are whole on the tensor axis, but saw only a part of the sequence, are summed
-    over that axis.
+    A rank begins to reduce after its own last backward; ranks of the last stages begin first. The
+    reductions include sums over the tensor axis, of gradients of parameters that are whole there
+    but saw only a part of the sequence.
     """
     ends = list(pipeline.rank_ends_seconds)
     for rank, price in zip(ranks, prices, strict=True):

@@ -41,7 +41,7 @@ class StepTerms:
 
     @property
     def seconds(self) -> float:
-        """From one step to the next."""
+        """The time from one step to the next."""
         return (
             self.first_gather_seconds + self.pipeline_seconds + self.last_reduction_seconds
             + self.tied_seconds + self.optimizer_seconds + self.framework_step_seconds

@@ -5,8 +5,8 @@ Within T seconds, M bytes, and with K microbatches in flight, a rank holds at mo
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most; M excludes what a layer needs while it runs in the mode. With
-several stages, there is an x for each, with its own K and share of M. Let o be the seconds of the
+of the layers that repeat most; M excludes what a layer needs while it runs in the mode. If a rank
+has several stages, each has an x, a K and a share of M. Let o be the seconds of the
 longest other layer, O those of all others, and t the least of a repeated layer. All layers fit
 within T only if one rank has o beside its own, and O fits into the gaps:
 
@@ -40,7 +40,7 @@ class Mode:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """The seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 

@@ -41,7 +41,7 @@ from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, inside_of
 from autopar.planner.plan.solving.costing import Inside
 
-_DIVIDED = (  # divided by the tensor ranks, at most
+_DIVIDED = (  # a layout divides these at most by the tensor degree
     *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),
     *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
 )
@@ -66,7 +66,7 @@ class LayoutFacts:
         )
 
     def least_alone_bytes(self, arrangement: Arrangement) -> int:
-        """Return the least memory of any single layer on a rank."""
+        """Return the least memory of a rank that holds only the layer with the largest need."""
         return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
 
     def transient_bytes(self, arrangement: Arrangement) -> int:
@@ -215,7 +215,8 @@ class Bounds:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
-        # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
+        # ZeRO-2 and 3 send parameters and gradients: with these messages, other layouts may be
+        # faster than the fastest layouts inside the layers.
         is_sent = arrangement.zero.divides_gradients and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
@@ -231,15 +232,15 @@ class Bounds:
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
     def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
-        """Return the objective of a step's lower bound, possibly infinite."""
+        """Return the lower bound of the objective, from the step's; infinite if nothing fits."""
         if self.objective is Objective.MEMORY and least_seconds < float("inf"):
             return float(self.least_memory(arrangement))
         return least_seconds
 
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
-        """Return the lower bound of a step in some layouts, within the memory.
+        """Return the lower bound of a step in some layouts.
 
-        Without it if None.
+        `rooms` is the memory of the ranks, or None for no memory limit.
         """
         constants = self.questions.constants
         groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
@@ -300,8 +301,8 @@ class Bounds:
     def least_state(self, arrangement: Arrangement) -> int:
         """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
-        # Of 16 bits the optimizer's copies are the parameters of ZeRO-3, and those of ZeRO-2 too
-        # when gradients are there and a step is one pass, which has freed what was gathered.
+        # In 16 bits, ZeRO-3 keeps parameters only as the optimizer's fp32 copies. So does ZeRO-2 at
+        # the end of a step of one pass: gathered parameters are freed when all gradients are there.
         is_gathered = zero.keeps_gathered and not arrangement.is_one_pass
         return (
             (held.parameter_bytes if not zero.divides_gradients or is_gathered else 0)
@@ -322,7 +323,7 @@ class Bounds:
         return self._facts[key]
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
-        """Return lower limits over all layout solutions and devices."""
+        """Return facts that are lower limits over all layout solutions and devices."""
         degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
         if degree == 1:
             return self.facts(arrangement, 0)

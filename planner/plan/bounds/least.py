@@ -36,7 +36,7 @@ from autopar.planner.programs.layouts.strategies import strategies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSaving:
-    """The bytes saved by a step of recomputation, and its seconds."""
+    """The bytes that more recomputation of some layers saves, and its seconds."""
 
     size_bytes: int
     seconds: float
@@ -46,8 +46,8 @@ class RecomputeSaving:
 class Ladder:
     """The most that a microbatch saves, and the steps that reduce it, the cheapest first.
 
-    `transient_bytes` is the least that some layer needs while it runs, beside saved tensors.
-    `last_transient_bytes` is that of the last layer, before which nothing is freed.
+    `transient_bytes` is the least need, beside saved tensors, of the layer that needs most while it
+    runs. `last_transient_bytes` is that of the last layer, before which nothing is freed.
     """
 
     saved_bytes: int
@@ -183,7 +183,7 @@ class LeastLayers:
 
     @property
     def total_seconds(self) -> float:
-        """Of all layers."""
+        """The seconds of all layers."""
         return self.count * self.seconds + sum(self.others)
 
     def bottleneck_seconds(self, ranks: int) -> float:

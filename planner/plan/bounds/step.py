@@ -33,12 +33,12 @@ class LeastTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Where the other layers are: before, behind and between the repeated ones."""
+    """How many other layers are before, behind and between the repeated ones."""
 
     leading: int
     trailing: int
     between: int
-    first_seconds: float  # least time of the first layer, if it is one of them
+    first_seconds: float  # least time of the first layer, if it is one of these
     last_seconds: float
 
 
@@ -124,7 +124,7 @@ class StepBound:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
     def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return the time that the slowest rank is busy: m · T for every schedule.
+        """Return the least time of the pipeline: at least m · T, when the slowest rank is busy.
 
         1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
         average, plus the mean of their waits.
@@ -147,7 +147,7 @@ class StepBound:
     def _through(self, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return a microbatch's time through all stages and back.
 
-        Split backwards are not waited for.
+        Nobody waits for the weight gradients of split backwards.
         """
         forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
@@ -158,8 +158,8 @@ class StepBound:
     def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
-        Stages begin with different layers, so at most as many begin with another layer as there are
-        others.
+        Stages begin with different layers. So at most as many stages begin with one of the other
+        layers as there are other layers.
         """
         stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
         everything = Shared(

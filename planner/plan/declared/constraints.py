@@ -27,7 +27,7 @@ def minimal_conflict(
     """Return constraints that are infeasible together, and feasible without any one of them.
 
     Each is left out in turn, for good if the rest stays infeasible. Leaving one out must never make
-    constraints infeasible. Returns () if even no constraint at all is infeasible.
+    constraints infeasible. Returns () if nothing is feasible even without constraints.
     """
     conflict = tuple(constraints)
     assert not is_feasible(conflict), "there is no conflict among feasible constraints"
@@ -91,7 +91,7 @@ def check_work(constraints: Constraints) -> None:
     limit = own.get("deadline_seconds") or own.get("budget_usd")
     if limit is not None and not {"samples", "tokens"} & own.keys():
         raise InputError(
-            f"{limit.text} is of a training whose length is not known",
+            f"{limit.text} is given, but the length of the training is not",
             where=limit.origin,
             fix="--tokens 10B, or --samples 1M, says how much it does",
         )
@@ -102,7 +102,7 @@ def check_tokens(constraints: Constraints, *, tokens_per_row: int) -> None:
     if constraints.tokens is not None and tokens_per_row == 1:
         own = next(one for one in constraints.declared if one.field == "tokens")
         raise InputError(
-            f"{own.text} of a model whose rows are no sequences of tokens",
+            f"{own.text}, but the model's rows are no sequences of tokens",
             where=own.origin,
             fix="--samples says how many rows it trains on",
         )
@@ -208,7 +208,7 @@ class Constraints:
     shares_rows: bool = False
     statistics_apart: bool = False  # batch norms may take statistics per microbatch
     one_microbatch: bool = False  # batch norms may not: each data rank has all of its rows at once
-    steps_once: bool = False  # no two data ranks step the same element
+    steps_once: bool = False  # no two data ranks update the same element of a parameter
     declared: tuple[Declared, ...] = ()
 
 
@@ -238,7 +238,7 @@ def _with(constraints: Constraints, one: Declared) -> Constraints:
 
 
 def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
-    """Whether an arrangement meets pins, limits and choices, not memory and rules."""
+    """Whether an arrangement meets pins, limits and choices; memory and rules are not checked."""
     pinned = all(getattr(constraints, name) in (None, getattr(arrangement, name)) for name in _PINS)
     limits = ((name, getattr(constraints, f"max_{name}")) for name in _LIMITS)
     below = all(most is None or getattr(arrangement, name) <= most for name, most in limits)
@@ -259,7 +259,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
 
 
 def _steps_once(arrangement: Arrangement) -> bool:
-    """Whether each number of a parameter is stepped by one data rank alone."""
+    """Whether each element of a parameter is updated by only one data rank."""
     is_shared_out = arrangement.zero.divides_optimizer and arrangement.shard == arrangement.data
     return arrangement.data == 1 or is_shared_out
 
@@ -267,7 +267,7 @@ def _steps_once(arrangement: Arrangement) -> bool:
 def without_recompute(
     constraints: Constraints, modules: Iterable[str], *, origin: str
 ) -> Constraints | None:
-    """Return the constraints with modules that are not recomputed, or None if a rule demands it."""
+    """Return the constraints with modules not recomputed; None if a rule demands recomputation."""
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
@@ -296,7 +296,7 @@ def check_names(
     *,
     layers: int,
 ) -> None:
-    """Raise one error that tells all names and stages in constraints that the model has not."""
+    """Raise one error with all names and stages in constraints that the model does not have."""
     faults = [
         (one.origin, fault)
         for one in constraints.declared

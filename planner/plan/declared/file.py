@@ -47,7 +47,7 @@ class DeclaredDocument:
 
 
 def declared_document(one: Declared) -> DeclaredDocument:
-    """Return a constraint in the form of a file."""
+    """Return a constraint in the form that plan.json has."""
     return DeclaredDocument(
         place=one.place,
         field=one.field,

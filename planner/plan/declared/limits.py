@@ -19,9 +19,9 @@ from autopar.planner.rules.table import takes_statistics
 
 _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
 _ROWS_PER_DEVICE = 8
-# Up to the first, eight rows a device; beyond it one row a device, up to the second. Tokens of a
-# step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50 took 8,192 (Goyal et al.,
-# 2017), CLIP 32,768.
+# A step has eight rows for each device, up to the first limit; beyond it one row for each device,
+# up to the second. Tokens of a step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50
+# took 8,192 (Goyal et al., 2017), CLIP 32,768.
 _TOKENS_OF_A_STEP = (2**22, 2**24)
 _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 
@@ -44,8 +44,8 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints with dp=1 and one microbatch, if rows are mixed and nothing is pinned.
 
-    The tensor axis may split such a batch, because its ranks exchange what the rows need of each
-    other. The global batch must be known.
+    The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
+    each other. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
@@ -118,7 +118,7 @@ def rows_at_once(constraints: Constraints) -> int | None:
 
 
 def least_rows(graph: Graph, *, data: int) -> int:
-    """Return the fewest rows of a microbatch on each of so many data ranks."""
+    """Return the fewest rows that a microbatch may have on each of `data` data ranks."""
     is_lone = _squeezing_rows(graph) is not None or (data == 1 and _norm_of_rows(graph) is not None)
     return 2 if is_lone else 1
 
@@ -180,7 +180,7 @@ def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
 
 
 def with_optimizer(constraints: Constraints, traits: OptimizerTraits | None) -> Constraints:
-    """Return the constraints without plans under which the optimizer trains otherwise."""
+    """Return the constraints without plans under which the optimizer would train differently."""
     own = () if traits is None else tuple(_demands(traits))
     return constraints_of((*constraints.declared, *own)) if own else constraints
 
@@ -255,13 +255,14 @@ def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Const
 
 
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
-    """Return the constraints with a global batch; where none is declared, the usual one.
+    """Return the constraints with a global batch: the declared one, or the usual one.
 
-    Pins change the usual batch only where it could not be divided as they say.
+    The usual one is rounded up, so that the fewest data ranks that pins and limits leave can divide
+    it into microbatches of the pinned size.
     """
     if constraints.global_batch is not None:
         return constraints
-    # it cannot be seen whether rows are mixed: the batch stays whole
+    # with a fixed number of rows, mixing cannot be detected: the batch stays whole
     if graph.fixed_batch is not None:
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     at_once = _least_data(constraints, cluster.size) * (constraints.microbatch or 1)
@@ -270,9 +271,10 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 
 
 def default_batch(devices: int, tokens_per_row: int) -> int:
-    """Return the rows of a step that people train with on so many devices.
+    """Return the usual number of rows of a step on this number of devices.
 
-    They are a multiple of the number of devices, or of the largest divisor of it that is no more.
+    It is a multiple of the number of devices. If it is smaller than that number, it is a multiple
+    of the largest divisor of that number that is not larger.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -86,7 +86,7 @@ def read_memory(value: object, where: str) -> MemoryLimit:
 
 
 def read_tolerance(value: object, where: str) -> float:
-    """Return the fraction in "3%"; 0 needs no sign."""
+    """Return the fraction in "3%"; 0 needs no percent sign."""
     text = str(value).strip()
     try:
         share = float(text.removesuffix("%")) / 100

@@ -119,7 +119,7 @@ def _degrees(plan: StoredPlan) -> Iterator[str]:
 
 
 def _are_rows(arrangement: Arrangement) -> bool:
-    """Whether the rows of each data rank are plausible."""
+    """Whether each data rank has a number of rows, and the largest is the microbatch."""
     numbers = len(arrangement.rows) == arrangement.data and min(arrangement.rows) >= 1
     return numbers and max(arrangement.rows) == arrangement.microbatch
 

@@ -2,9 +2,10 @@
 
 Values without a JSON form are objects with one key: {"tensor": …} for a tensor as an argument,
 {"dtype": …} for a dtype, {"size": …} for a size, {"float": …} for a float, so that every JSON tool
-preserves 1.0 and infinity, {"complex": [real, imaginary]} for a complex number. Lists are tuples;
-{"list": […]} is a list of the model. A size is a number, or a list of coefficients if it depends on
-the batch.
+preserves 1.0 and infinity, {"complex": [real, imaginary]} for a complex number. A JSON list is a
+tuple; {"list": […]}, {"map": …}, {"named": …} and {"fields": …} are a list, a dict, a namedtuple
+and another object of the model. A size is a number, or a list of coefficients if it depends on the
+batch.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class BufferRow(NamedTuple):
     dtype: str
     persistent: bool
     updated: bool
-    narrowed: bool = True  # the default for older files, where all buffers were
+    narrowed: bool = True  # the default for older files, where all buffers were narrowed
 
 
 class CallRow(NamedTuple):
@@ -224,7 +225,7 @@ def value_of(document: JsonValue) -> Value:
 
 
 def _is_float(number: JsonValue) -> bool:
-    """Whether this is a float as written; other tools may have turned 1.0 into 1."""
+    """Whether a value may stand for a float; other tools may have turned 1.0 into 1."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     return is_number or number in ("inf", "-inf", "nan")
 

@@ -75,7 +75,7 @@ def assemble(
 
 
 def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> PlannedMachines:
-    """Return the summary of a cluster; for unequal devices, the one with least memory."""
+    """Return the summary of a cluster; if devices are unlike, the memory is the smallest one's."""
     smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
     return PlannedMachines(

@@ -28,8 +28,9 @@ class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
     `is_deep`: whether a search without a leaf may go deeper from here. `is_last`: whether the node
-    is expanded only if no other node may be better than the best leaf. `only_proves`: whether the
-    node has no better leaf, and is dropped once something else limits what is proved.
+    is expanded only if no other node may be better than the best leaf. `only_proves`: whether
+    expanding the node can only raise the bound, and never finds a better leaf. Such a node is
+    dropped if an `Unproved` bound is not above its own.
     """
 
     bound: float

@@ -5,9 +5,9 @@ ranks; each of the n_k devices of kind k has r_k of them:
 
     Σ_k n_k · r_k  =  B        r_k ≥ 1
 
-If there are few such distributions all are tried. Otherwise those are tried in which the slowest
-kind finishes first by an estimate: the time of r rows, linear between the even share and twice as
-many.
+If there are few such distributions, all are tried. Otherwise those are tried whose slowest kind is
+estimated to finish earliest. The estimated time of a kind is linear in its rows, through the times
+of the even share and of twice as many rows.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ MOST_SHARES = 6
 MOST_LISTED = 10_000
 
 Rows = Mapping[Device, int]
-Seconds = Callable[[Device, int], float]  # of so many rows, forward and backward
+Seconds = Callable[[Device, int], float]  # of a number of rows, forward and backward
 
 
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield a point of data ranks alone with rows that suit its unlike devices.
+    """Yield a point that has only data ranks, with rows that suit its unlike devices.
 
     `least` is the fewest rows of a microbatch.
     """
@@ -238,7 +238,7 @@ class Points:
     def _microbatches(self, data: int) -> list[tuple[tuple[int, ...], int]]:
         """Return the allowed microbatches: rows on each data rank, and their number.
 
-        The smallest never has more rows in flight than another.
+        For the least memory only the smallest is tried: none has fewer rows in flight.
         """
         constraints, fixed = self.constraints, self._batch.fixed
         assert constraints.global_batch is not None

@@ -1,8 +1,8 @@
 """Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
-    degrees × microbatch            bounded by ops split in their fastest way, communicating freely
+    degrees × microbatch            bounded by the fastest split of each op, without communication
     └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
-                                    bounded by the layers as laid out, gathering, reducing, updating
+                                    bounded by these layouts, gathers, reductions and updates
       └ memory is limited           bounded also by the recomputation that any layouts need
         └ layouts that need less memory are solved
                                     bounded also by the recomputation that these need
@@ -181,7 +181,7 @@ class Explorer:
         is_exact = self.objective is Objective.MEMORY
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
         self._looked_beside = 0  # nodes, since the best was proved
-        self._is_choosing = False  # the simplest, once the fastest is proved
+        self._is_choosing = False  # whether the fastest is proved, and the simplest looked for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
@@ -232,9 +232,9 @@ class Explorer:
         ]
 
     def _is_enough(self, passed: int) -> bool:
-        """Whether the best is proved, and there are others to compare it with.
+        """Whether the best is proved, and there are runners-up to compare it with.
 
-        The effort for others is counted, not timed, so that every run finds the same.
+        The effort for runners-up is counted in nodes, not timed, so that every run finds the same.
         """
         self._looked_beside += passed > 0
         return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES

@@ -263,10 +263,10 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1, because a split backward keeps all whole.
+    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1, because backwards are split.
 
-    Its halves find parameters by their autograd nodes, which gathering changes. No hook sees their
-    gradients until the last microbatch is done.
+    The halves of a split backward find parameters by their autograd nodes, which gathering changes.
+    No hook sees gradients until the last microbatch is done. So both stay whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.divides_gradients

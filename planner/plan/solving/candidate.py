@@ -76,11 +76,11 @@ class Questions:
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
-        """Return the memory limit of any rank without libraries, slightly generous."""
+        """Return the largest limit of a rank for its tensors alone, slightly generous."""
         return max(self.room_bytes(arrangement))
 
     def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return the same limit for each pipeline rank."""
+        """Return each pipeline rank's limit for its tensors alone, slightly generous."""
         more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
@@ -120,7 +120,7 @@ class Questions:
 
 
 def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
-    """Return what the inside of layers depends on."""
+    """Return everything that layouts and costs inside layers depend on, beside the devices."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
@@ -131,7 +131,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 
 _ENDLESS = float("inf")
-_SAME = 1e-3  # of the step: closer steps are equal
+_SAME = 1e-3  # of the step: closer steps count as equal
 _TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
 
 
@@ -153,7 +153,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedArrangement:
-    """The result of solving an arrangement: a candidate, and a lower bound of all others of it.
+    """The best candidate of an arrangement, and a lower bound of all its candidates.
 
     An infinite bound without a candidate means that nothing fits. `is_final`: more effort finds
     nothing else.
@@ -166,7 +166,7 @@ class SolvedArrangement:
 
 
 def _nothing(_: int) -> float:
-    """Return 0: nothing is known of a solution."""
+    """Return 0, a lower bound of any layout solution."""
     return 0.0
 
 
@@ -206,8 +206,8 @@ class ArrangementSolver:
         """Return the fastest candidate of an arrangement, within the effort.
 
         The fastest layouts are tried first. Slower ones may need less memory, or have less to
-        reduce. They are skipped if their bound by `least` is not better than the best result, here
-        or before.
+        reduce. They are skipped if their bound by `least` is not better than the best result so
+        far, or than `known_seconds`.
         """
         best: Candidate | None = None
         bound, report, is_final = _ENDLESS, NOTHING_SOLVED, True
@@ -262,7 +262,7 @@ class ArrangementSolver:
         return SolvedArrangement(candidate=best, bound_seconds=_ENDLESS, report=NOTHING_SOLVED)
 
     def _wastes_ranks(self, arrangement: Arrangement, solution: int) -> bool:
-        """Whether all ranks of the tensor axis would do the same, so that fewer devices suffice."""
+        """Whether all tensor ranks would compute the same, so that fewer devices suffice."""
         if arrangement.tensor == 1 or self.demands.may_waste_ranks:
             return False
         return self.costing.solution(inside_of(arrangement, solution)).splits_nothing

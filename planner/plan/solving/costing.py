@@ -58,7 +58,7 @@ class SearchSubject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """Everything that the inside of layers depends on."""
+    """Everything that layouts and costs inside layers depend on, beside the devices."""
 
     tensor: int
     microbatch: int

@@ -116,7 +116,7 @@ def _borders(stages: tuple[PlannedStage, ...]) -> str:
 def _layout_changes(
     before: tuple[ClassLayouts, ...], after: tuple[ClassLayouts, ...]
 ) -> Iterator[Change]:
-    """Yield each class of layers whose ops are split along other axes."""
+    """Yield each module in a class of layers whose ops are split along other axes."""
     for one, other in zip_longest(before, after):
         known = one or other
         assert known is not None

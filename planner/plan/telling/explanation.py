@@ -210,7 +210,7 @@ class Explanation:
 
 
 def explain(plan: StoredPlan) -> Explanation:
-    """Return why a plan is what it is."""
+    """Return what bounds a plan's step and memory, and how well it is proved."""
     shares = shares_of(plan.prediction)
     memory = tuple(
         _stage_memory(number, stage.memory, plan.limit_bytes(plan.stages[number].rank))

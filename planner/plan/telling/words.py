@@ -307,12 +307,12 @@ ADAMW = AdamWDefaults()
 
 
 def is_scheduled_here(plan: StoredPlan) -> bool:
-    """Whether the script has a schedule of its own; with the model file's optimizer it has none."""
+    """Whether the script has autopar's schedule: only without an optimizer in the model file."""
     return not plan.model.has_optimizer and not plan.model.has_scheduler
 
 
 def chosen(plan: StoredPlan) -> Iterator[str]:
-    """Yield each choice, and how to make another."""
+    """Yield each choice that the plan makes for the user, and where to make another."""
     is_declared = any(one.field == "global_batch" for one in plan.constraints)
     if not is_declared and plan.model.batch.fixed is None:
         rows, of_each = plan.arrangement.global_batch, plan.model.tokens_per_row

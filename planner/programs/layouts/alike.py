@@ -25,7 +25,7 @@ _Ends = list[tuple[int, _Way]]  # nodes, and a key of choices that go together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """The position of an op in its layer, and its possible splits."""
+    """Finds nodes of several layer classes that have equal positions, and their equal splits."""
 
     graph: Graph
     axes: GraphAxes
@@ -50,7 +50,7 @@ class Kinds:
                 yield from _together(first, other, nodes)
 
     def _place_of_op(self, node: LayoutNode) -> Hashable | None:
-        """Return an op's position in the layers of its class; None if these are no modules."""
+        """Return an op's position in the layers of its class; None if a layer is no module."""
         layer, calls = self._layer_of(node.layer_class), self.graph.calls
         if layer is None or layer not in self.graph.index.around(node.op.call):
             return None
@@ -76,7 +76,7 @@ class Kinds:
         return layer if layer in self.graph.calls else None
 
     def _within(self, call: str, layer: str) -> Hashable:
-        """Return the position of a call in layers of a kind."""
+        """Return a call's position inside a layer: the layer's class name, and the path in it."""
         around = self.graph.calls[layer]
         return around.class_name, self.graph.calls[call].path.removeprefix(around.path)
 
@@ -88,7 +88,7 @@ class Kinds:
         return self._told(choice.strategy.gives[output])
 
     def _told(self, layout: Layout) -> Hashable:
-        """Return a key of a layout without its gradient, which one of two layers may lack."""
+        """Return a key of a layout that is equal for I and R: one of two layers may be frozen."""
         if layout.kind is LayoutKind.SPLIT:
             return layout.dim, self.axes.names[layout.axis]
         return WHOLE.kind if layout.kind is LayoutKind.REPLICATED else layout.kind

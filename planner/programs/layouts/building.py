@@ -161,7 +161,7 @@ class _Builder:
         )
 
     def _is_told_apart(self, op: Op, strategy: OpLayout) -> bool:
-        """Whether a split is ambiguous: two axes of a dim share a common name in the class."""
+        """Whether a split is unambiguous: no two axes of a dim have the same common name."""
         pairs = zip((*op.inputs, *op.outputs), (*strategy.needs, *strategy.gives), strict=True)
         return all(
             self.slots.tells_apart(name, layout.dim, self.axes)
@@ -309,7 +309,7 @@ def _op_split(strategy: OpLayout, degree: int) -> OpSplit | None:
 
 
 def _given(graph: Graph) -> frozenset[str]:
-    """Return the tensors that depend on inputs and constants alone."""
+    """Return the tensors that depend only on inputs, constants and buffers."""
     outside = (TensorOrigin.INPUT, TensorOrigin.CONSTANT, TensorOrigin.BUFFER)
     given = {tensor.name for tensor in graph.tensors.values() if tensor.origin in outside}
     for op in graph.ops:

@@ -33,18 +33,19 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# A small weight of the other objective, to break ties: of equally fast layouts the smallest.
+# A small weight of the other objective, to break ties: equally fast layouts compete in memory.
 _TIE = 1e-6
-# Closer points of the front, in time and in memory, are the same.
+# Points of the front that differ by less, in time and in memory, count as the same.
 _SAME = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The measure of memory: a rank's saved bytes and weight bytes, each times a factor.
+    """How memory is counted: a rank's saved bytes and weight bytes, each times a factor.
 
     Saved bytes count for every microbatch in flight; weights include gradients and optimizer
-    states. Without `bytes`, the front extends from the fastest to the smallest layouts.
+    states. `bytes` are limits: for each, the front has the fastest layouts within it. Without
+    limits, the front extends from the fastest to the smallest layouts.
     """
 
     saved_factor: float = 1.0
@@ -62,7 +63,7 @@ class LinePrice:
 
     share: float
     microbatches: int
-    growth: float | None = None  # of the bytes, at most; None: any
+    growth: float | None = None  # the most that bytes may grow, as a factor; None: any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class LayoutSolution:
     """A choice of layouts for a whole graph, and the cost of one microbatch.
 
     `layouts[c][i]` is for the op at position i of the first layer of class c, in that layer's axes
-    (`slots.own_layouts` returns those of others). `crossing` has the layout of each tensor that
+    (`own_layouts` returns those of other layers). `crossing` has the layout of each tensor that
     passes between layers; the layer that makes it converts it to this layout. `seconds` are forward
     and backward of all layers on one rank. After a time-out, `is_proved` is False.
     """
@@ -143,16 +144,16 @@ class LayoutProgram:
         return tuple(map(self._told, self._front.points))
 
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
-        """Return layouts near those of a number in the front that make a script print less.
+        """Return layouts with fewer printed lines than the point of this number in the front.
 
-        The layouts are slower by less than the share that lines are worth.
+        They are slower by less than what the saved lines are worth.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)
         return self._told(self._front.simpler(near, lines, price))
 
     def _lines(self, microbatches: int, is_one_stage: bool) -> CountedLines:
-        """Return what a script prints for one stage, or for several."""
+        """Return the lines that a script prints, with one stage or with several."""
         key = microbatches, is_one_stage
         if key not in self._counted:
             place, problem = self._place, self._problem.in_steps_of(microbatches)
@@ -217,9 +218,9 @@ class Front:
     def points(self) -> tuple[SolvedPoint, ...]:
         """The front: the fastest first, without dominated and near-equal points.
 
-        Without budgets: the ends of the front, then the point furthest below the line between two
-        neighbours, by pricing bytes along that line. Such a program has no budget constraint and is
-        much easier; it only misses points above the line.
+        Without limits, the ends of the front are found first. Then bytes get the price of the line
+        between two neighbours, which finds the point furthest below this line. Such a program has
+        no budget constraint and is much easier; it only misses points above the line.
         """
         if self._budget.bytes is not None:
             found = [self._fastest(limit) for limit in self._budget.bytes]
@@ -239,7 +240,7 @@ class Front:
         return _pareto(front)
 
     def simpler(self, near: SolvedPoint, lines: CountedLines, price: LinePrice) -> SolvedPoint:
-        """Return the best point if the lines that `near` prints together cost the share."""
+        """Return the best point if lines have a price: all lines of `near` cost the share."""
         printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
         if not printed or cost is None:
             return near

@@ -1,4 +1,4 @@
-"""Conversions and prices of the choices of a layout problem."""
+"""Finds the nodes of a layout problem and the uses of tensors; says what a pricer must answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SecondsOf(Protocol):
 
     @property
     def forward_seconds(self) -> float:
-        """Of the forward."""
+        """Seconds of the forward."""
 
     @property
     def backward_seconds(self) -> float:
-        """Of the backward, the gradient of weights with it."""
+        """Seconds of the backward, including gradients of weights."""
 
 
 class KeptOfOp(Protocol):
@@ -34,14 +34,14 @@ class KeptOfOp(Protocol):
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The tensors, by the op's names."""
+        """The tensors, by the names of the op's operands and results."""
 
     def own_bytes(self, split: OpSplit | None) -> int:
         """Return the bytes of masks and statistics, which are no tensors of the graph."""
 
 
 class MemoryOf(Protocol):
-    """Which memory tensors use."""
+    """Knows which memory a tensor uses."""
 
     def root(self, name: str) -> str:
         """Return the tensor that owns this tensor's memory."""
@@ -81,10 +81,10 @@ Ends = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A use of a tensor by a layer's ops (node, input).
+    """The uses of a tensor by one layer's ops: consumers are (node, input).
 
-    `producer` is the op of this layer that makes it, or None if it comes from its slot. `leaves`
-    means that other layers need it, too. If none of these is set, it is the loss.
+    `producer` is (node, output) of this layer, or None if the tensor comes from its slot. `leaves`
+    means that other layers need it, too. Without consumers and `leaves`, the tensor is the loss.
     """
 
     slot: str
@@ -153,7 +153,7 @@ def crossing_tensors(layers: Layers) -> frozenset[str]:
 def count_needs(
     graph: Graph, layers: Layers, slots: Slots, nodes: Numbering
 ) -> Mapping[Need, tuple[str, int]]:
-    """Return all uses, each with its first tensor, and the number of layers."""
+    """Map each need to the first tensor that has it, and the number of layers with this need."""
     crossing = crossing_tensors(layers)
     counts: Counter[Need] = Counter()
     tensors: dict[Need, str] = {}

@@ -188,9 +188,10 @@ class _Reader:
 
     @cached_property
     def small(self) -> frozenset[str]:
-        """The calls printed inline in their callers: of modules of PyTorch without children.
+        """The calls printed inline in their callers: of Sequential, and of PyTorch's small modules.
 
-        Such a module runs its ops by the same expression of the author that calls it.
+        A small module has no children, and its ops have the spans of the author's expression that
+        calls it.
         """
         ops_in = self.graph.index.ops_in
         return frozenset(
@@ -247,7 +248,7 @@ class _Reader:
         return found
 
     def _changes(self, op: Op, layout: OpLayout) -> bool:
-        """Whether an op's code is changed, or may confuse the size of a part with another."""
+        """Whether an op's code is changed, or contains sizes while one of its tensors is split."""
         parts = any(map(is_split, (*layout.needs, *layout.gives)))
         is_told = bool(rule_of(op.target).sizes) and parts
         return is_told or changes_code(op, layout, self.graph, self.axes)

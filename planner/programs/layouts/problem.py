@@ -5,8 +5,8 @@ make, and those that they get from outside or from other layers, by slot. Demand
 of one layer need of one source, where conversions are paid; keeps are what stays in memory for the
 backward. Code is the lines that a script prints for the model's classes.
 
-A tensor that crosses layers has one layout at its slot: the layer that makes it converts it to
-that, and the layers that need it see nothing else, so layers of one class stay alike.
+A tensor that crosses layers has one layout at its slot. The layer that makes the tensor converts it
+to this layout, and later layers see only this layout. So layers of one class stay alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.planner.graph.ops import Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One strategy of an op; its layouts are in the common names of the axes (slots.py)."""
+    """One strategy of an op; `needs` and `gives` use the common names of axes (`Slots`)."""
 
     strategy: OpLayout
     needs: tuple[Layout, ...]
@@ -43,7 +43,7 @@ class LayoutNode:
 class ChoiceSource:
     """A tensor that an op makes (node, output), or a slot that lies in one of some layouts.
 
-    Layout l of a slot costs seconds[l] and takes weight_bytes[l]: nothing but for parameters.
+    Layout l of a slot costs seconds[l] and takes weight_bytes[l]; both are 0 except for parameters.
     """
 
     tensor: str
@@ -58,8 +58,8 @@ class Demand:
     """What the ops of one layer (node, input) need of a source, in `count` layers.
 
     `crosses` is the slot (a source) in whose layout the tensor leaves the layer, -1 if it stays.
-    `seconds` has the conversions that there are, from the produced to the needed layout.
-    Needed by nothing, it is the loss, which has to be whole.
+    `seconds` has the possible conversions, from the produced to the needed layout. A source that
+    no op needs and that does not cross is the loss, which has to be whole.
     """
 
     source: int
@@ -85,7 +85,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameChoices:
-    """Some choices of two nodes: if one of the nodes has one of its own, so has the other."""
+    """Choices of two nodes that go together: either both nodes take one of theirs, or none does."""
 
     first: tuple[int, tuple[int, ...]]
     second: tuple[int, tuple[int, ...]]
@@ -93,7 +93,7 @@ class SameChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All of it."""
+    """The nodes, sources, demands and keeps of a layout problem, and choices that go together."""
 
     nodes: tuple[LayoutNode, ...]
     sources: tuple[ChoiceSource, ...]
@@ -112,7 +112,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedCode:
-    """Choices of a node for which a script opens one of `classes`, and prints more lines."""
+    """Choices of a node for which a script opens one of `classes`, and prints `lines` more."""
 
     node: int
     choices: tuple[int, ...]
@@ -173,9 +173,9 @@ class AssignmentTotals:
 
 
 def totals(problem: Problem, assignment: Assignment) -> AssignmentTotals | None:
-    """Return what an assignment costs, None where it is not allowed.
+    """Return what an assignment costs, or None if it is not allowed.
 
-    That is where a needed conversion does not exist, or nodes that go together do not.
+    It is not allowed if a needed conversion does not exist, or if choices that go together differ.
     """
     if not all(_go_together(assignment, one) for one in problem.alike):
         return None

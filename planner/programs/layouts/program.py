@@ -43,10 +43,10 @@ Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramUnits:
-    """The units of the program, and what of the bytes counts.
+    """The units of the program, and the factors of saved and weight bytes.
 
-    The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit, where
-    bytes = saved_factor · saved + weight_factor · weights, and line_price · lines beside these.
+    The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit +
+    line_price · lines, where bytes = saved_factor · saved + weight_factor · weights.
     """
 
     second_unit: float
@@ -74,7 +74,7 @@ class _Model:
 class LayoutModel:
     """The program of one problem; it is solved with several budgets and prices.
 
-    Printed lines count where it is told what they are.
+    Printed lines count only if `code` is given.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def _require_alike(model: _Model) -> None:
 
 
 def _count_lines(model: _Model, code: PrintedCode) -> list[pulp.LpVariable]:
-    """Make o, and price what is printed."""
+    """Make o, count the printed lines of each choice, and return o."""
     opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
     model.lines += zip(opened, code.lines, strict=True)
     for one in code.changed:

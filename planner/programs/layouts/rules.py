@@ -112,8 +112,8 @@ Converts = Callable[[Layout, Layout], bool]
 class Edge:
     """A tensor between its producing op, or its slot's layouts, and the ops of one layer.
 
-    Ends are (node, position); `layouts` is None if an op makes it. Without consumers, it is the
-    loss.
+    Ends are (node, position); `layouts` is None if an op makes the tensor. Without consumers, the
+    tensor is the loss.
     """
 
     producer: tuple[int, int] | None
@@ -196,7 +196,7 @@ class Ban:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """Axes by name (seq, heads, ffn); an empty `allowed` allows all."""
+    """Rules for axes by name (seq, heads, ffn); if `allowed` is None, all are allowed."""
 
     forbidden: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None

@@ -218,7 +218,7 @@ class _Strategies:
         return tuple(dict.fromkeys(found))
 
     def is_function(self) -> bool:
-        """Whether it is a custom function, whose backward may be nonlinear."""
+        """Whether the op is in a custom autograd function, whose backward may be nonlinear."""
         calls = self.graph.calls
         return any(calls[call].is_function for call in self.graph.index.around(self.op.call))
 
@@ -233,12 +233,12 @@ class _Strategies:
     # --- not split
 
     def whole(self) -> OpLayout:
-        """Return: the same on every rank, whole gradients."""
+        """Return the strategy in which every rank computes the same, with whole gradients."""
         needs, gives = [WHOLE] * len(self.op.inputs), [WHOLE] * len(self.op.outputs)
         return self._strategy(needs, gives)
 
     def replicated(self) -> OpLayout:
-        """Return: the same on every rank, gradients are partial sums."""
+        """Return the strategy in which every rank computes the same, with partial gradients."""
         return self._strategy(
             list(map(self._unsplit, self.op.inputs)), list(map(self._unsplit, self.op.outputs))
         )
@@ -342,13 +342,13 @@ class _Strategies:
     # --- what the op is
 
     def _sums(self) -> bool:
-        """Whether it sums over a letter that no result has, or takes the mean over it."""
+        """Whether the op sums over a letter that no result has, or takes the mean over it."""
         kind = self.rule.kind
         is_sum = kind.is_loss or kind.reads_table or kind in (OpKind.SUM, OpKind.MEAN)
         return bool(self.rule.contracts) or is_sum
 
     def _is_read(self, name: str) -> bool:
-        """Whether a result is used; ops of ATen often have more results."""
+        """Whether a result is used; ops of ATen often have results that nothing reads."""
         return name == self.op.outputs[0] or bool(self.graph.index.readers.get(name))
 
     def _is_added(self, place: int) -> bool:
@@ -361,7 +361,7 @@ class _Strategies:
         return not self.graph.tensors[name].is_whole_numbered
 
     def _unsplit(self, name: str) -> Layout:
-        """Return: the same value on every rank, with its gradient (if any) a partial sum."""
+        """Return the layout of an equal value on every rank, whose gradient is a partial sum."""
         flows = any(self.graph.tensors[out].requires_grad for out in self.op.outputs)
         return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
 

@@ -3,7 +3,7 @@
     GPipe, 1F1B        shortest paths bound all cuts, and exclude most intervals (floors.py)
     other schedules    a program with divisible layers bounds all cuts (divisible.py)
     a cut              that of the bound, priced exactly; its borders are moved while that helps
-    program            repeatedly the unpriced cut of the least bound (chooser.py)
+    program            repeatedly the unpriced cut of the least bound (program.py)
 
 The program's cut has the least bound of the unpriced ones. It is priced and excluded, and its
 critical path becomes a row. So the program's bound rises until it reaches the best known cut, which
@@ -45,7 +45,7 @@ class Effort:
     starts: int  # cuts of divisible layers whose borders are moved
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
-    program_seconds: float  # for all programs of it
+    program_seconds: float  # for all stage programs of the arrangement together
     gap: float  # relative: bound and best need not be closer
     most_columns: int  # of a program; a larger one is not solved
     is_last: bool = False  # then open arrangements are solved in whole numbers
@@ -65,7 +65,7 @@ class StageAnswer:
 
 
 class Chooser:
-    """A question being answered; further calls continue from what it has found."""
+    """Answers a question; with more effort, it continues from the cuts and bounds found so far."""
 
     def __init__(self, question: StageQuestion, effort: Effort, chains: Chains) -> None:
         self.question, self.effort, self.cutoff = question, effort, math.inf
@@ -295,12 +295,12 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
 
 
 def is_wide(arrangement: Arrangement) -> bool:
-    """Whether an arrangement has too many stages for more than bounds with the last effort."""
+    """Whether an arrangement has so many stages that the last effort only computes bounds."""
     return arrangement.pipeline * arrangement.stages_per_rank > _MOST_STAGES
 
 
 def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
-    """Return a lower bound of cuts with whole layers on each rank; not more than asked for."""
+    """Return a lower bound of cuts with whole layers on each rank, but no more than is useful."""
     asked = (1.0 - _ASKED) * chooser.top
     if bound_seconds >= asked or is_wide(chooser.question.arrangement):
         return bound_seconds
@@ -346,7 +346,7 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
 
 
 def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
-    """Return the bounds of whole steps."""
+    """Return the bounds of whole steps: reductions, optimizer and other terms are added."""
     question = chooser.question
     floors = floors_of(question, columns, chooser.columns.transfers)
     stage = np.array([one.stage for one in columns])

@@ -2,7 +2,7 @@
 
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
-    stages_take            t  =  what an action takes  +  Σ seconds · x
+    stages_take            t  =  the host's time for an action  +  Σ seconds · x
     memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (parts.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
                            R of a stage  ≥  its reduction  −  its last backward
@@ -50,9 +50,9 @@ _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """The number of layers of each stage, with fractions.
+    """The number of layers of each stage, with fractions, and a lower bound.
 
-    And a lower bound. Empty: nothing fits.
+    `lengths` is empty if nothing fits, or nothing was found.
     """
 
     lengths: tuple[float, ...]
@@ -244,7 +244,7 @@ class Divisible:
         return table
 
     def _piece_seconds(self, piece: LayerPiece) -> tuple[float, float, float, float]:
-        """Return what a layer adds at least to its stage's passes, in a chain's order."""
+        """Return the least seconds that a layer adds to its stage, by kind of action."""
         cost = piece.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)
         backward = cost.backward_seconds + self._data.each_backward_more(cost)
@@ -254,7 +254,7 @@ class Divisible:
         return forward, backward, backward - weights, weights
 
     def _reductions_outlast(self) -> list[int]:
-        """A reduction slows the backward beside it, and may take longer than that.
+        """A reduction slows the backward beside it, and may take longer than this backward.
 
         Nothing is computed beside the reduction of a stage's first layer, whose gradients are last.
         """

@@ -22,7 +22,7 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
-_FEW = 64  # up to so many mixes are all examined
+_FEW = 64  # above this number, dominated mixes are dropped after each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,7 +176,7 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return a cut into stages of about equal time, at allowed borders; or none."""
+    """Return a cut into stages of about equal time, at allowed borders; () if there is none."""
     stages = question.shape.stages
     sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
     wanted = sums[-1] * np.arange(1, stages) / stages
@@ -184,7 +184,7 @@ def even_cut(question: StageQuestion) -> Cut:
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
-    """Return the cut nearest to some borders, at allowed borders; or none."""
+    """Return the cut with the allowed borders nearest to these; () if there is none."""
     cut = [0]
     for stage, wanted in enumerate(borders, start=1):
         first, last = question.windows[stage]

@@ -54,7 +54,7 @@ class CutAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floor:
-    """The value that a cut must be below, and chains that exclude it quickly."""
+    """The value that a cut must be below, and chains that exclude a cut quickly."""
 
     chains: Chains
     below_seconds: float  # of a whole step

@@ -42,9 +42,9 @@ _ENDLESS_SECONDS = 1e3  # a backward long enough to hide every reduction but the
 class Offer:
     """A way to run some layers as a stage.
 
-    `times` are a schedule's, without the transfer. `least_times` and `least_reduction_seconds` are
-    lower bounds of all mixes of these layers that take as long or longer and are not offered. The
-    exact price is computed on demand.
+    `times` are the seconds of each kind of action, without the transfer. `least_times` and
+    `least_reduction_seconds` are lower bounds for this offer, and for mixes of these layers that
+    take longer and are not offered. The exact price is computed on demand.
     """
 
     modes: tuple[Recompute, ...]
@@ -73,7 +73,7 @@ class Offer:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch, forward and backward."""
+        """The least seconds of one microbatch, forward and backward."""
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
     def held_bytes(self, moments: Moments, place: int) -> Floats:
@@ -86,7 +86,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hidden:
-    """What sharing data adds to a backward and after it, with everything hidden that can be."""
+    """What sharing data adds to a backward, and after it, if the backward hides all that it can."""
 
     wait_seconds: float
     reduction_seconds: float
@@ -160,7 +160,7 @@ class Offers:
     def _near(self, stage: int, content: Content) -> Mixes:
         """Return the mixes of a rank's only stage.
 
-        In the only backward of a step, those that fit.
+        If a step has only one backward, these are only the mixes that fit.
         """
         question, rank = self.question, self.question.ranks[stage]
         if not question.arrangement.is_one_pass:
@@ -177,7 +177,7 @@ class Offers:
         )
 
     def _likely(self, stage: int, mixes: Mixes, plain: Offer) -> list[int]:
-        """Return the mixes that fit by their sums."""
+        """Return the indices of the mixes that fit by their approximate sums."""
         if self.question.arrangement.is_one_pass:
             return list(range(len(mixes)))
         rank = self.question.ranks[stage]
@@ -195,7 +195,7 @@ class Offers:
         yield from self._summed(stage, content, mixes, is_whole=is_whole)
 
     def every(self, stage: int, content: Content) -> tuple[Offer, ...]:
-        """Return intermediate offers as well, as many as are useful."""
+        """Return offers spread evenly over all mixes of the layers, to fill a rank's memory."""
         key = "every", self.question.kinds[stage], stage == 0, content
         if key not in self._known:
             mixes = self.mixes(stage, content)
@@ -325,7 +325,7 @@ class Offers:
         )
 
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
-        """Return the least backward of a mix: its layers' time, or that of the collectives."""
+        """Return the least backward of a mix: its layers' seconds, or those of the collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
         if not self.question.arrangement.zero.divides_gradients:
             return float(plain.times[1]) + more

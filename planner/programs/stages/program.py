@@ -1,13 +1,13 @@
 """The stage program: which consecutive layers go on which stage of a pipeline, and how they run.
 
-What a stage may be is a column (columns.py): layers, their modes, what these take and hold. A place
-is a border between layers; the inside of a run of equal layers is one place, for only their number
-matters there. Over the columns c of each stage p,
+A column is a possible stage (floors.py): layers, their modes, their seconds and bytes. A place is a
+border between layers; all borders inside a run of equal layers are one place, because only the
+number of layers matters there. Over the columns c of each stage p,
 
     z[c] ∈ {0,1}      stage p is the column c
-    y[c] ∈ [0,1]      instead, where modes in between two columns are left out: a bound
+    y[c] ∈ [0,1]      instead of z, if mixes between two columns are left out: a bound
     u[i] ∈ {0,1}      then: stage p is the interval i, which these columns share
-    t[p,k]            seconds of stage p in action k (chains.py), transfers among them
+    t[p,k]            seconds of stage p in action k (paths.py), transfers among them
     L, G, O ≥ 0       the longest chain, what is gathered before it, the slowest optimizer
 
     minimise  L + G + O
@@ -23,8 +23,8 @@ matters there. Over the columns c of each stage p,
     memory_is_kept              Σ_c of rank r bytes at moment k · z[c] ≤ memory of r
     cuts_are_excluded           Σ_p u of a cut ≤ stages − 1              for cuts priced before
 
-Every chain bounds a step from below, so the optimum does; it is the step of its columns where these
-are exact and the chain that decides them is among the rows.
+Every chain bounds a step from below, and so does the optimum. The optimum is the step of its
+columns if their times are exact and their longest chain is among the rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from autopar.planner.programs.stages.floors import Column
 from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
 
-_FEW_COLUMNS = 400  # a program with at most so many is solved at once
+_FEW_COLUMNS = 400  # a program with no more columns is solved by the default solver
 _CLOSE = 1e-7  # of the objective: the tolerance of the optimum
 Term = tuple[pulp.LpVariable, float]
 _Key = tuple[int, Place, Place, Content]  # an interval on a stage

@@ -135,7 +135,7 @@ class StageQuestion:
 
     @property
     def merges_runs(self) -> bool:
-        """Whether all places inside a run of equal layers are one; pins distinguish them.
+        """Whether all places inside a run of equal layers count as one; pins distinguish them.
 
         With one stage per rank this is not needed: most intervals are excluded before.
         """

@@ -19,7 +19,7 @@ _PROGRAM_SECONDS = 20.0
 
 
 def smallest_stages(question: StageQuestion) -> PricedCut | None:
-    """Return the cut with the least memory, or None if the layers cannot be cut so."""
+    """Return the cut with the least memory, or None if the layers cannot be cut into stages."""
     if any(first > last for first, last in question.windows):
         return None
     columns = Columns(question)
@@ -69,7 +69,7 @@ class _Lightest:
         return self._known[key]
 
     def least_maximum(self, longest: int) -> tuple[float, Cut]:
-        """Return the least maximum over stages, for intervals up to a length."""
+        """Return the least bytes of the fullest stage, and the cut, for stages up to a length."""
         count, stages = len(self.question.classes), self.question.shape.stages
         best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
         for stage in range(stages):
@@ -88,7 +88,7 @@ class _Lightest:
         return best[stages][count][0], tuple(reversed(cut))
 
     def least_of(self, length: int) -> float:
-        """Return the memory of the lightest stage with so many layers."""
+        """Return the memory of the lightest stage with this number of layers."""
         stages = range(self.question.shape.stages)
         return min(
             (
