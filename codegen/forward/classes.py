@@ -76,9 +76,9 @@ def _crossing(one: CrossingTensor, builder: BodyBuilder) -> Expression:
     given: list[Expression] = [joined(tuple(shape))]
     layout = one.layout
     if layout.kind is LayoutKind.SPLIT:
-        dim = split.axes.dims[one.name][layout.dim]
-        parts = builder.sizes.listed(dim, layout.axis)
-        given.append(call("Split", literal(layout.dim), parts))
+        dim = split.axes.dims[one.name][layout.dim], layout.axis
+        parts = [] if builder.sizes.are_single(*dim) else [builder.sizes.listed(*dim)]
+        given.append(call("Split", literal(layout.dim), *parts))
     keywords: list[tuple[str, Expression]] = []
     if one.dtype != MODEL_DTYPE:
         keywords.append(("dtype", text(f"torch.{identifier(one.dtype)}")))

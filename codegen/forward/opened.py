@@ -282,3 +282,8 @@ class OpenedSource:
     own_rows: tuple[str, ...] = ()
     splits_rows: bool = False
     absent: tuple[str, ...] = ()
+
+    @property
+    def is_printed(self) -> bool:
+        """Whether the script contains code of the model."""
+        return bool(self.classes or self.stages or self.loss)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -266,8 +266,9 @@ TEMPLATE = "train.py.j2"
 def render(view: ScriptView) -> Source:
     """Return the text of a script, with the imports it uses."""
     template = environment().get_template(TEMPLATE)
-    body = template.render(view=view, imports=Source())
-    return Source(template.render(view=view, imports=script_imports(body)))
+    parts = {one.name: getattr(view, one.name) for one in fields(view)}
+    body = template.render(**parts, imports=Source())
+    return Source(template.render(**parts, imports=script_imports(body)))
 
 
 def refuse_overwriting(

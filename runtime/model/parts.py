@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
+from autopar.runtime.tensor.shards import Split, note_ties, places
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
 OUTERMOST = "_autopar_recomputes"  # marks an instance whose own forward wraps that of its classes
@@ -125,15 +125,17 @@ class Crossing:
         # sizes may be negative while lengths are unknown, as in `h - 4`
         shape = [max(size, 0) for size in sizes]
         if self.split is not None:
-            shape[self.split.dim] = local_size(self.split.parts, tensor)
+            shape[self.split.dim] = self.split.cut(shape, tensor).sizes[tensor.rank]
         dtype = self.dtype or dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.has_gradient)
 
     @property
     def length(self) -> int | None:
         """The whole length of the split dim, if it varies between batches; else None."""
-        parts = self.split.parts if self.split is not None else ()
-        return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else None
+        if self.split is None or self.split.parts is not None:
+            return None
+        size = self.shape[self.split.dim]
+        return size if isinstance(size, int) else None
 
 
 Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple[Crossing, ...]]

@@ -336,7 +336,7 @@ def test_ranks_that_share_rows_are_given_what_they_read(tmp_path: Path) -> None:
     plan = plan_for(file, trace(file), (), degrees=(1, 1, 2), split=("batch",))
     text = emit(plan, destination=tmp_path / "train.py")
     assert 'OWN_ROWS = ("input",)' in text
-    assert "gathered_rows(batch, OWN_ROWS" in text
+    assert "own=OWN_ROWS" in text
 
 
 GROUPED = """

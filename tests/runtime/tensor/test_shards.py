@@ -13,7 +13,6 @@ from autopar.runtime.tensor.shards import (
     chunks_by_name,
     local_part,
     local_size,
-    ranges,
     shard_parameters,
     within,
 )
@@ -24,10 +23,17 @@ FUSED = Split(0, ((3, 2), (3, 2), (3, 2)))  # q, k and v of three heads of two
 
 
 def test_the_shard_of_a_concat_is_the_concat_of_the_shards() -> None:
-    assert ranges(FUSED, 0, 2) == ((0, 4), (6, 10), (12, 16))
-    assert ranges(FUSED, 1, 2) == ((4, 6), (10, 12), (16, 18))
-    whole = torch.arange(18)
+    whole, axis = torch.arange(18), Axis(0, 2, None)
+    first, second = FUSED.cut(whole.shape, axis).ranges
+    assert first == ((0, 4), (6, 10), (12, 16))
+    assert second == ((4, 6), (10, 12), (16, 18))
     assert local_part(whole, FUSED, Axis(1, 2, None)).tolist() == [4, 5, 10, 11, 16, 17]
+
+
+def test_a_split_without_parts_cuts_single_elements() -> None:
+    whole = torch.arange(7)
+    found = [local_part(whole, Split(0), Axis(rank, 3, None)).tolist() for rank in range(3)]
+    assert found == [[0, 1, 2], [3, 4], [5, 6]]
 
 
 @given(
