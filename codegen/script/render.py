@@ -59,14 +59,13 @@ def environment() -> Environment:
     return made
 
 
-_SECTIONS = ("__future__", "standard", "others", "autopar")
+_SECTIONS = ("standard", "others", "autopar")
 
 
 def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
     """Return the imports of a script in isort's order, from the names that its body uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    lines = {"from __future__ import annotations", *imports_of([body])}
-    lines |= {known[name] for name in used & set(known)}
+    lines = {*imports_of([body]), *(known[name] for name in used & set(known))}
     return sorted_imports(lines)
 
 
@@ -109,7 +108,7 @@ def _member_order(name: str) -> tuple[int, str]:
 
 def _section(module: str) -> str:
     top = module.partition(".")[0]
-    if top in ("__future__", "autopar"):
+    if top == "autopar":
         return top
     return "standard" if top in sys.stdlib_module_names else "others"
 

@@ -15,6 +15,7 @@ from autopar.planner.costs.prediction import Arrangement, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
     TERM_PARTS,
@@ -36,7 +37,6 @@ from autopar.planner.plan.telling.words import (
 )
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
-from autopar.runtime.data_parallel.wrapping import BUCKET_BYTES
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 _FEW = 8  # data ranks, at most, whose rows are listed one by one
@@ -218,7 +218,7 @@ def has_copies(arranged: Arrangement) -> bool:
 def has_own_buckets(arranged: Arrangement) -> bool:
     """Whether gradients are sent in buckets of another size than DDP's."""
     is_bucketed = arranged.data > 1 and not arranged.zero.divides_gradients
-    return is_bucketed and arranged.bucket_bytes != BUCKET_BYTES
+    return is_bucketed and arranged.bucket_bytes != DEFAULT_BUCKET_BYTES
 
 
 def _in_mebibytes(size_bytes: int) -> Source:

@@ -172,7 +172,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (
-            "ROWS Crossing StagePart compile_layers freeze keep_apart named names_of expand "
+            "ROWS Crossing StagePart compile_layers freeze keep_apart expand shard_parameters "
             "submodules take_classes"
         ),
         "autopar.runtime.optimizer": (
@@ -185,7 +185,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "tell_errors_once"
         ),
         "autopar.runtime.recompute": "recompute update_once",
-        "autopar.runtime.tensor": "Split shard_parameters",
+        "autopar.runtime.tensor": "Split",
         "autopar.runtime.weights": "Recipe load_weights record",
     }
 )

@@ -245,19 +245,6 @@ def local_chunks(shape: tuple[int, ...], split: Split | None, axis: Axis) -> Chu
     return Chunks(shape, tuple(held))
 
 
-def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
-    """Replace every named parameter or buffer, under all its aliases, by this rank's part."""
-    aliases = group_aliases(places(model))
-    check_names(splits, {place.name for group in aliases for place in group})
-    for group in aliases:
-        split = split_of(group, splits)
-        if split is not None:
-            first = group[0].tensor
-            with torch.no_grad():
-                part = local_part(first.detach(), split, axis)
-            put(group, part, local_chunks(tuple(first.shape), split, axis))
-
-
 def places(model: nn.Module) -> Iterator[TensorPlace]:
     """Yield every parameter and buffer under all of its names."""
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -28,9 +28,7 @@ Why this plan: of 5 ways to arrange the training none is faster than 48.89 ms; c
 its step.
 Layers are laid out more simply than in the fastest way, 1.29% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: e89a9f0f415fe20d, plan 29bf355c39fc572f.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: ab46e45b6537224e, plan 29bf355c39fc572f.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,7 +45,7 @@ from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
-from autopar.runtime.model import named, names_of, take_classes
+from autopar.runtime.model import shard_parameters, take_classes
 from autopar.runtime.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -65,14 +63,7 @@ from autopar.runtime.ranks import (
     stop,
     tell_errors_once,
 )
-from autopar.runtime.tensor import (
-    Split,
-    exchange,
-    gather,
-    shard_parameters,
-    take_shard,
-    vocab_parallel_cross_entropy,
-)
+from autopar.runtime.tensor import Split, exchange, gather, take_shard, vocab_parallel_cross_entropy
 from autopar.runtime.weights import Recipe, load_weights, record
 
 if __name__ == "__main__":
@@ -200,9 +191,9 @@ REPLICATED = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build the model without memory, cut as planned, and return how to make its weights."""
+    """Build the model without memory, and the recipe of its weights."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
-    shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    shard_parameters(model, SPLITS, mesh.tensor)
     take_classes(model, CLASSES, mesh.tensor)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[REPLICATED])
     return model, recipe
@@ -215,7 +206,7 @@ def loss_of(model: nn.Module, batch: Batch, tensor: Axis) -> Tensor:
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 

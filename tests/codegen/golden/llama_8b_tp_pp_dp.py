@@ -29,9 +29,7 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 50da06756e6a4cec, plan 6021a0ca12f11f87.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: 2283d3e188e29e34, plan 6021a0ca12f11f87.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,8 +51,7 @@ from autopar.runtime.model import (
     Crossing,
     StagePart,
     expand,
-    named,
-    names_of,
+    shard_parameters,
     submodules,
     take_classes,
 )
@@ -80,7 +77,6 @@ from autopar.runtime.tensor import (
     Split,
     gather,
     scatter_sum,
-    shard_parameters,
     take_shard,
     vocab_parallel_cross_entropy,
 )
@@ -251,7 +247,7 @@ STAGES = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, cut as planned, and how to make their weights."""
+    """Build this rank's stages without memory, and the recipe of their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -260,8 +256,8 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Re
 
 
 def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
-    """Turn the model into one stage: with the class of the stage, and only what that holds."""
-    shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    """Turn the model into one stage, which has only the modules that it runs."""
+    shard_parameters(model, SPLITS, mesh.tensor)
     part = STAGES[index].taken_from(model, mesh.tensor)
     take_classes(part, CLASSES, mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, units=submodules(part, LAYERS))
@@ -269,7 +265,7 @@ def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 

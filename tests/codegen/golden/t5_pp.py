@@ -24,9 +24,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 79% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 56f0e848fa27a7ca, plan 8e67db38722c41c0.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: 2e07f24316b7ad38, plan 8e67db38722c41c0.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -146,7 +144,7 @@ TIES = (Tie(("shared.weight",), (0, 1)),)
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, cut as planned, and how to make their weights."""
+    """Build this rank's stages without memory, and the recipe of their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -155,14 +153,14 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Re
 
 
 def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
-    """Turn the model into one stage: with the class of the stage, and only what that holds."""
+    """Turn the model into one stage, which has only the modules that it runs."""
     part = STAGES[index].taken_from(model, mesh.tensor)
     wrap(part, mesh, compute_dtype=dtype)
     return stage_at(index, STAGES, part, mesh, dtype=dtype)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.tensor.shards import (
     Chunks,
@@ -13,7 +14,6 @@ from autopar.runtime.tensor.shards import (
     chunks_by_name,
     local_part,
     local_size,
-    shard_parameters,
     within,
 )
 from autopar.runtime.tensor.slices import Parts, cut
@@ -89,6 +89,12 @@ def test_all_names_of_a_tied_parameter_get_the_same_shard(device: str) -> None:
     assert chunks["embedding.weight"] == Chunks((7, 4), (((4, 7),), ((0, 4),)))
     assert chunks["embedding.weight"].local_shape == (3, 4)
     assert chunks["norm.weight"] == Chunks((6,), (((0, 6),),))
+
+
+def test_a_star_in_a_name_stands_for_the_number_of_a_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    shard_parameters(model, {"*.weight": Split(0)}, Axis(0, 2, None))
+    assert [tuple(one.shape) for one in model.parameters()] == [(2, 2), (4,), (3, 4), (6,)]
 
 
 def test_a_recurrent_layer_sees_its_new_parameters() -> None:
