@@ -267,7 +267,7 @@ def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
         return Source()
     found = numbered_rows(patterns(classes, subject.modules))
     rows = [(*row(names, identifier(kind)), "") for names, kind in found]
-    return table("CLASSES: dict[str, type[nn.Module]]", ("{", "}"), rows)
+    return table("CLASSES", ("{", "}"), rows)
 
 
 def _own_rows_table(opened: OpenedSource) -> Source:

@@ -210,9 +210,9 @@ HARMLESS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
                  "        total += loss.detach()\n        assert loss.isfinite()\n"),
         ),
         "dp, batch norm": (
-            Edit("a timer", "    losses: list[float] = []\n",
+            Edit("a timer", "    losses = []\n",
                  "    import time\n\n    begun = time.perf_counter()\n"
-                 "    losses: list[float] = []\n    del begun\n"),
+                 "    losses = []\n    del begun\n"),
         ),
         "in bf16": remembering_edits.HARMLESS,
         "runs again": (

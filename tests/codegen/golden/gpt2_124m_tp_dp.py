@@ -28,7 +28,7 @@ Why this plan: of 5 ways to arrange the training none is faster than 48.89 ms; c
 its step.
 Layers are laid out more simply than in the fastest way, 1.29% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: ab46e45b6537224e, plan 29bf355c39fc572f.
+# Written by autopar 0.2.0, which keeps changes by hand: c56e6c7d78cd2c1f, plan 29bf355c39fc572f.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -164,7 +164,7 @@ def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Te
     )
 
 
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES = {
     "h.*.attn": TensorParallelSelfAttention,
     "": TensorParallelGPT2,
 }
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         )
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

@@ -29,7 +29,7 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 2283d3e188e29e34, plan 6021a0ca12f11f87.
+# Written by autopar 0.2.0, which keeps changes by hand: 1dc8610044fc4366, plan 6021a0ca12f11f87.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -212,7 +212,7 @@ def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     return (Crossing((ROWS, batch["input_ids"].shape[1], 4096), Split(1)),)
 
 
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES = {
     "layers.*": TensorParallelBlock,
     "layers.*.self_attn": TensorParallelAttention,
 }
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

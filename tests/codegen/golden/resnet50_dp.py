@@ -24,7 +24,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 85% of its step.
 The next best, dp 8, no sharding, takes 23.75 ms (+1.2%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: c07cc2816c6f5fca, plan ed928b16adca8068.
+# Written by autopar 0.2.0, which keeps changes by hand: d9fdf3590bb7dccf, plan ed928b16adca8068.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         )
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(GLOBAL_BATCH, "samples", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

@@ -24,7 +24,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 79% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 2e07f24316b7ad38, plan 8e67db38722c41c0.
+# Written by autopar 0.2.0, which keeps changes by hand: 6058a4cf12424122, plan 8e67db38722c41c0.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))
