@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from autopar.codegen.proof.script_rank import imported
-from autopar.runtime.ranks import read_options
 from autopar.runtime.weights.initial_weights import build
 from benchmarks import script_speed_by_hand as by_hand
 from benchmarks import script_speed_by_hand_tensor as by_hand_tensor
 from benchmarks.script_speed_by_hand import Step
-from benchmarks.script_step import mesh_of, step_of
+from benchmarks.script_step import data_of, mesh_of, step_of
 
 RANKS = 2
 STEPS_TO_WARM_UP = 4
@@ -107,12 +106,11 @@ def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], T
     training, whose every target counts, has them before.
     """
     mesh = mesh_of(script)
-    data = script.batches(read_options(["--data", "synthetic"], vars(script)), mesh, None, 0)
-    batches = [batch for batch, _ in islice(data, script.MICROBATCHES)]
+    batches = [batch for batch, _ in islice(data_of(script, mesh), script.MICROBATCHES)]
     own = step_of(script, mesh)
 
     # Each rank's part of the loss is weighed such that the parts average over the data axis.
-    share = 1 / (script.DATA * script.TENSOR)
+    share = 1 / (mesh.data.size * mesh.tensor.size)
     whole = build(script.new_model, seed=script.SEED)
     step = BY_HAND[hand](whole, script.MICROBATCHES)
     return (

@@ -119,7 +119,7 @@ def _head(plan: StoredPlan) -> Text:
         f"global batch {plan.arrangement.global_batch:,}, {plan.arrangement.precision}",
         f"wanted: {_wanted(plan)}",
         *(f"declared: {one}" for one in plan.constraints),
-        f"not given, so chosen: {'; '.join(chosen(plan))}",
+        f"defaults: {'; '.join(chosen(plan))}",
     ]
     return Text.assemble((model, "bold"), "\n", "\n".join(lines), "\n")
 

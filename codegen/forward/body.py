@@ -92,7 +92,7 @@ def _are_alike(op: Op, body: AtHand) -> bool:
 
 def _embedding(op: Op, body: AtHand) -> SourceForm:
     weight, indices = body.inputs(op)
-    keywords: list[tuple[str, Expression]] = [("parts", _parts(op, 0, body))]
+    keywords = _parts(op, body)
     if op.argument("padding_idx") != -1:
         keywords.append(("padding_idx", literal(whole_number(op.argument("padding_idx")))))
     return call("vocab_parallel_embedding", indices, weight, body.axis, keywords=tuple(keywords))
@@ -106,10 +106,7 @@ def _bag(op: Op, body: AtHand) -> SourceForm:
     assert isinstance(weight, Ref)
     assert isinstance(indices, Ref)
     assert isinstance(offsets, Ref)
-    keywords: list[tuple[str, Expression]] = [
-        ("parts", _parts(op, 0, body)),
-        ("mode", literal(BAG_MODES[mode])),
-    ]
+    keywords = [*_parts(op, body), ("mode", literal(BAG_MODES[mode]))]
     weights = op.argument("per_sample_weights")
     if isinstance(weights, Ref):
         keywords.append(("per_sample_weights", given[weights.tensor]))
@@ -127,15 +124,20 @@ def _bag(op: Op, body: AtHand) -> SourceForm:
     )
 
 
+_IGNORED = -100  # F.cross_entropy's default
+
+
 def _loss(op: Op, body: AtHand) -> SourceForm:
     logits, target, *_ = body.inputs(op)
     if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # dim 1 has the classes
         logits = method(logits, "movedim", literal(1), literal(-1))
     reduction = op.argument("reduction")
     assert isinstance(reduction, int)
-    keywords: list[tuple[str, Expression]] = [("parts", _parts(op, 0, body))]
-    keywords.append(("ignore_index", literal(whole_number(op.argument("ignore_index")))))
-    keywords.append(("reduction", literal(REDUCTIONS[reduction])))
+    keywords = _parts(op, body)
+    if (ignored := whole_number(op.argument("ignore_index"))) != _IGNORED:
+        keywords.append(("ignore_index", literal(ignored)))
+    if REDUCTIONS[reduction] != "mean":
+        keywords.append(("reduction", literal(REDUCTIONS[reduction])))
     smoothing = op.argument("label_smoothing")
     if isinstance(smoothing, float) and smoothing:
         keywords.append(("label_smoothing", literal(smoothing)))
@@ -165,10 +167,11 @@ def part_of_mean(op: Op, mean: SourceForm, body: AtHand) -> SourceForm:
     return binary(mean, "*", share, Binding.PRODUCT)
 
 
-def _parts(op: Op, position: int, body: AtHand) -> Expression:
-    layout = body.split.need(op, position)
-    dims = body.split.axes.dims[op.inputs[position]]
-    return body.sizes.listed(dims[layout.dim], layout.axis)
+def _parts(op: Op, body: AtHand) -> list[tuple[str, Expression]]:
+    """Return how the vocabulary of an op's first input is cut, unless evenly."""
+    layout = body.split.need(op, 0)
+    dim = body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis
+    return [] if body.sizes.are_even(*dim) else [("parts", body.sizes.listed(*dim))]
 
 
 def late_bias(op: Op, body: AtHand) -> str | None:

@@ -20,7 +20,6 @@ from autopar.codegen.text.expressions import (
     call,
     comment,
     identifier,
-    is_identifier,
     joined,
     literal,
     string,
@@ -31,7 +30,6 @@ from autopar.codegen.text.lines import (
     Pattern,
     tuple_of,
     wrapped_definition,
-    wrapped_del,
 )
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import LayoutKind
@@ -76,9 +74,9 @@ def _crossing(one: CrossingTensor, builder: BodyBuilder) -> Expression:
     given: list[Expression] = [joined(tuple(shape))]
     layout = one.layout
     if layout.kind is LayoutKind.SPLIT:
-        dim = split.axes.dims[one.name][layout.dim]
-        parts = builder.sizes.listed(dim, layout.axis)
-        given.append(call("Split", literal(layout.dim), parts))
+        dim = split.axes.dims[one.name][layout.dim], layout.axis
+        parts = [] if builder.sizes.are_single(*dim) else [builder.sizes.listed(*dim)]
+        given.append(call("Split", literal(layout.dim), *parts))
     keywords: list[tuple[str, Expression]] = []
     if one.dtype != MODEL_DTYPE:
         keywords.append(("dtype", text(f"torch.{identifier(one.dtype)}")))
@@ -123,26 +121,11 @@ def forward(
     """Return the lines of a forward, indented as a method."""
     style = Style(axis="self.tensor", indent=8, slice_text=slice_text)
     lines = written(body, builder.owner, style)
-    text = "\n".join(lines)
-    names = [argument for argument in (_name(s) for s in signature) if argument]
-    sources = (*body.arguments.values(), *builder.unpacked)  # a name, or kwargs["name"]
-    bound_names = {source.partition("[")[0] for source in sources}
-    used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
-    unused = [name for name in names if name not in used and name != "_"]
-    declared = {_name(one): one.partition(" = ")[0] for one in signature}
-    maybe = [name for name in used if declared[name].endswith(" | None")]
-    opening = wrapped_del(unused, indent=8) if unused else []
-    opening += [f"        assert {name} is not None" for name in maybe]
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
     return Printed(
-        lines=(*head, f'        """{docstring}"""', *opening, *lines),
-        uses_axis="self.tensor" in text,
+        lines=(*head, f'        """{docstring}"""', *lines),
+        uses_axis="self.tensor" in "\n".join(lines),
     )
-
-
-def _name(declared: str) -> str:
-    name = declared.split(":")[0].strip().lstrip("*")
-    return name if is_identifier(name) else ""
 
 
 def _does(module: Module) -> str:
@@ -218,8 +201,7 @@ def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
         layout = builder.opening.entry(builder.scope, value.tensor)
         return LocalTensor(value.tensor, layout)
     if is_mapping(value) and any(refs(value)):
-        record = builder.graph.calls[builder.scope]
-        raise NeedsInlineError(builder.scope, record, reason=f"{name} has a mapping")
+        raise NeedsInlineError(builder.scope, reason=f"{name} has a mapping")
     if isinstance(value, tuple):
         return tuple(_pattern(builder, item, name) for item in value)
     return None

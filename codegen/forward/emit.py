@@ -100,7 +100,7 @@ class _State:
         key = needed.key
         if key in (ROOT, LOSS):
             raise InputError(f"the code of the model cannot be printed: {needed.reason}")
-        if needed.reason.startswith("<") and key not in self.opened | self.inlined:
+        if needed.lacks_argument and key not in self.opened | self.inlined:
             self.opened.add(key)
             return
         if key in self.inlined:
@@ -229,7 +229,7 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
         sources = {printed[key].lines if key in printed else None for key in keys}
         if len(sources) > 1:
             key = next(key for key in keys if key in printed)
-            raise NeedsInlineError(key, calls[key], reason="its calls differ")
+            raise NeedsInlineError(key, reason="its calls differ")
 
 
 def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
@@ -239,7 +239,7 @@ def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedCl
     for call, forward in printed.items():
         path = calls[call].path
         if not modules[path].is_importable:
-            raise NeedsInlineError(call, calls[call], reason="its class was made at run time")
+            raise NeedsInlineError(call, reason="its class was made at run time")
         paths = alike[modules[path].home, forward]
         if path not in paths:
             paths.append(path)

@@ -34,14 +34,13 @@ from autopar.codegen.text.expressions import (
 from autopar.codegen.text.lines import Body, Line, Pattern, tuple_of, wrapped_definition
 from autopar.planner.graph.graph import batch_key
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind
-from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, Value, refs
+from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, Value, objects, refs
 
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
     """Return the result of a call; a tuple in a return statement has no brackets."""
     if is_mapping(value):
-        record = builder.graph.calls[builder.scope]
-        raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
+        raise NeedsInlineError(builder.scope, reason="its result is no plain tuple")
     if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
         return tuple_of([_result(builder, item) for item in value])
     return _result(builder, value)
@@ -54,8 +53,7 @@ def _result(builder: BodyBuilder, value: Value) -> Expression:
         return sequence(value, tuple(_result(builder, item) for item in value))
     if value is None or isinstance(value, (bool, int, float, complex)):
         return literal(value)
-    scope = builder.scope
-    raise NeedsInlineError(scope, builder.graph.calls[scope], reason=str(value))
+    raise NeedsInlineError(builder.scope, reason=f"it returns {value}")
 
 
 def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
@@ -95,8 +93,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
     """Whether a part of the outputs is unavailable: the loss ignores it, or it is an object."""
     if isinstance(part, Ref):
         return part.tensor not in builder.have
-    is_object = isinstance(part, str) and part.startswith("<")
-    return is_object or not isinstance(part, (str, bool, int, float, complex, NoneType))
+    return any(objects(part)) or not isinstance(part, (str, bool, int, float, complex, NoneType))
 
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
@@ -282,3 +279,8 @@ class OpenedSource:
     own_rows: tuple[str, ...] = ()
     splits_rows: bool = False
     absent: tuple[str, ...] = ()
+
+    @property
+    def is_printed(self) -> bool:
+        """Whether the script contains code of the model."""
+        return bool(self.classes or self.stages or self.loss)

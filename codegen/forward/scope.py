@@ -30,25 +30,27 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.codegen.text.lines import Line, Pattern, held_in
 from autopar.planner.errors import InputError, SourceSpan
-from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout
-from autopar.planner.graph.ops import Extent, ModuleCall, Op, TensorOrigin, Value, size
+from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, size
 from autopar.planner.programs.layouts.opened import argument
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
 
 class NeedsInlineError(Exception):
-    """A call cannot be printed as a call: its code must be inlined into its caller."""
+    """A call cannot be printed as a call: its code must be inlined into its caller.
 
-    def __init__(self, key: str, record: ModuleCall, *, reason: str = "") -> None:
+    If it only takes what printed code does not have (`lacks_argument`), opening it is enough.
+    """
+
+    def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
         super().__init__(key)
-        self.key, self.record, self.reason = key, record, reason
+        self.key, self.reason, self.lacks_argument = key, reason, lacks_argument
 
     @staticmethod
-    def for_module(path: str, scope: str, graph: Graph) -> NeedsInlineError:
+    def for_module(path: str, scope: str) -> NeedsInlineError:
         """Return the error for a module that the code of `scope` cannot reach."""
-        return NeedsInlineError._for(scope, f"module {path}", graph)
+        return NeedsInlineError._for(scope, f"module {path}")
 
     @staticmethod
     def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
@@ -60,13 +62,13 @@ class NeedsInlineError(Exception):
         if scope in chain:
             below = chain[chain.index(scope) + 1 :]
             key = next((c for c in below if c not in opening.inlined), LOSS)
-        return NeedsInlineError._for(key, tensor, tree.graph)
+        return NeedsInlineError._for(key, tensor)
 
     @staticmethod
-    def _for(key: str, what: str, graph: Graph) -> NeedsInlineError:
+    def _for(key: str, what: str) -> NeedsInlineError:
         if key == LOSS or not key:
             raise InputError(f"the printed code has no access to {what}, which it needs")
-        return NeedsInlineError(key, graph.calls[key])
+        return NeedsInlineError(key)
 
 
 class Owner:

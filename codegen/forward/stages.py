@@ -220,7 +220,7 @@ class _Printer:
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
             if unit is not None and not {o.name for o in self.tree.ops[unit]} <= mine:
-                raise NeedsInlineError(unit, self.graph.calls[unit])
+                raise NeedsInlineError(unit)
             builder.add(op)
         return builder
 

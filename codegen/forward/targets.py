@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -72,7 +71,7 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     counts = [one for term in terms for one in _counts(term, counted[term.name], builder)]
     is_one = len(counts) == 1 and not split.weighed
     result = counts[0] if is_one else call("torch.stack", joined(tuple(counts)))
-    does = "Return how much of the batch counts in the mean of the loss."
+    does = "Count the targets of the batch over which the loss is a mean."
     head = "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:"
     return _function(head, does, builder, result)
 
@@ -97,8 +96,8 @@ def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     several = bool(split.weighed)
     result = call("torch.stack", joined(tuple(values)), keywords=last) if several else values[0]
     head = f"def {DIVISOR}({_COUNTS}: Tensor, {_PARTS}: float) -> Tensor:"
-    does = "Return by what the loss divides where so much counts, in so many parts."
-    return _function(head, does, builder, result, unused=_PARTS)
+    does = "Return what the loss divides by, for counts over several parts of a batch."
+    return _function(head, does, builder, result)
 
 
 def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -> bool:
@@ -149,15 +148,11 @@ def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Openi
     return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
 
 
-def _function(
-    head: str, does: str, builder: BodyBuilder, result: Expression, *, unused: str = ""
-) -> str:
-    """Return the source of a function; parameter `unused` is deleted if no line reads it."""
+def _function(head: str, does: str, builder: BodyBuilder, result: Expression) -> str:
+    """Return the source of a function."""
     style = Style(axis="", indent=4)
     lines = written(builder.body(result), builder.owner, style)
-    is_unused = unused and not re.search(rf"\b{unused}\b", "\n".join(lines))
-    dropped = [f"    del {unused}"] if is_unused else []
-    return "\n".join([head, f'    """{does}"""', *dropped, *lines]) + "\n"
+    return "\n".join([head, f'    """{does}"""', *lines]) + "\n"
 
 
 def _order_free(graph: Graph, steps: Iterable[Op]) -> set[str]:

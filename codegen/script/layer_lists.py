@@ -14,7 +14,7 @@ from autopar.codegen.script.parameter_tables import (
     names_with_aliases,
     numbered_tuple,
     outermost,
-    parts_text,
+    split_text,
 )
 from autopar.codegen.script.script_view import Recomputation
 from autopar.codegen.subject import PlannedSubject
@@ -149,7 +149,7 @@ def _crossing(
     arguments = [f"({shape},)" if len(crossing.shape) == 1 else f"({shape})"]
     layout = crossing.layout
     if parts := _parts(crossing, axes, microbatch):
-        arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
+        arguments.append(split_text(layout.dim, parts))
     if crossing.dtype != MODEL_DTYPE:
         arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
     if not crossing.has_gradient:

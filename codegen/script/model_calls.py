@@ -11,11 +11,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from autopar.codegen.forward.opened import OpenedSource
 from autopar.codegen.forward.reading.modules import Imported
 from autopar.codegen.forward.targets import DIVISOR
+from autopar.codegen.script.layer_lists import crossings_follow_rows
 from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.render import sorted_imports
-from autopar.codegen.script.settings_lines import sums_rows
+from autopar.codegen.script.settings_lines import (
+    ScriptSetting,
+    has_batch_norm,
+    parts,
+    sums_rows,
+)
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.expressions import is_identifier
 from autopar.codegen.text.values import (
@@ -29,13 +36,15 @@ from autopar.codegen.text.values import (
     remark,
     tuple_of,
 )
+from autopar.planner.cluster.cluster import Backend
 from autopar.planner.errors import InputError
-from autopar.planner.findings.rows import meeting_rows
+from autopar.planner.findings.rows import meeting_rows, parts_have_weights
 from autopar.planner.graph.graph import Graph, batch_key
 from autopar.planner.graph.ops import Ref
 from autopar.planner.model.functions import sources
 from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.user_code import source_digest
 
@@ -113,7 +122,9 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
             after.append(f"{identifier(one.name)} = {_dotted(one.qualname)}")
         else:
             lines.append(f"from {_dotted(one.module)} import {identifier(outer)}{called}")
-    said = remark("the folder of the model file, seen from here; change it when either moves")
+    said = remark(
+        "The folder of the model file, relative to this script; change it when either moves."
+    )
     path = f"{said}\n{call('sys.path.insert', '0', call('str', place)).laid_out()}"
     imported = sorted_imports(lines)
     parts = [path, *([imported] if imported else [])]
@@ -175,10 +186,78 @@ def model_source(path: Path) -> Source:
     files = sources(path)
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
-        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "that were planned"),
-        f"MODEL_DIGEST = {literal(source_digest(files))}  # of their code",
+        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "the code that was planned"),
+        f"MODEL_DIGEST = {literal(source_digest(files))}  # of this code",
     ]
     return Source("\n".join(lines))
+
+
+def images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
+    """Return the setting that names image inputs, if their memory format matters.
+
+    With printed forwards images keep the usual format, for which the sizes were printed.
+    """
+    opened = subject.opened
+    if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
+        return []
+    found = plan.graph.images
+    meaning = "inputs in channels_last order, in which a GPU convolves them"
+    return [ScriptSetting("IMAGES", literal(found), meaning)] if found else []
+
+
+def reading(plan: Plan, subject: PlannedSubject) -> Source:
+    """Return the call that yields a rank's microbatches."""
+    arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
+    if plan.model.has_dataset:
+        arguments += ["dataset=dataset", "skip=keeper.rows", *_fewer_rows(plan, subject)]
+    if subject.file.build_collate is not None:
+        arguments.append("new_collate=new_collate")
+    arguments += _reading_weights(plan, subject.opened)
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS"]
+    if images(plan, subject):
+        arguments.append("channels_last=IMAGES")
+    return Source(call("read_batches", *arguments).laid_out(before=11, indent=4))
+
+
+def _reading_weights(plan: Plan, opened: OpenedSource) -> Iterator[str]:
+    """Yield arguments of `read_batches` about the weights of microbatches."""
+    if opened.valid_targets is not None:
+        yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
+        if opened.divisor is not None:
+            yield f"divisor={DIVISOR}"
+    elif sums_rows(plan):
+        yield "sums_rows=True"
+
+
+def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
+    """Return a comment about these weights."""
+    if opened.weighs_terms:
+        return Source("The loss adds several means, each over its own valid targets.")
+    if opened.valid_targets is not None:
+        return Source("The loss is a mean over valid targets: microbatches with more count more.")
+    return Source("The loss is a sum over rows." if sums_rows(plan) else "")
+
+
+def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
+    """Yield arguments of `read_batches`, if not every number of rows works."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    least = least_rows(plan.graph, data=plan.arrangement.data)
+    if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
+        yield "fewest=MICROBATCH"
+    elif least > 1:
+        yield f"fewest={least}"
+    if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
+        yield "repeats=False"
+
+
+def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
+    """Whether code of the script only works for the planned number of rows."""
+    opened = subject.opened
+    is_fixed = plan.graph.fixed_batch is not None and opened.is_printed
+    is_pipelined = plan.arrangement.pipeline > 1
+    follows = not is_pipelined or crossings_follow_rows(opened, subject.axes)
+    return is_fixed or opened.splits_rows or not follows
 
 
 def evaluation(plan: Plan, subject: PlannedSubject) -> Source:
@@ -196,7 +275,7 @@ def first_step(plan: Plan, subject: PlannedSubject) -> Source:
         arguments.append("terms=valid_targets")
     if subject.opened.own_rows:
         arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
-    return Source(call("first_step_checked", *arguments).in_few_lines(before=15, indent=8))
+    return Source(call("first_step_checked", *arguments).laid_out(before=15, indent=8))
 
 
 def plainly(plan: Plan, subject: PlannedSubject) -> Source:
@@ -267,7 +346,7 @@ def _weighing(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
     if opened.divisor is not None:
         yield f"divisor={DIVISOR}"
     if sums_rows(plan):
-        yield "microbatches=MICROBATCHES * DATA"
+        yield f"microbatches={parts(plan.arrangement)}"
     if subject.file.metrics is not None:
         is_split = opened.metrics is not None
         whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"

@@ -179,10 +179,9 @@ def _numbered(name: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """How a parameter or buffer is cut: the dim, its parts as Python, and the axis's name."""
+    """How a parameter or buffer is cut, as Python, and the axis's name."""
 
-    dim: int
-    parts: str
+    text: str
     axis: str
 
 
@@ -254,15 +253,23 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
         if layout.kind is LayoutKind.SPLIT and one.name in aliases:
             parts = parts_of(axes.dims[one.name][layout.dim], layout.axis, 1)
             name = axes.names.get(layout.axis, layout.axis)
+            text = split_text(layout.dim, parts, degree=plan.arrangement.tensor)
             for alias in aliases[one.name]:
-                yield alias, ParameterSplit(layout.dim, parts_text(parts), name)
+                yield alias, ParameterSplit(text, name)
 
 
-def parts_text(parts: Parts) -> str:
-    """Return the parts of a dim as Python; those of fused weights are often equal."""
+def split_text(dim: int, parts: Parts, *, degree: int = 0) -> str:
+    """Return the cut of a dim as Python.
+
+    The parts are left out if there is one, of single elements or, over so many ranks, of blocks
+    that make an even cut. The parts of fused weights are often equal.
+    """
+    blocks, size = parts[0]
+    if len(parts) == 1 and (size == 1 or (degree and blocks % degree == 0)):
+        return f"Split({dim})"
     if len(parts) > 1 and len(set(parts)) == 1:
-        return f"({literal(parts[0])},) * {len(parts)}"
-    return literal(parts)
+        return f"Split({dim}, ({literal(parts[0])},) * {len(parts)})"
+    return f"Split({dim}, {literal(parts)})"
 
 
 def _summed(plan: Plan) -> Iterator[str]:
@@ -274,10 +281,7 @@ def _summed(plan: Plan) -> Iterator[str]:
 
 
 def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
-    rows = [
-        (*row(names, call("Split", literal(split.dim), split.parts)), split.axis)
-        for names, split in numbered_rows(splits)
-    ]
+    rows = [(*row(names, split.text), split.axis) for names, split in numbered_rows(splits)]
     return table("SPLITS", ("{", "}"), rows)
 
 

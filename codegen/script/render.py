@@ -9,7 +9,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -59,14 +59,13 @@ def environment() -> Environment:
     return made
 
 
-_SECTIONS = ("__future__", "standard", "others", "autopar")
+_SECTIONS = ("standard", "others", "autopar")
 
 
 def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
     """Return the imports of a script in isort's order, from the names that its body uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
-    lines = {"from __future__ import annotations", *imports_of([body])}
-    lines |= {known[name] for name in used & set(known)}
+    lines = {*imports_of([body]), *(known[name] for name in used & set(known))}
     return sorted_imports(lines)
 
 
@@ -109,7 +108,7 @@ def _member_order(name: str) -> tuple[int, str]:
 
 def _section(module: str) -> str:
     top = module.partition(".")[0]
-    if top in ("__future__", "autopar"):
+    if top == "autopar":
         return top
     return "standard" if top in sys.stdlib_module_names else "others"
 
@@ -266,8 +265,9 @@ TEMPLATE = "train.py.j2"
 def render(view: ScriptView) -> Source:
     """Return the text of a script, with the imports it uses."""
     template = environment().get_template(TEMPLATE)
-    body = template.render(view=view, imports=Source())
-    return Source(template.render(view=view, imports=script_imports(body)))
+    parts = {one.name: getattr(view, one.name) for one in fields(view)}
+    body = template.render(**parts, imports=Source())
+    return Source(template.render(**parts, imports=script_imports(body)))
 
 
 def refuse_overwriting(

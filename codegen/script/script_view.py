@@ -1,10 +1,24 @@
-"""The decided contents of a script, which the template lays out."""
+"""The decided contents of a script: each part is laid out by its own template."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autopar.codegen.text.values import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadView:
+    """Everything above the first function, and the classes (train.py.j2)."""
+
+    docstring: Source
+    model_imports: Source
+    functions: Source  # of the model file
+    settings: Source
+    plan: Source
+    model_source: Source  # the model's files, and their digest
+    classes: Source  # opened modules, stages, and a split loss
+    tables: Source  # data that refers to those classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,57 +30,72 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptView:
-    """The parts of a script from top to bottom; empty text for parts that a plan does not have."""
+class BuildView:
+    """How this rank's modules are built (build.py.j2)."""
 
-    docstring: Source
-    model_imports: Source
-    functions: Source
-    model_source: Source  # the model's files, and their digest
-    settings: Source
-    plan: Source
-    has_images: bool  # that convolutions read in channels_last order
-    classes: Source  # opened modules, stages, and a split loss
-    counting: Source  # the function that counts a batch's targets
-    weighs_terms: bool  # for a loss that adds several means
-    dividing: Source  # the argument for what the loss divides by
-    weighs_microbatches: bool  # for a loss that is one mean over counted targets
-    sums_rows: bool  # for a loss that is a sum over rows, with several parts
-    tables: Source  # data that refers to those classes
     is_pipelined: bool
-    opened: bool
-    splits: bool
-    parts: Source  # the rank's modules
-    split_argument: Source
-    shards: bool
-    summed: bool
-    ties: bool
-    scales_loss: bool  # fp16
-    products: str  # how products of fp32 are rounded; empty for torch's default
-    kept: Source  # what a checkpoint contains
-    scaling: Source  # of a pipeline's losses
-    clipping: Source
-    waits_for_last: Source  # a comment on what waits for the last microbatch
-    prints_forwards: bool  # of the model's classes
-    has_dataset: bool
-    reading: Source  # the call that yields microbatches
-    evaluation: Source  # the call that sets up evaluation; empty without one
-    plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
-    first_step: Source  # the call that compares the first loss
-    measures: bool  # with metrics() of the model file
-    gathers_rows: bool  # which tensor ranks have read separately
-    default_optimizer: Source  # the optimizer if the model file has none
-    warms_up: bool  # with a schedule that is not the model file's
-    scheduler: Source  # the call that creates the learning-rate schedule; empty without one
-    has_writing: bool  # layers that write to memory that others read
+    built: str  # the variable of what is wrapped: the model, or a part of it
+    has_ties: bool
+    has_splits: bool
+    has_classes: bool  # that modules take
     has_unread: bool  # parameters that the loss does not depend on
+    has_writing: bool  # layers that write to memory that others read
     has_steady: bool  # buffers that are written once a step, not in each microbatch
     compiles: bool  # layers by torch.compile
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """The loss of a microbatch, and one training step (step.py.j2)."""
+
+    is_pipelined: bool
+    model_class: Source
     model_arguments: Source
     axis_argument: Source
     axis_value: Source
     loss: Source
+    counting: Source  # the function that counts a batch's targets
+    waits_for_last: Source  # a comment on what waits for the last microbatch
+    scales_loss: bool  # fp16
+    scaling: Source  # of a pipeline's losses
+    parts: Source  # the rank's modules
+    has_replicated: bool
+    has_ties: bool
+    clipping: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingView:
+    """The function `main` (training.py.j2)."""
+
+    products: str  # how products of fp32 are rounded; empty for torch's default
+    start: Source
+    prints_forwards: bool  # of the model's classes
+    has_dataset: bool
+    weighing: Source  # a comment about the weights of microbatches
+    reading: Source  # the call that yields microbatches
+    evaluation: Source  # the call that sets up evaluation; empty without one
+    parts: Source  # the rank's modules
+    split_argument: Source
+    default_optimizer: Source  # the optimizer if the model file has none
+    optimizer: Source
+    scheduler: Source  # the call that creates the learning-rate schedule; empty without one
+    plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
+    first_step: Source  # the call that compares the first loss
+    scales_loss: bool  # fp16
+    kept: Source  # what a checkpoint contains
+    measures: bool  # with metrics() of the model file
+    units: Source  # the constant with the samples or tokens of a step
     unit: str
-    unit_constant: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptView:
+    """The parts of a script from top to bottom; empty text for what a plan does not have."""
+
+    head: HeadView
+    build: BuildView
+    step: StepView
+    training: TrainingView

@@ -15,6 +15,7 @@ from autopar.planner.costs.prediction import Arrangement, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
     TERM_PARTS,
@@ -66,7 +67,7 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield ScriptSetting("WEIGHT_DECAY", literal(ADAMW.weight_decay), decayed)
     if is_scheduled_here(plan):
-        warmed = "steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps"
+        warmed = "steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps"
         yield ScriptSetting("WARMUP_STEPS", literal(ADAMW.warmup_steps), warmed)
         final = "the cosine ends at this share of LEARNING_RATE"
         yield ScriptSetting("FINAL_SHARE", literal(ADAMW.final_share), final)
@@ -82,10 +83,10 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("DTYPE", literal(precision.torch_name), f"{words}; --dtype")
     if scales_loss(plan):
         yield ScriptSetting(
-            "LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows"
+            "LOSS_SCALE", literal(2.0**15), "at first; halved when a gradient overflows"
         )
         yield ScriptSetting(
-            "CALM_STEPS", literal(2000), "after so many without overflow LOSS_SCALE doubles"
+            "CALM_STEPS", literal(2000), "steps without overflow until LOSS_SCALE doubles"
         )
     kept = "file or folder of the trained weights, or none; --export"
     yield ScriptSetting("EXPORT", literal("model.safetensors"), kept)
@@ -93,16 +94,14 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         "CHECKPOINT", literal("none"), "folder of checkpoints, or none; --checkpoint"
     )
     yield ScriptSetting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
-    yield ScriptSetting("KEEP", literal(3), "newest checkpoints that stay; --keep")
+    yield ScriptSetting("KEEP", literal(3), "how many of the newest checkpoints stay; --keep")
     checked = "compare the first loss with plain PyTorch's; --check-first-step"
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
-        yield ScriptSetting(
-            "WORKERS", literal(0), "processes that read ahead for this rank; --workers"
-        )
+        yield ScriptSetting("WORKERS", literal(0), "processes of a rank that read ahead; --workers")
     if synchronises_batch_norms(plan):
-        meaning = "statistics over all data ranks, as on one device; False: on each"
+        meaning = "over all data ranks, as on one device; False: each has its own"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
@@ -144,27 +143,36 @@ def has_batch_norm(graph: Graph) -> bool:
 def planned(plan: Plan) -> Iterator[ScriptSetting]:
     """Yield the arrangement, which determines the predicted memory and time."""
     arranged = plan.arrangement
-    yield ScriptSetting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
-    yield ScriptSetting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
-    yield ScriptSetting(
-        "TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch"
-    )
+    yield from _degrees(arranged)
     if arranged.rows:
-        yield ScriptSetting("MICROBATCH", _each(arranged.rows), "rows at a time on each data rank")
+        rows = "rows of a microbatch on each data rank"
+        yield ScriptSetting("MICROBATCH", _each(arranged.rows), rows)
     else:
-        yield ScriptSetting(
-            "MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank"
-        )
-    count = "gradient accumulation steps of a data rank"
+        on = " on each data rank" if arranged.data > 1 else ""
+        yield ScriptSetting("MICROBATCH", literal(arranged.microbatch), f"rows of a microbatch{on}")
+    count = "per step; gradients are accumulated over them"
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
-    yield from _sharding(arranged)
+    if arranged.data > 1:
+        yield from _data_parallel(arranged)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
         per_rank = "stages of consecutive layers on each rank"
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
-    yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds of a step, MFU")
+    yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
+
+
+def _degrees(arranged: Arrangement) -> Iterator[ScriptSetting]:
+    """Yield the axes with several ranks."""
+    meanings = {
+        "pipeline": "pipeline-parallel ranks: each has some of the layers",
+        "data": "data-parallel ranks: each has its own rows of a batch",
+        "tensor": "tensor-parallel ranks: each has a part of every split layer",
+    }
+    for axis, meaning in meanings.items():
+        if (degree := getattr(arranged, axis)) > 1:
+            yield ScriptSetting(axis.upper(), literal(degree), meaning)
 
 
 def _predicted(plan: Plan) -> tuple[str, float, float]:
@@ -189,22 +197,28 @@ def _each(rows: tuple[int, ...]) -> Source:
     return Source(" + ".join(f"({literal(own)},) * {literal(count)}" for own, count in runs))
 
 
-def _pipeline_words(arranged: Arrangement) -> str:
-    return "pipeline ranks: each has layers of its own" if arranged.pipeline > 1 else "no pipeline"
-
-
-def _sharding(arranged: Arrangement) -> Iterator[ScriptSetting]:
-    if arranged.zero.divides_optimizer:
-        yield ScriptSetting(
-            "SHARD", literal(arranged.shard), "data ranks that share one copy of the model's states"
-        )
+def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
+    """Yield how data ranks share states and gradients, as far as it is not the usual way."""
     yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero.words)
-    if arranged.data > 1:
-        if not arranged.zero.divides_gradients:
-            bucket = "gradients are sent in buckets, beside the backward"
-            yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
-        if arranged.compressed_gradients:
-            yield ScriptSetting("COMPRESS", literal(True), "gradients travel in 16 bits")
+    if has_copies(arranged):
+        shared = "data ranks that share one copy of what ZERO divides"
+        yield ScriptSetting("SHARD", literal(arranged.shard), shared)
+    if has_own_buckets(arranged):
+        bucket = "gradients are sent in buckets of this size, during the backward"
+        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
+    if arranged.compressed_gradients:
+        yield ScriptSetting("COMPRESS", literal(True), "gradients are sent in 16 bits")
+
+
+def has_copies(arranged: Arrangement) -> bool:
+    """Whether ZeRO divides states over some of the data ranks, and not over all."""
+    return arranged.zero.divides_optimizer and arranged.shard < arranged.data
+
+
+def has_own_buckets(arranged: Arrangement) -> bool:
+    """Whether gradients are sent in buckets of another size than DDP's."""
+    is_bucketed = arranged.data > 1 and not arranged.zero.divides_gradients
+    return is_bucketed and arranged.bucket_bytes != DEFAULT_BUCKET_BYTES
 
 
 def _in_mebibytes(size_bytes: int) -> Source:
@@ -213,14 +227,23 @@ def _in_mebibytes(size_bytes: int) -> Source:
 
 
 def _units(model: Model, arranged: Arrangement) -> Iterator[ScriptSetting]:
-    rows = "sum(MICROBATCH) * MICROBATCHES" if arranged.rows else "MICROBATCH * MICROBATCHES * DATA"
-    yield ScriptSetting("GLOBAL_BATCH", Source(rows), f"{arranged.global_batch:,} rows of a step")
-    name = f"{unit_word(model).upper()}_PER_STEP"
-    if model.tokens_per_row == 1:
-        yield ScriptSetting(name, Source("GLOBAL_BATCH"), "a row is one")
-    else:
+    rows = "sum(MICROBATCH) * MICROBATCHES" if arranged.rows else f"MICROBATCH * {parts(arranged)}"
+    yield ScriptSetting("GLOBAL_BATCH", Source(rows), f"{arranged.global_batch:,} rows per step")
+    if model.tokens_per_row > 1:
         per_row = Source(f"GLOBAL_BATCH * {literal(model.tokens_per_row)}")
-        yield ScriptSetting(name, per_row, f"{model.tokens_per_row:,} of each row")
+        said = f"{model.tokens_per_row:,} {unit_word(model)} per row"
+        yield ScriptSetting(units_per_step(model), per_row, said)
+
+
+def parts(arranged: Arrangement) -> str:
+    """Return how many microbatches of all data ranks a step has, as Python."""
+    return "MICROBATCHES * DATA" if arranged.data > 1 else "MICROBATCHES"
+
+
+def units_per_step(model: Model) -> Source:
+    """Return the constant that says how many samples or tokens a step trains on."""
+    many = f"{unit_word(model).upper()}_PER_STEP"
+    return identifier(many if model.tokens_per_row > 1 else "GLOBAL_BATCH")
 
 
 _LEAST_SHARE = 0.01  # of a step or a device: smaller parts are left out
@@ -272,7 +295,7 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
 
 
 def _chosen(plan: Plan) -> Iterator[str]:
-    yield from _wrapped(f"Not given, so chosen: {'; '.join(chosen(plan))}.")
+    yield from _wrapped(f"Defaults: {'; '.join(chosen(plan))}.")
 
 
 def _predicted_words(plan: Plan) -> Iterator[str]:

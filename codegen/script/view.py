@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autopar.codegen.forward.classes import CROSSING
 from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
-from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.script.layer_lists import (
     StageTables,
     crossing_names,
-    crossings_follow_rows,
     layer_lists,
     recomputations,
     stage_tables,
@@ -23,10 +22,13 @@ from autopar.codegen.script.model_calls import (
     evaluation,
     evaluation_notes,
     first_step,
+    images,
     model_arguments,
     model_calls,
     model_source,
     plainly,
+    reading,
+    why_weighed,
 )
 from autopar.codegen.script.parameter_tables import (
     half_buffers,
@@ -36,18 +38,24 @@ from autopar.codegen.script.parameter_tables import (
     patterns,
     unread,
 )
-from autopar.codegen.script.script_view import ScriptView
+from autopar.codegen.script.script_view import (
+    BuildView,
+    HeadView,
+    ScriptView,
+    StepView,
+    TrainingView,
+)
 from autopar.codegen.script.settings_lines import (
-    ScriptSetting,
     docstring,
     evaluating,
-    has_batch_norm,
+    has_copies,
+    has_own_buckets,
     lines,
     planned,
     scales_loss,
     settings_of,
-    sums_rows,
     synchronises_batch_norms,
+    units_per_step,
 )
 from autopar.codegen.subject import PlannedSubject
 from autopar.codegen.text.values import (
@@ -60,109 +68,147 @@ from autopar.codegen.text.values import (
     table,
     tuple_of,
 )
-from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement, Compile
-from autopar.planner.findings.rows import meeting_rows, parts_have_weights
-from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
 
 def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> ScriptView:
     """Return the contents of a plan's script."""
-    opened = subject.opened
     calls = model_calls(
         subject.file,
-        _imported(opened),
+        _imported(subject.opened),
         destination,
         is_half=plan.arrangement.precision.is_half,
     )
-    parameters = parameter_tables(plan, subject.axes)
-    stages = _stages(plan, subject)
-    splits_loss, evaluates = opened.loss is not None, subject.file.build_eval_dataset is not None
-    weighs = opened.valid_targets is not None and not opened.weighs_terms
-    writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
-    narrowed = half_buffers(plan)
-    images = _images(plan, subject)
+    tables = _script_tables(plan, subject)
     return ScriptView(
-        docstring=docstring(
-            plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
-        ),
+        head=_head(plan, subject, calls, tables, file_name=destination.name),
+        build=_build(plan, tables),
+        step=_step(plan, subject, calls, tables),
+        training=_training(plan, subject, tables),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptTables:
+    """Assignments of data in the order of a script; empty text for tables that are not needed."""
+
+    own_rows: Source
+    classes: Source
+    splits: Source
+    replicated: Source
+    layers: Source
+    unread: Source
+    once: Source
+    half_buffers: Source
+    stages: Source
+    ties: Source
+    has_writing: bool
+
+    @property
+    def text(self) -> Source:
+        """All tables."""
+        values = (getattr(self, one.name) for one in fields(self))
+        return Source("\n".join(one for one in values if isinstance(one, str) and one))
+
+
+def _script_tables(plan: Plan, subject: PlannedSubject) -> ScriptTables:
+    parameters, stages = parameter_tables(plan, subject.axes), _stages(plan, subject)
+    writing = writing_layers(plan, subject)
+    return ScriptTables(
+        own_rows=_own_rows_table(subject.opened),
+        classes=_opened_table(plan, subject),
+        splits=parameters.splits,
+        replicated=parameters.summed,
+        layers=layer_lists(plan, subject, writing=writing),
+        unread=unread(plan),
+        once=once(plan),
+        half_buffers=half_buffers(plan),
+        stages=stages.stages,
+        ties=stages.ties,
+        has_writing=bool(writing),
+    )
+
+
+def _head(
+    plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables, *, file_name: str
+) -> HeadView:
+    evaluates = subject.file.build_eval_dataset is not None
+    notes = evaluation_notes(subject) if evaluates else ()
+    return HeadView(
+        docstring=docstring(plan, file_name, *notes),
         model_imports=calls.imports,
         functions=calls.functions,
-        model_source=model_source(subject.file.path),
         settings=lines([*settings_of(plan), *(evaluating() if evaluates else ())]),
-        plan=lines([*planned(plan), *images]),
-        has_images=bool(images),
+        plan=lines([*planned(plan), *images(plan, subject)]),
+        model_source=model_source(subject.file.path),
         classes=_classes(plan, subject, calls),
-        counting=Source(_counting(opened)),
-        dividing=Source(f", divisor={DIVISOR}" if opened.divisor is not None else ""),
-        weighs_terms=opened.weighs_terms,
-        weighs_microbatches=weighs,
-        sums_rows=sums_rows(plan),
-        tables=_tables(
-            _own_rows_table(opened),
-            _opened_table(plan, subject),
-            parameters.splits,
-            parameters.summed,
-            layer_lists(plan, subject, writing=writing),
-            unlearned,
-            steady,
-            narrowed,
-            stages.stages,
-            stages.ties,
-        ),
-        is_pipelined=_is_pipelined(plan),
-        opened=bool(_instances(plan, opened)),
-        splits=bool(parameters.splits),
-        parts=Source(_parts(plan)),
-        split_argument=Source(", splits=SPLITS" if parameters.splits else ""),
-        shards=plan.arrangement.zero.divides_optimizer,
-        summed=bool(parameters.summed),
-        ties=bool(stages.ties),
-        scales_loss=scales_loss(plan),
-        products=plan.arrangement.precision.products,
-        kept=_kept(plan),
-        scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
-        clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
-        waits_for_last=Source(_waits_for_last(plan.arrangement)),
-        prints_forwards=bool(opened.classes or opened.stages or opened.loss),
-        has_dataset=plan.model.has_dataset,
-        reading=_reading(plan, subject),
-        evaluation=evaluation(plan, subject) if evaluates else Source(),
-        plainly=plainly(plan, subject),
-        first_step=first_step(plan, subject),
-        measures=subject.file.metrics is not None,
-        gathers_rows=bool(opened.own_rows),
-        default_optimizer=_default_optimizer(plan),
-        warms_up=is_scheduled_here(plan),
-        scheduler=_scheduler(plan),
-        has_writing=bool(writing),
-        has_unread=bool(unlearned),
-        has_steady=bool(steady),
+        tables=tables.text,
+    )
+
+
+def _build(plan: Plan, tables: ScriptTables) -> BuildView:
+    is_pipelined = _is_pipelined(plan)
+    return BuildView(
+        is_pipelined=is_pipelined,
+        built="part" if is_pipelined else "model",
+        has_ties=bool(tables.ties),
+        has_splits=bool(tables.splits),
+        has_classes=bool(tables.classes),
+        has_unread=bool(tables.unread),
+        has_writing=tables.has_writing,
+        has_steady=bool(tables.once),
         compiles=plan.arrangement.compile is Compile.LAYERS,
         recomputations=recomputations(plan),
-        wrapping=_wrapping(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
+        wrapping=_wrapping(plan, tables),
+    )
+
+
+def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
+    opened, scales = subject.opened, scales_loss(plan)
+    splits_loss = opened.loss is not None
+    return StepView(
+        is_pipelined=_is_pipelined(plan),
+        model_class=Source("Pipeline" if _is_pipelined(plan) else "nn.Module"),
         model_arguments=_model_arguments(plan, opened),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
         loss=_loss(opened, calls),
-        unit=unit_word(plan.model),
-        unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
+        counting=Source(_counting(opened)),
+        waits_for_last=Source(_waits_for_last(plan.arrangement)),
+        scales_loss=scales,
+        scaling=Source(", scale=loss_scale.value" if scales else ""),
+        parts=_parts(plan),
+        has_replicated=bool(tables.replicated),
+        has_ties=bool(tables.ties),
+        clipping=_clipping(plan, tables),
     )
 
 
-def _images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
-    """Return the setting that names image inputs, if their memory format matters.
-
-    With printed forwards images keep the usual format, for which the sizes were printed.
-    """
-    opened = subject.opened
-    if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
-        return []
-    found = plan.graph.images
-    meaning = "they lie pixel by pixel (channels_last), as a GPU convolves them"
-    return [ScriptSetting("IMAGES", literal(found), meaning)] if found else []
+def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> TrainingView:
+    evaluates = subject.file.build_eval_dataset is not None
+    return TrainingView(
+        products=plan.arrangement.precision.products,
+        start=_start(plan.arrangement),
+        prints_forwards=subject.opened.is_printed,
+        has_dataset=plan.model.has_dataset,
+        weighing=why_weighed(plan, subject.opened),
+        reading=reading(plan, subject),
+        evaluation=evaluation(plan, subject) if evaluates else Source(),
+        parts=_parts(plan),
+        split_argument=Source(", splits=SPLITS" if tables.splits else ""),
+        default_optimizer=_default_optimizer(plan),
+        optimizer=_optimizer(plan),
+        scheduler=_scheduler(plan),
+        plainly=plainly(plan, subject),
+        first_step=first_step(plan, subject),
+        scales_loss=scales_loss(plan),
+        kept=_kept(plan),
+        measures=subject.file.metrics is not None,
+        units=units_per_step(plan.model),
+        unit=unit_word(plan.model),
+    )
 
 
 def _counting(opened: OpenedSource) -> str:
@@ -221,7 +267,7 @@ def _opened_table(plan: Plan, subject: PlannedSubject) -> Source:
         return Source()
     found = numbered_rows(patterns(classes, subject.modules))
     rows = [(*row(names, identifier(kind)), "") for names, kind in found]
-    return table("CLASSES: dict[str, type[nn.Module]]", ("{", "}"), rows)
+    return table("CLASSES", ("{", "}"), rows)
 
 
 def _own_rows_table(opened: OpenedSource) -> Source:
@@ -261,16 +307,12 @@ def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
         return {value}'''
 
 
-def _tables(*tables: Source) -> Source:
-    return Source("\n".join(table for table in tables if table))
-
-
 def _wrap_arguments(plan: Plan) -> Iterator[str]:
     """Yield the arguments of wrap() that matter under this plan."""
     arranged = plan.arrangement
     part = "part" if _is_pipelined(plan) else "model"
-    yield from (part, "mesh", "zero=ZERO", "compute_dtype=dtype")
-    if not arranged.zero.divides_gradients and arranged.data > 1:
+    yield from (part, "mesh", *_zero(arranged), "compute_dtype=dtype")
+    if has_own_buckets(arranged):
         yield "bucket_bytes=BUCKET_BYTES"
     if arranged.zero.divides_gradients:
         yield f"units=submodules({part}, LAYERS)"
@@ -287,14 +329,14 @@ def _default_optimizer(plan: Plan) -> Source:
     if plan.model.has_optimizer:
         return Source()
     rates = ("lr=LEARNING_RATE", "betas=options.betas", "weight_decay=options.weight_decay")
-    return Source(call("partial", "adamw", *rates).in_few_lines(before=20, indent=4))
+    return Source(call("partial", "adamw", *rates).laid_out(before=20, indent=4))
 
 
 def _scheduler(plan: Plan) -> Source:
     """Return the call for the learning-rate schedule, or "" if there is none."""
     if is_scheduled_here(plan):
         steps = ("steps=options.steps", "warmup=options.warmup_steps", "final=FINAL_SHARE")
-        return Source(call("warmup_cosine", "optimizer", *steps).in_few_lines(before=16, indent=4))
+        return Source(call("warmup_cosine", "optimizer", *steps).laid_out(before=16, indent=4))
     made = "build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)"
     return Source(made if plan.model.has_scheduler else "")
 
@@ -306,50 +348,34 @@ def _kept(plan: Plan) -> Source:
     return Source(f"{_parts(plan)}, optimizer, recipe{scheduler}{scale}")
 
 
-def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
+def _clipping(plan: Plan, tables: ScriptTables) -> Source:
     """Return the call that clips gradients."""
-    split = ", split=SPLITS" if has_splits else ""
-    tied = ", tied=model.tied.not_owned" if has_ties else ""
+    split = ", split=SPLITS" if tables.splits else ""
+    tied = ", tied=model.tied.not_owned" if tables.ties else ""
     return Source(f"clip_by_global_norm({_parts(plan)}, clip, mesh{split}{tied})")
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: Plan) -> Source:
     """Return the rank's modules."""
-    return "model.parts" if _is_pipelined(plan) else "[model]"
+    return Source("model.parts" if _is_pipelined(plan) else "[model]")
 
 
-def _reading(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call that yields a rank's microbatches."""
-    arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
-    if plan.model.has_dataset:
-        arguments += ["dataset=dataset", "skip=skip", *_fewer_rows(plan, subject)]
-    if subject.file.build_collate is not None:
-        arguments.append("new_collate=new_collate")
-    if subject.opened.own_rows:
-        arguments.append("rows_over=axis")
-    return Source(call("read_batches", *arguments).in_few_lines(before=11, indent=4))
+def _start(arranged: Arrangement) -> Source:
+    """Return the call that joins the other ranks."""
+    axes = ("pipeline", "data", "tensor")
+    degrees = [f"{axis}={axis.upper()}" for axis in axes if getattr(arranged, axis) > 1]
+    shard = ["shard=SHARD"] if has_copies(arranged) else []
+    return Source(call("start", *degrees, *shard, "timeout=options.timeout").flat)
 
 
-def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
-    """Yield arguments of `read_batches`, if not every number of rows works."""
-    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
-    least = least_rows(plan.graph, data=plan.arrangement.data)
-    if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
-        yield "fewest=MICROBATCH"
-    elif least > 1:
-        yield f"fewest={least}"
-    if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
-        yield "repeats=False"
+def _zero(arranged: Arrangement) -> list[str]:
+    return ["zero=ZERO"] if arranged.data > 1 else []
 
 
-def _is_of_planned_rows(plan: Plan, subject: PlannedSubject) -> bool:
-    """Whether code of the script only works for the planned number of rows."""
-    opened = subject.opened
-    is_printed = bool(opened.classes or opened.stages or opened.loss)
-    is_fixed = plan.graph.fixed_batch is not None and is_printed
-    is_pipelined = plan.arrangement.pipeline > 1
-    follows = not is_pipelined or crossings_follow_rows(opened, subject.axes)
-    return is_fixed or opened.splits_rows or not follows
+def _optimizer(plan: Plan) -> Source:
+    """Return the call that builds the optimizer of this rank's parameters."""
+    given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
+    return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:
@@ -361,13 +387,13 @@ def _waits_for_last(arrangement: Arrangement) -> str:
     return "gradients are averaged with the last one's"
 
 
-def _wrapping(plan: Plan, *, is_summed: bool, has_ties: bool) -> Source:
+def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
     """Return the call of wrap; gradients that are also summed over other axes share no bucket."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
-        if has_ties:
+        if tables.ties:
             before = "tied = [tie.names for tie in TIES]\n    "
-            arguments.append("apart=[*tied, REPLICATED]" if is_summed else "apart=tied")
-        elif is_summed:
+            arguments.append("apart=[*tied, REPLICATED]" if tables.replicated else "apart=tied")
+        elif tables.replicated:
             arguments.append("apart=[REPLICATED]")
     return Source(before + call("wrap", *arguments).laid_out(before=4, indent=4))

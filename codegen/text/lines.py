@@ -162,14 +162,6 @@ def wrapped(line: str, *, indent: int) -> list[str]:
     return [margin + head, *_body(body, indent + 4), margin + tail]
 
 
-def wrapped_del(names: list[str], *, indent: int) -> list[str]:
-    """Return a `del` statement, over several lines if it is long."""
-    margin, line = " " * indent, f"del {', '.join(names)}"
-    if indent + len(line) <= WIDTH:
-        return [margin + line]
-    return [f"{margin}del (", *(f"{margin}    {name}," for name in names), f"{margin})"]
-
-
 def wrapped_definition(name: str, arguments: list[str], returns: str, *, indent: int) -> list[str]:
     """Return the first line of a function, over several lines if it is long."""
     margin = " " * indent

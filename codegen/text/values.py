@@ -69,11 +69,21 @@ class Bracketed:
         lone = "," if self.opening == "(" and len(items) == 1 else ""  # a tuple of one
         return f"{self.opening}{', '.join(items)}{lone}{self.closing}"
 
+    @property
+    def _is_call(self) -> bool:
+        return is_identifier(self.opening[:-1].rpartition(".")[2].lstrip("*"))
+
     def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
-        """Return the group after `before` characters: on one line, or one item per line."""
+        """Return the group after `before` characters, as the formatter lays it out.
+
+        It is put on one line; or, for a call, all items on a line of their own; or one per line.
+        """
         if before + len(self.flat) + after <= WIDTH:
             return self.flat
         margin = " " * (indent + 4)
+        inside = self.flat[len(self.opening) : -len(self.closing)]
+        if self._is_call and len(margin + inside) <= WIDTH:
+            return f"{self.opening}\n{margin}{inside}\n{' ' * indent}{self.closing}"
         lines = [
             item.laid_out(before=indent + 4, after=1, indent=indent + 4)
             if isinstance(item, Bracketed)
@@ -82,14 +92,6 @@ class Bracketed:
         ]
         inner = "".join(f"{margin}{line},\n" for line in lines)
         return f"{self.opening}\n{inner}{' ' * indent}{self.closing}"
-
-    def in_few_lines(self, *, before: int, indent: int) -> str:
-        """Return the group on one line, or all items on a second line, or one item per line."""
-        items = ", ".join(one.flat if isinstance(one, Bracketed) else one for one in self.items)
-        if before + len(self.flat) <= WIDTH or indent + 4 + len(items) > WIDTH:
-            return self.laid_out(before=before, indent=indent)
-        margin = " " * indent
-        return f"{self.opening}\n{margin}    {items}\n{margin}{self.closing}"
 
 
 Row = tuple[str, str | Bracketed, str]  # the text before a value, the value, a comment
@@ -162,8 +164,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows in_float32 loss_in to_device read_batches read_dataset "
-            "scale_loss summed_rows weighted weighted_terms with_plain"
+            "Batch Weighed in_float32 loss_in read_batches read_dataset scale_loss with_plain"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": (
@@ -171,7 +172,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (
-            "ROWS Crossing StagePart compile_layers freeze keep_apart named names_of expand "
+            "ROWS Crossing StagePart compile_layers freeze keep_apart expand shard_parameters "
             "submodules take_classes"
         ),
         "autopar.runtime.optimizer": (
@@ -184,7 +185,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "tell_errors_once"
         ),
         "autopar.runtime.recompute": "recompute update_once",
-        "autopar.runtime.tensor": "Split shard_parameters",
+        "autopar.runtime.tensor": "Split",
         "autopar.runtime.weights": "Recipe load_weights record",
     }
 )

@@ -75,19 +75,19 @@ class Zero(IntEnum):
     # fmt: off
     NONE = (
         0, False, False, False,
-        "every data rank holds whole parameters, gradients and optimizer states",
+        "each data rank has all parameters, gradients and optimizer states",
     )
     OPTIMIZER = (
         1, True, False, False,
-        "optimizer states are shared out over the data ranks of a shard",
+        "each data rank has a part of the optimizer states",
     )
     GRADIENTS = (
         2, True, True, False,
-        "gradients and optimizer states are shared out over the data ranks of a shard",
+        "each data rank has a part of the gradients and optimizer states",
     )
     PARAMETERS = (
         3, True, True, True,
-        "parameters, gradients and optimizer states are shared out over data ranks",
+        "each data rank has a part of the parameters, gradients and optimizer states",
     )
     # fmt: on
 

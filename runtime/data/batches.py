@@ -183,7 +183,7 @@ def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh)
     return dataset
 
 
-def read_batches(
+def weighed_by_rows(
     example_batch: Example,
     options: Namespace,
     mesh: Mesh,

@@ -1,4 +1,4 @@
-"""Weights the losses of microbatches so that their sum is the mean over the whole global batch.
+"""Reads microbatches, and weights their losses: the sum is the mean over the whole global batch.
 
 A mean over valid targets (ignore_index) is not the mean of the microbatches' means: a microbatch
 with few valid targets would count too much.
@@ -6,8 +6,9 @@ with few valid targets would count too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial, wraps
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autopar.runtime.data.batches import Batch, Weighed
+from autopar.runtime.data.batches import Batch, Example, Weighed, gathered_rows, weighed_by_rows
+from autopar.runtime.data.epochs import RowCounts, each_rank
+from autopar.runtime.data.rows import Collate, to_device
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.ranks.mesh import Axis, Mesh
+from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.transport import summed
 
 Found = TypeVar("Found")
+Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts they come from) → what the loss divides by
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
@@ -33,9 +37,62 @@ def as_counted(counts: Tensor, _: float) -> Tensor:
     return counts
 
 
+def read_batches(
+    example_batch: Example,
+    options: Namespace,
+    mesh: Mesh,
+    *,
+    rows: tuple[int, RowCounts],
+    dataset: Any = None,
+    new_collate: Callable[[], Collate] | None = None,
+    skip: int = 0,
+    rows_over: Axis = ALONE,
+    own: Collection[str] = (),
+    fewest: int = 1,
+    repeats: bool = True,
+    targets: Counting | None = None,
+    terms: Counting | None = None,
+    divisor: Divisor = as_counted,
+    sums_rows: bool = False,
+    channels_last: Collection[str] = (),
+) -> Iterator[Weighed]:
+    """Yield this rank's microbatches on its device, with the weights of their losses.
+
+    Reading is described in `weighed_by_rows`. A loss that is a mean over valid targets is weighted
+    by the count of these (`targets`), a loss that adds several means by that of each (`terms`);
+    `divisor` maps a count to what the loss divides by. `sums_rows` is for a loss that is a sum over
+    rows. If the ranks of `rows_over` read a share of the rows each, the others' rows are gathered,
+    except for keys in `own`.
+    """
+    data = weighed_by_rows(
+        example_batch,
+        options,
+        mesh,
+        rows=rows,
+        dataset=dataset,
+        new_collate=new_collate,
+        skip=skip,
+        rows_over=rows_over,
+        fewest=fewest,
+        repeats=repeats,
+    )
+    microbatches, microbatch = rows
+    if targets is not None:
+        data = weighted(data, targets, mesh, microbatches=microbatches, divisor=divisor)
+    elif terms is not None:
+        data = weighted_terms(data, terms, mesh, microbatches=microbatches, divisor=divisor)
+    elif sums_rows:
+        data = summed_rows(data, mesh)
+    moved = partial(to_device, mesh=mesh, dtype=options.dtype, channels_last=channels_last)
+    size = each_rank(microbatch, mesh.data)[mesh.data.rank]
+    return (
+        (gathered_rows(moved(batch), own, rows_over, rows=size), scale) for batch, scale in data
+    )
+
+
 def weighted(
     data: Iterator[Weighed],
-    valid_targets: Callable[[Mapping[str, Any]], Tensor],
+    valid_targets: Counting,
     mesh: Mesh,
     *,
     microbatches: int,
@@ -53,7 +110,7 @@ def weighted(
 
 def weighted_terms(
     data: Iterator[Weighed],
-    valid_targets: Callable[[Mapping[str, Any]], Tensor],
+    valid_targets: Counting,
     mesh: Mesh,
     *,
     microbatches: int,
@@ -71,7 +128,7 @@ def weighted_terms(
 
 def _counted_ahead(
     data: Iterator[Weighed],
-    valid_targets: Callable[[Mapping[str, Any]], Tensor],
+    valid_targets: Counting,
     mesh: Mesh,
     *,
     microbatches: int,

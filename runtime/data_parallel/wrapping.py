@@ -25,6 +25,8 @@ from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.mesh import ALONE, Mesh
 from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_names
 
+BUCKET_BYTES = 25 * 2**20  # DDP's default
+
 
 def run_hooks(module: nn.Module) -> None:
     """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's dicts and lists."""
@@ -140,8 +142,8 @@ def wrap(
     module: nn.Module,
     mesh: Mesh,
     *,
-    zero: int,
-    bucket_bytes: int = 25 * 2**20,
+    zero: int = 0,
+    bucket_bytes: int = BUCKET_BYTES,
     apart: Sequence[Collection[str]] = (),
     units: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import Divisor, Exact, as_counted, scale_loss
+from autopar.runtime.data.loss import Counting, Divisor, Exact, as_counted, scale_loss
 from autopar.runtime.evaluation.metrics import Measure, RowMetrics, once, over_ranks
 from autopar.runtime.evaluation.rows import EvaluationRows
 from autopar.runtime.ranks.mesh import Mesh
@@ -79,7 +79,6 @@ def _reshard(parts: Sequence[nn.Module]) -> None:
                 module.reshard()
 
 
-Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # from microbatches, in order
 
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.data.batches import Batch, Example, Weighed, gathered_rows
-from autopar.runtime.data.loss import loss_in
+from autopar.runtime.data.loss import Counting, loss_in
 from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.wrapping import compute_in
 from autopar.runtime.evaluation.evaluating import (
-    Counting,
     Losses,
     computes_as_trained,
     weighed_alike,

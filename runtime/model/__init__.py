@@ -11,8 +11,7 @@ from autopar.runtime.model.parts import (
     expand,
     freeze,
     keep_apart,
-    named,
-    names_of,
+    shard_parameters,
     submodules,
     take_classes,
 )
@@ -25,8 +24,7 @@ __all__ = [
     "expand",
     "freeze",
     "keep_apart",
-    "named",
-    "names_of",
+    "shard_parameters",
     "submodules",
     "take_classes",
 ]

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
+from autopar.runtime.tensor.shards import (
+    Split,
+    check_names,
+    group_aliases,
+    local_chunks,
+    local_part,
+    note_ties,
+    places,
+    put,
+    split_of,
+)
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
 OUTERMOST = "_autopar_recomputes"  # marks an instance whose own forward wraps that of its classes
@@ -125,15 +135,17 @@ class Crossing:
         # sizes may be negative while lengths are unknown, as in `h - 4`
         shape = [max(size, 0) for size in sizes]
         if self.split is not None:
-            shape[self.split.dim] = local_size(self.split.parts, tensor)
+            shape[self.split.dim] = self.split.cut(shape, tensor).sizes[tensor.rank]
         dtype = self.dtype or dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.has_gradient)
 
     @property
     def length(self) -> int | None:
         """The whole length of the split dim, if it varies between batches; else None."""
-        parts = self.split.parts if self.split is not None else ()
-        return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else None
+        if self.split is None or self.split.parts is not None:
+            return None
+        size = self.shape[self.split.dim]
+        return size if isinstance(size, int) else None
 
 
 Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple[Crossing, ...]]
@@ -163,6 +175,24 @@ class StagePart:
 def names_of(model: nn.Module) -> tuple[str, ...]:
     """Return the names of all parameters and buffers, including every alias of a tied one."""
     return tuple(place.name for place in places(model))
+
+
+def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
+    """Replace every listed parameter or buffer, under all its aliases, by this rank's part.
+
+    In the names * stands for the number of a layer.
+    """
+    aliases = group_aliases(places(model))
+    known = [place.name for group in aliases for place in group]
+    check_names(splits, {one for name in known for one in (name, *starred(name))})
+    own = named(splits, known)
+    for group in aliases:
+        split = split_of(group, own)
+        if split is not None:
+            first = group[0].tensor
+            with torch.no_grad():
+                part = local_part(first.detach(), split, axis)
+            put(group, part, local_chunks(tuple(first.shape), split, axis))
 
 
 def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:

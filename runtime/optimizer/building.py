@@ -149,8 +149,8 @@ def build_optimizer(
     model_parts: Sequence[nn.Module],
     factory: OptimizerFactory,
     *,
-    zero: int,
     mesh: Mesh,
+    zero: int = 0,
     lr: float | None = None,
 ) -> Optimizer:
     """Build an optimizer that steps this rank's shards of the modules.

@@ -128,9 +128,9 @@ class Mesh:
 
 def start(
     *,
-    pipeline: int,
-    data: int,
-    tensor: int,
+    pipeline: int = 1,
+    data: int = 1,
+    tensor: int = 1,
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:

@@ -18,7 +18,7 @@ from autopar.runtime.tensor.collectives import (
     take_own,
     take_shard,
 )
-from autopar.runtime.tensor.shards import Split, local_size, shard_parameters
+from autopar.runtime.tensor.shards import Split, local_size
 from autopar.runtime.tensor.vocabulary import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
@@ -36,7 +36,6 @@ __all__ = [
     "local_size",
     "place_own",
     "scatter_sum",
-    "shard_parameters",
     "sum_both",
     "sum_gradients",
     "sum_partials",

@@ -10,7 +10,7 @@ parameter objects but keeps modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.slices import Parts, Ranges, cut, pick
+from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, pick
 
 QUANTIZED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -199,7 +199,11 @@ class Split:
     """How a parameter or buffer is cut over the tensor axis."""
 
     dim: int
-    parts: Parts  # see slices.py
+    parts: Parts | None = None  # see slices.py; None: one part of single elements
+
+    def cut(self, shape: Sequence[int], axis: Axis) -> Cut:
+        """Return what each rank holds of the split dim of a tensor with this whole shape."""
+        return cut(self.parts or ((shape[self.dim], 1),), axis.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +216,6 @@ class TensorPlace:
     tensor: Tensor
 
 
-def ranges(split: Split, rank: int, size: int) -> Ranges:
-    """Return the ranges of the split dim that a rank holds."""
-    return cut(split.parts, size).ranges[rank]
-
-
 def local_size(parts: Parts, axis: Axis) -> int:
     """Return how many elements of a dim this rank holds."""
     return cut(parts, axis.size).sizes[axis.rank]
@@ -224,10 +223,13 @@ def local_size(parts: Parts, axis: Axis) -> int:
 
 def local_part(tensor: Tensor, split: Split, axis: Axis) -> Tensor:
     """Copy this rank's part of a whole tensor."""
-    held = cut(split.parts, axis.size)
-    if not -tensor.ndim <= split.dim < tensor.ndim or tensor.shape[split.dim] != held.whole:
+    shape = tuple(tensor.shape)
+    if not -tensor.ndim <= split.dim < tensor.ndim:
+        raise ValueError(f"a tensor of shape {shape} has no dim {split.dim} to be cut along")
+    held = split.cut(shape, axis)
+    if shape[split.dim] != held.whole:
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {split.dim} "
+            f"a tensor of shape {shape} cannot be cut along dim {split.dim} "
             f"into parts {split.parts}, which add up to {held.whole}"
         )
     return pick(tensor, split.dim % tensor.ndim, held.ranges[axis.rank])
@@ -239,21 +241,8 @@ def local_chunks(shape: tuple[int, ...], split: Split | None, axis: Axis) -> Chu
     if split is None:
         return chunks
     held = list(chunks.ranges)
-    held[split.dim] = ranges(split, axis.rank, axis.size)
+    held[split.dim] = split.cut(shape, axis).ranges[axis.rank]
     return Chunks(shape, tuple(held))
-
-
-def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
-    """Replace every named parameter or buffer, under all its aliases, by this rank's part."""
-    aliases = group_aliases(places(model))
-    check_names(splits, {place.name for group in aliases for place in group})
-    for group in aliases:
-        split = split_of(group, splits)
-        if split is not None:
-            first = group[0].tensor
-            with torch.no_grad():
-                part = local_part(first.detach(), split, axis)
-            put(group, part, local_chunks(tuple(first.shape), split, axis))
 
 
 def places(model: nn.Module) -> Iterator[TensorPlace]:

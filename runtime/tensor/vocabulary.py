@@ -2,6 +2,7 @@
 
 No rank holds the logits of the whole vocabulary: the loss needs one small message per target
 (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
+`parts` says how the vocabulary is cut (see slices.py). By default all ranks hold equally much.
 """
 
 from typing import Any
@@ -16,11 +17,16 @@ from autopar.runtime.tensor.slices import Parts, cut
 
 
 def vocab_parallel_embedding(
-    ids: Tensor, weight_local: Tensor, axis: Axis, parts: Parts, padding_idx: int | None = None
+    ids: Tensor,
+    weight_local: Tensor,
+    axis: Axis,
+    parts: Parts | None = None,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """Return the embeddings of ids, with zeros for rows that other ranks hold: layout P."""
     if axis.size == 1:
         return embedding(ids, weight_local, padding_idx)
+    parts = parts or _even_parts(len(weight_local), axis)
     _check_rows(ids, parts, axis)
     local, held = _local_ids(ids, parts, axis)
     if not weight_local.shape[0]:  # more ranks than rows; autograd still needs the weight
@@ -35,8 +41,8 @@ def vocab_parallel_embedding_bag(
     offsets: Tensor,
     axis: Axis,
     *,
-    parts: Parts,
     mode: str,
+    parts: Parts | None = None,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
@@ -55,6 +61,7 @@ def vocab_parallel_embedding_bag(
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
+    parts = parts or _even_parts(len(weight_local), axis)
     _check_rows(ids, parts, axis)
     local, held = _local_ids(ids, parts, axis)
     is_entry = torch.ones_like(held) if padding_idx is None else ids != padding_idx
@@ -88,7 +95,7 @@ def vocab_parallel_cross_entropy(
     target: Tensor,
     axis: Axis,
     *,
-    parts: Parts,
+    parts: Parts | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -106,12 +113,18 @@ def vocab_parallel_cross_entropy(
             label_smoothing=label_smoothing,
         ).view(target.shape if reduction == "none" else ())
     valid = target != ignore_index
+    parts = parts or _even_parts(logits_local.shape[-1], axis)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_local, target, valid, axis, parts, label_smoothing
     )
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / valid.sum()
+
+
+def _even_parts(local: int, axis: Axis) -> Parts:
+    """Return the parts of a vocabulary of which all ranks hold equally many entries."""
+    return ((local * axis.size, 1),)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -150,7 +150,8 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("one mask for all shards of the sequence",
                  "with split_randomness(self.tensor):\n            x = self.drop(x)",
                  "if True:\n            x = self.drop(x)"),
-            Edit("the loss of a rank's own words", 'reduction="mean"', 'reduction="sum"'),
+            Edit("the loss of a rank's own words", '["labels"].flatten(), tensor',
+                 '["labels"].flatten(), tensor, reduction="sum"'),
         ),
         "pp": (
             Edit("gradients of tied weights not summed", "    model.tied.sum_gradients()\n"),
@@ -159,8 +160,8 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("nothing is seeded", _SEEDING),
             Edit("no dropout after the embedding", "self.drop(self.wte(input_ids) + x)",
                  "self.wte(input_ids) + x"),
-            Edit("the loss of microbatches added up", "scale) for batch, scale in data",
-                 "torch.ones_like(scale)) for batch, scale in data"),
+            Edit("the loss of microbatches added up", "rows = list(islice(data, MICROBATCHES))",
+                 "rows = [(b, torch.ones_like(s)) for b, s in islice(data, MICROBATCHES)]"),
             Edit("a stage takes no step", _STEP,
                  "    if mesh.pipeline.rank == 0:\n        optimizer.step()\n"),
         ),
@@ -178,7 +179,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         "dp, batch norm": (
             Edit("statistics of each rank alone", "sync_batch_norm=SYNC_BATCH_NORM",
                  "sync_batch_norm=False"),
-            Edit("norms as in evaluation", "    wrap(\n", "    model.eval()\n    wrap(\n"),
+            Edit("norms as in evaluation", "    wrap(", "    model.eval()\n    wrap("),
         ),
         "in bf16": remembering_edits.FAULTS,
         "runs again": (
@@ -209,9 +210,9 @@ HARMLESS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
                  "        total += loss.detach()\n        assert loss.isfinite()\n"),
         ),
         "dp, batch norm": (
-            Edit("a timer", "    losses: list[float] = []\n",
+            Edit("a timer", "    losses = []\n",
                  "    import time\n\n    begun = time.perf_counter()\n"
-                 "    losses: list[float] = []\n    del begun\n"),
+                 "    losses = []\n    del begun\n"),
         ),
         "in bf16": remembering_edits.HARMLESS,
         "runs again": (

@@ -36,8 +36,8 @@ FAULTS = (
     ),
     Edit(
         "buffers are rounded",
-        "compute_dtype=dtype,",
-        'compute_dtype=dtype, half_buffers=("inv_freq", "h.*.mean", "h.*.steps"),',
+        "compute_dtype=dtype",
+        'compute_dtype=dtype, half_buffers=("inv_freq", "h.*.mean", "h.*.steps")',
     ),
     Edit(
         "weights are stepped in 16 bits, without masters",

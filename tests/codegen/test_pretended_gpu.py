@@ -71,7 +71,11 @@ CLIPPED = "norm = clip_by_global_norm("
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [
-        ("to_device(batch, mesh, options.dtype)", "dict(batch)", "pretended"),
+        (
+            "loss_of(model, batch)",
+            "loss_of(model, {k: v.cpu() for k, v in batch.items()})",
+            "pretended",
+        ),
         (
             CLIPPED,
             f"torch.distributed.all_reduce(torch.ones(1))\n    {CLIPPED}",

@@ -49,7 +49,7 @@ def test_uneven_rows_of_padded_targets_weigh_by_what_counts(tmp_path: Path) -> N
 
 def test_a_script_says_the_rows_of_each_data_rank() -> None:
     text = lines(planned(uneven_plan()))
-    assert "MICROBATCH = (3, 1)  # rows at a time on each data rank" in text
+    assert "MICROBATCH = (3, 1)  # rows of a microbatch on each data rank" in text
     assert "GLOBAL_BATCH = sum(MICROBATCH) * MICROBATCHES" in text
 
 
@@ -57,7 +57,7 @@ def test_the_rows_of_many_data_ranks_are_told_in_runs() -> None:
     plan = uneven_plan()
     many = replace(plan.arrangement, data=16, rows=(3,) * 12 + (1,) * 4)
     text = lines(planned(replace(plan, arrangement=many)))
-    assert "MICROBATCH = (3,) * 12 + (1,) * 4  # rows at a time on each data rank" in text
+    assert "MICROBATCH = (3,) * 12 + (1,) * 4  # rows of a microbatch on each data rank" in text
 
 
 @pytest.mark.parametrize("rows", [(3,), (3, 0), (2, 2), (3, 1, 1)])

@@ -291,8 +291,23 @@ def as_op(arguments: Arguments) -> SourceForm:
     return call(f"torch.ops.{arguments.op.target}", keywords=given)
 
 
+def loss_call(arguments: Arguments, name: str) -> SourceForm:
+    """Print a loss as a function: its tensors by position, and what is no default by keyword."""
+    is_given = {key: key not in arguments.defaults for key in arguments.raw}
+    are_plain = {k for k, v in arguments.raw.items() if not isinstance(v, (Ref, tuple))}
+    positional = [arguments[key] for key in arguments.raw if is_given[key] and key not in are_plain]
+    keywords = tuple(
+        (key, arguments[key])
+        for key in arguments.raw
+        if (key in are_plain or not is_given[key]) and not arguments.is_default(key)
+    )
+    return call(f"F.{name}", *positional, keywords=keywords)
+
+
 def by_schema(arguments: Arguments, name: str) -> SourceForm:
     """Print an op as a method of its first argument, or else as a function of torch."""
+    if "reduction" in arguments.raw and hasattr(functional, name):
+        return loss_call(arguments, name)
     names = [key for key in arguments.raw if key not in ("self", "input")]
     owner = next((key for key in ("self", "input") if key in arguments.raw), None)
     positional: list[Expression] = []

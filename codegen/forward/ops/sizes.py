@@ -336,9 +336,18 @@ class SizesAtHand:
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:
-            is_length = is_whole or self.split.lengths.dim(dim) != dim
-            return is_length and parts.times == ONE and [u for _, u in parts.listed] == [ONE]
+            return (is_whole or self.split.lengths.dim(dim) != dim) and self.are_single(dim, axis)
         return parts.may_be_omitted(self.split.degree, self.split.batch, is_whole=is_whole)
+
+    def are_even(self, dim: Dim, axis: str) -> bool:
+        """Whether all ranks hold equally many elements of a dim, in one piece."""
+        parts = parts_of_dim(dim, axis)
+        return parts.may_be_omitted(self.split.degree, self.split.batch, is_whole=False)
+
+    def are_single(self, dim: Dim, axis: str) -> bool:
+        """Whether a dim is cut as one part of single elements."""
+        parts = parts_of_dim(dim, axis)
+        return parts.times == ONE and [unit for _, unit in parts.listed] == [ONE]
 
     def named(self, size: Wanted, numbers: Sequence[tuple[str, int | float]]) -> str | None:
         """Return the module's attribute for a whole size, if name and value agree."""

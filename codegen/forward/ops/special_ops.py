@@ -172,8 +172,8 @@ def printed(op: Op, place: PrintedPlace) -> SourceForm:
     """Return an op as an expression."""
     arguments = Arguments(op, place)
     name = base_name(op.target)
-    if not op.target.startswith("aten."):
-        return as_op(arguments)  # a custom op: torch.ops has it under its name
+    if not op.target.startswith("aten.") or name in table.AS_OPS:
+        return as_op(arguments)  # such as a custom op: torch.ops has it under its name
     special = SPECIAL.get(op.target) or SPECIAL.get(name)
     if special is not None:
         return special(arguments)

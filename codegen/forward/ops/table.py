@@ -54,7 +54,6 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
         "_upsample_bicubic2d_aa": (("antialias", True),),
         "adaptive_max_pool2d": (("return_indices", True),),
         "adaptive_max_pool3d": (("return_indices", True),),
-        "stft": (("center", False),),
         "silu_": (("inplace", True),),
         "mish_": (("inplace", True),),
         "hardsigmoid_": (("inplace", True),),
@@ -62,7 +61,7 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
 )
 # Ops that are printed as torch.ops: functions of these names take or return something else.
 AS_OPS = frozenset(
-    {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
+    {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d", "stft"}
 )
 
 # Argument orders differ between ATen and torch.nn.functional: embedding, batch_norm, group_norm.
@@ -109,43 +108,6 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
             "F.cross_entropy", "self target", "weight ignore_index reduction label_smoothing"
         ),
         "nll_loss_nd": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
-        "nll_loss": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
-        "mse_loss": _function("F.mse_loss", "self target", "reduction"),
-        "l1_loss": _function("F.l1_loss", "self target", "reduction"),
-        "smooth_l1_loss": _function("F.smooth_l1_loss", "self target", "reduction beta"),
-        "huber_loss": _function("F.huber_loss", "self target", "reduction delta"),
-        "kl_div": _function("F.kl_div", "self target", "reduction log_target"),
-        "binary_cross_entropy": _function(
-            "F.binary_cross_entropy", "self target", "weight reduction"
-        ),
-        "binary_cross_entropy_with_logits": _function(
-            "F.binary_cross_entropy_with_logits", "self target", "weight pos_weight reduction"
-        ),
-        "soft_margin_loss": _function("F.soft_margin_loss", "self target", "reduction"),
-        "multi_margin_loss": _function(
-            "F.multi_margin_loss", "self target", "p margin weight reduction"
-        ),
-        "multilabel_margin_loss": _function("F.multilabel_margin_loss", "self target", "reduction"),
-        "cosine_embedding_loss": _function(
-            "F.cosine_embedding_loss", "input1 input2 target", "margin reduction"
-        ),
-        "margin_ranking_loss": _function(
-            "F.margin_ranking_loss", "input1 input2 target", "margin reduction"
-        ),
-        "hinge_embedding_loss": _function(
-            "F.hinge_embedding_loss", "self target", "margin reduction"
-        ),
-        "triplet_margin_loss": _function(
-            "F.triplet_margin_loss", "anchor positive negative", "margin p eps swap reduction"
-        ),
-        "poisson_nll_loss": _function(
-            "F.poisson_nll_loss", "input target", "log_input full eps reduction"
-        ),
-        "ctc_loss": _function(
-            "F.ctc_loss",
-            "log_probs targets input_lengths target_lengths",
-            "blank reduction zero_infinity",
-        ),
         "pad": _function("F.pad", "self pad", "mode value"),
         "constant_pad_nd": _function("F.pad", "self pad", "value"),
         "glu": _function("F.glu", "self", "dim"),
@@ -165,11 +127,6 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "adaptive_max_pool2d": _function("F.adaptive_max_pool2d", "self output_size"),
         "adaptive_max_pool3d": _function("F.adaptive_max_pool3d", "self output_size"),
         "cdist": _function("torch.cdist", "x1 x2", "p compute_mode"),
-        "stft": _function(
-            "torch.stft",
-            "self n_fft",
-            "hop_length win_length window normalized onesided return_complex",
-        ),
         "cartesian_prod": _function("torch.cartesian_prod", "*tensors"),
         "block_diag": _function("torch.block_diag", "*tensors"),
         "baddbmm": _function("torch.baddbmm", "self batch1 batch2", "beta alpha"),

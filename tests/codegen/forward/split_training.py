@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.forward.opened import OpenedSource
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.shards import Split, shard_parameters
+from autopar.runtime.tensor.shards import Split
 from tests.codegen.forward.running import (
     accepted,
     float64_batch,

@@ -7,7 +7,7 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
-Not given, so chosen: gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 49.52 ms per step, 1,323,401 tokens/s, 14.6% of the peak FLOPs
     compute 42.68 ms, tensor communication 2.595 ms, exposed data parallel 1.957 ms, optimizer
@@ -28,17 +28,13 @@ Why this plan: of 5 ways to arrange the training none is faster than 48.89 ms; c
 its step.
 Layers are laid out more simply than in the fastest way, 1.29% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 7bd2be1163a1c71e, plan 29bf355c39fc572f.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: c56e6c7d78cd2c1f, plan 29bf355c39fc572f.
 
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,19 +42,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
-from autopar.runtime.data import (
-    Batch,
-    Weighed,
-    in_float32,
-    read_batches,
-    read_dataset,
-    scale_loss,
-    to_device,
-    weighted,
-)
+from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
-from autopar.runtime.model import named, names_of, take_classes
+from autopar.runtime.model import shard_parameters, take_classes
 from autopar.runtime.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -76,20 +63,13 @@ from autopar.runtime.ranks import (
     stop,
     tell_errors_once,
 )
-from autopar.runtime.tensor import (
-    Split,
-    exchange,
-    gather,
-    shard_parameters,
-    take_shard,
-    vocab_parallel_cross_entropy,
-)
+from autopar.runtime.tensor import Split, exchange, gather, take_shard, vocab_parallel_cross_entropy
 from autopar.runtime.weights import Recipe, load_weights, record
 
 if __name__ == "__main__":
     tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# the folder of the model file, seen from here; change it when either moves
+# The folder of the model file, relative to this script; change it when either moves.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import gpt2 as model_file
 from gpt2 import GPT2, SelfAttention
@@ -111,26 +91,24 @@ DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # newest checkpoints that stay; --keep
+KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes that read ahead for this rank; --workers
+WORKERS = 0  # processes of a rank that read ahead; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
-PIPELINE = 1  # no pipeline
-DATA = 4  # data ranks: each has rows of its own
-TENSOR = 2  # tensor ranks: they share every microbatch
-MICROBATCH = 16  # rows at a time on a data rank
-MICROBATCHES = 1  # gradient accumulation steps of a data rank
-SHARD = 4  # data ranks that share one copy of the model's states
-ZERO = 1  # optimizer states are shared out over the data ranks of a shard
-BUCKET_BYTES = 100 * 2**20  # gradients are sent in buckets, beside the backward
-GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
-TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 of each row
-PREDICTED = ("h100-sxm", 0.04952, 0.1461)  # device, seconds of a step, MFU
-MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # that were planned
-MODEL_DIGEST = "5dc09595970e3b31"  # of their code
+DATA = 4  # data-parallel ranks: each has its own rows of a batch
+TENSOR = 2  # tensor-parallel ranks: each has a part of every split layer
+MICROBATCH = 16  # rows of a microbatch on each data rank
+MICROBATCHES = 1  # per step; gradients are accumulated over them
+ZERO = 1  # each data rank has a part of the optimizer states
+BUCKET_BYTES = 100 * 2**20  # gradients are sent in buckets of this size, during the backward
+GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows per step
+TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 tokens per row
+PREDICTED = ("h100-sxm", 0.04952, 0.1461)  # device, seconds per step, MFU
+MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # the code that was planned
+MODEL_DIGEST = "5dc09595970e3b31"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -182,16 +160,11 @@ def split_loss(outputs: Tensor, batch: Mapping[str, Tensor], tensor: Axis) -> Te
     """Return the loss of outputs that are split over the tensor axis."""
     logits = outputs.float().flatten(0, 1)
     return vocab_parallel_cross_entropy(
-        logits,
-        batch["labels"].flatten(),
-        tensor,
-        parts=((50257, 1),),
-        ignore_index=-100,
-        reduction="mean",
+        logits, batch["labels"].flatten(), tensor, parts=((50257, 1),)
     )
 
 
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES = {
     "h.*.attn": TensorParallelSelfAttention,
     "": TensorParallelGPT2,
 }
@@ -218,9 +191,9 @@ REPLICATED = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build the model without memory, cut as planned, and return how to make its weights."""
+    """Build the model without memory, and the recipe of its weights."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
-    shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    shard_parameters(model, SPLITS, mesh.tensor)
     take_classes(model, CLASSES, mesh.tensor)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[REPLICATED])
     return model, recipe
@@ -233,7 +206,7 @@ def loss_of(model: nn.Module, batch: Batch, tensor: Axis) -> Tensor:
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 
@@ -254,33 +227,29 @@ def train_step(
     return total, norm
 
 
-# --------------------------------------------------------------------------------- the data
-
-
-def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
-    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
-    data = read_batches(
-        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
-    )
-    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
-    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
-
-
 # ------------------------------------------------------------------------------ the training
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
+    mesh = start(data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # or as many as --epochs needs
-    data = batches(options, mesh, dataset, keeper.rows)
+    # The loss is a mean over valid targets: microbatches with more count more.
+    data = read_batches(
+        new_batch,
+        options,
+        mesh,
+        rows=(MICROBATCHES, MICROBATCH),
+        dataset=dataset,
+        skip=keeper.rows,
+        targets=valid_targets,
+    )
     load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
@@ -296,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         )
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

@@ -5,10 +5,9 @@ The plan: pp 4 · dp 2 · tp 2, ZeRO-3, 1f1b, 16 microbatches of 1 row.
 Run it on each of 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_8b_tp_pp_dp.py
 
-Not given, so chosen: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for
-matrices alone (build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most,
-and a cosine from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1
-(CLIP_NORM).
+Defaults: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for matrices alone
+(build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most, and a cosine
+from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 16 × h100-sxm: 1.094 s per step, 239,550 tokens/s, 37.1% of the peak FLOPs
     compute 768.1 ms, tensor communication 63.93 ms, pipeline bubble 172.8 ms, exposed data parallel
@@ -30,17 +29,13 @@ Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
 Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
 Layers are laid out more simply than in the fastest way, 0.65% slower.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 3a7b0ec8579a1af4, plan 6021a0ca12f11f87.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: 1dc8610044fc4366, plan 6021a0ca12f11f87.
 
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +43,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
-from autopar.runtime.data import Weighed, read_batches, read_dataset, to_device, weighted
+from autopar.runtime.data import Weighed, read_batches, read_dataset
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.model import (
@@ -56,8 +51,7 @@ from autopar.runtime.model import (
     Crossing,
     StagePart,
     expand,
-    named,
-    names_of,
+    shard_parameters,
     submodules,
     take_classes,
 )
@@ -83,7 +77,6 @@ from autopar.runtime.tensor import (
     Split,
     gather,
     scatter_sum,
-    shard_parameters,
     take_shard,
     vocab_parallel_cross_entropy,
 )
@@ -92,7 +85,7 @@ from autopar.runtime.weights import Recipe, load_weights, record
 if __name__ == "__main__":
     tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# the folder of the model file, seen from here; change it when either moves
+# The folder of the model file, relative to this script; change it when either moves.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
 from llama import Attention, Block, Llama, rotary_table, rotate
@@ -108,7 +101,7 @@ STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 BETAS = (0.9, 0.95)  # of AdamW; --betas
 WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
-WARMUP_STEPS = 2000  # steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps
+WARMUP_STEPS = 2000  # steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps
 FINAL_SHARE = 0.1  # the cosine ends at this share of LEARNING_RATE
 CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -116,27 +109,26 @@ DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # newest checkpoints that stay; --keep
+KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes that read ahead for this rank; --workers
+WORKERS = 0  # processes of a rank that read ahead; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
-PIPELINE = 4  # pipeline ranks: each has layers of its own
-DATA = 2  # data ranks: each has rows of its own
-TENSOR = 2  # tensor ranks: they share every microbatch
-MICROBATCH = 1  # rows at a time on a data rank
-MICROBATCHES = 16  # gradient accumulation steps of a data rank
-SHARD = 2  # data ranks that share one copy of the model's states
-ZERO = 3  # parameters, gradients and optimizer states are shared out over data ranks
+PIPELINE = 4  # pipeline-parallel ranks: each has some of the layers
+DATA = 2  # data-parallel ranks: each has its own rows of a batch
+TENSOR = 2  # tensor-parallel ranks: each has a part of every split layer
+MICROBATCH = 1  # rows of a microbatch on each data rank
+MICROBATCHES = 16  # per step; gradients are accumulated over them
+ZERO = 3  # each data rank has a part of the parameters, gradients and optimizer states
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # stages of consecutive layers on each rank
-GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
-TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
-PREDICTED = ("h100-sxm", 1.094, 0.3708)  # device, seconds of a step, MFU
-MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
-MODEL_DIGEST = "20c2535ae7ba3105"  # of their code
+GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
+TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
+PREDICTED = ("h100-sxm", 1.094, 0.3708)  # device, seconds per step, MFU
+MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # the code that was planned
+MODEL_DIGEST = "20c2535ae7ba3105"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -212,35 +204,27 @@ class LastStage(Llama):
             x = block(x, cos, sin)
         # shards of seq gathered: split along vocab from here on
         logits = self.lm_head(gather(self.norm(x), 1, self.tensor)).flatten(0, 1)
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels.flatten(),
-            self.tensor,
-            parts=((128256, 1),),
-            ignore_index=-100,
-            reduction="mean",
-        )
+        return vocab_parallel_cross_entropy(logits, labels.flatten(), self.tensor)
 
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     """Describe what a stage sends to the next one for a microbatch."""
-    seq = batch["input_ids"].shape[1]
-    return (Crossing((ROWS, seq, 4096), Split(1, ((seq, 1),))),)
+    return (Crossing((ROWS, batch["input_ids"].shape[1], 4096), Split(1)),)
 
 
-CLASSES: dict[str, type[nn.Module]] = {
+CLASSES = {
     "layers.*": TensorParallelBlock,
     "layers.*.self_attn": TensorParallelAttention,
 }
 SPLITS = {
-    "layers.*.self_attn.q_proj.weight": Split(0, ((8, 512),)),  # kv_heads
-    "layers.*.self_attn.k_proj.weight": Split(0, ((8, 128),)),  # kv_heads
-    "layers.*.self_attn.v_proj.weight": Split(0, ((8, 128),)),  # kv_heads
-    "layers.*.self_attn.o_proj.weight": Split(1, ((8, 512),)),  # kv_heads
-    "layers.*.mlp.gate_proj.weight": Split(0, ((14336, 1),)),  # ffn
-    "layers.*.mlp.up_proj.weight": Split(0, ((14336, 1),)),  # ffn
-    "layers.*.mlp.down_proj.weight": Split(1, ((14336, 1),)),  # ffn
-    "lm_head.weight": Split(0, ((128256, 1),)),  # vocab
+    "layers.*.self_attn.q_proj.weight": Split(0),  # kv_heads
+    "layers.*.self_attn.k_proj.weight": Split(0),  # kv_heads
+    "layers.*.self_attn.v_proj.weight": Split(0),  # kv_heads
+    "layers.*.self_attn.o_proj.weight": Split(1),  # kv_heads
+    "layers.*.mlp.gate_proj.weight": Split(0),  # ffn
+    "layers.*.mlp.up_proj.weight": Split(0),  # ffn
+    "layers.*.mlp.down_proj.weight": Split(1),  # ffn
+    "lm_head.weight": Split(0),  # vocab
 }
 REPLICATED = (
     "layers.*.input_layernorm.weight",
@@ -251,16 +235,10 @@ LAYERS = ("embed_tokens", *expand("layers.*", range(12)), "norm", "lm_head")
 STAGES = (
     StagePart(FirstStage, ("embed_tokens", *expand("layers.*", range(3))), crossing),
     StagePart(
-        MiddleStage,
-        expand("layers.*", range(3, 7)),
-        crossing,
-        bounds={"first": 3, "end": 7},
+        MiddleStage, expand("layers.*", range(3, 7)), crossing, bounds={"first": 3, "end": 7}
     ),
     StagePart(
-        MiddleStage,
-        expand("layers.*", range(7, 10)),
-        crossing,
-        bounds={"first": 7, "end": 10},
+        MiddleStage, expand("layers.*", range(7, 10)), crossing, bounds={"first": 7, "end": 10}
     ),
     StagePart(LastStage, (*expand("layers.*", range(10, 12)), "norm", "lm_head")),
 )
@@ -269,7 +247,7 @@ STAGES = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, cut as planned, and how to make their weights."""
+    """Build this rank's stages without memory, and the recipe of their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -278,8 +256,8 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Re
 
 
 def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
-    """Turn the model into one stage: with the class of the stage, and only what that holds."""
-    shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    """Turn the model into one stage, which has only the modules that it runs."""
+    shard_parameters(model, SPLITS, mesh.tensor)
     part = STAGES[index].taken_from(model, mesh.tensor)
     take_classes(part, CLASSES, mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, units=submodules(part, LAYERS))
@@ -287,7 +265,7 @@ def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 
@@ -303,33 +281,29 @@ def train_step(
     return loss, norm
 
 
-# --------------------------------------------------------------------------------- the data
-
-
-def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
-    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
-    data = read_batches(
-        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
-    )
-    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
-    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
-
-
 # ------------------------------------------------------------------------------ the training
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # or as many as --epochs needs
-    data = batches(options, mesh, dataset, keeper.rows)
+    # The loss is a mean over valid targets: microbatches with more count more.
+    data = read_batches(
+        new_batch,
+        options,
+        mesh,
+        rows=(MICROBATCHES, MICROBATCH),
+        dataset=dataset,
+        skip=keeper.rows,
+        targets=valid_targets,
+    )
     load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
     new_optimizer = partial(
         adamw, lr=LEARNING_RATE, betas=options.betas, weight_decay=options.weight_decay
@@ -343,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

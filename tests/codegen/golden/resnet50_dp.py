@@ -7,7 +7,7 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST resnet50_dp.py
 
-Not given, so chosen: gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 23.47 ms per step, 21,811 samples/s, 6.7% of the peak FLOPs
     compute 19.88 ms, exposed data parallel 1.794 ms, framework 1.72 ms
@@ -24,33 +24,20 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 85% of its step.
 The next best, dp 8, no sharding, takes 23.75 ms (+1.2%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 94230fd5ee74d4f6, plan ed928b16adca8068.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: d9fdf3590bb7dccf, plan ed928b16adca8068.
 
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
-from autopar.runtime.data import (
-    Batch,
-    Weighed,
-    in_float32,
-    read_batches,
-    read_dataset,
-    scale_loss,
-    to_device,
-    weighted,
-)
+from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
@@ -68,7 +55,7 @@ from autopar.runtime.weights import Recipe, load_weights, record
 if __name__ == "__main__":
     tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# the folder of the model file, seen from here; change it when either moves
+# The folder of the model file, relative to this script; change it when either moves.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import resnet as model_file
 
@@ -89,43 +76,31 @@ DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # newest checkpoints that stay; --keep
+KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes that read ahead for this rank; --workers
-SYNC_BATCH_NORM = True  # statistics over all data ranks, as on one device; False: on each
+WORKERS = 0  # processes of a rank that read ahead; --workers
+SYNC_BATCH_NORM = True  # over all data ranks, as on one device; False: each has its own
 
 # --------------------------------------------------------------------------------- the plan
 
-PIPELINE = 1  # no pipeline
-DATA = 8  # data ranks: each has rows of its own
-TENSOR = 1  # tensor ranks: they share every microbatch
-MICROBATCH = 64  # rows at a time on a data rank
-MICROBATCHES = 1  # gradient accumulation steps of a data rank
-SHARD = 8  # data ranks that share one copy of the model's states
-ZERO = 1  # optimizer states are shared out over the data ranks of a shard
-BUCKET_BYTES = 25 * 2**20  # gradients are sent in buckets, beside the backward
-GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows of a step
-SAMPLES_PER_STEP = GLOBAL_BATCH  # a row is one
-PREDICTED = ("h100-sxm", 0.02347, 0.06698)  # device, seconds of a step, MFU
-IMAGES = ("images",)  # they lie pixel by pixel (channels_last), as a GPU convolves them
-MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # that were planned
-MODEL_DIGEST = "28733290967f22f2"  # of their code
+DATA = 8  # data-parallel ranks: each has its own rows of a batch
+MICROBATCH = 64  # rows of a microbatch on each data rank
+MICROBATCHES = 1  # per step; gradients are accumulated over them
+ZERO = 1  # each data rank has a part of the optimizer states
+GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows per step
+PREDICTED = ("h100-sxm", 0.02347, 0.06698)  # device, seconds per step, MFU
+IMAGES = ("images",)  # inputs in channels_last order, in which a GPU convolves them
+MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # the code that was planned
+MODEL_DIGEST = "28733290967f22f2"  # of this code
 
 # -------------------------------------------------------------------------------- the model
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build the model without memory, cut as planned, and return how to make its weights."""
+    """Build the model without memory, and the recipe of its weights."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
-    wrap(
-        model,
-        mesh,
-        zero=ZERO,
-        compute_dtype=dtype,
-        bucket_bytes=BUCKET_BYTES,
-        sync_batch_norm=SYNC_BATCH_NORM,
-    )
+    wrap(model, mesh, zero=ZERO, compute_dtype=dtype, sync_batch_norm=SYNC_BATCH_NORM)
     return model, recipe
 
 
@@ -136,7 +111,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 
@@ -156,40 +131,31 @@ def train_step(
     return total, norm
 
 
-# --------------------------------------------------------------------------------- the data
-
-
-def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
-    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
-    data = read_batches(
-        new_batch,
-        options,
-        mesh,
-        rows=(MICROBATCHES, MICROBATCH),
-        dataset=dataset,
-        skip=skip,
-        repeats=False,
-    )
-    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
-    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    moved = partial(to_device, mesh=mesh, dtype=options.dtype, channels_last=IMAGES)
-    return ((moved(batch), scale) for batch, scale in data)
-
-
 # ------------------------------------------------------------------------------ the training
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
+    mesh = start(data=DATA, timeout=options.timeout)
     warn_if_changed(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # or as many as --epochs needs
-    data = batches(options, mesh, dataset, keeper.rows)
+    # The loss is a mean over valid targets: microbatches with more count more.
+    data = read_batches(
+        new_batch,
+        options,
+        mesh,
+        rows=(MICROBATCHES, MICROBATCH),
+        dataset=dataset,
+        skip=keeper.rows,
+        repeats=False,
+        targets=valid_targets,
+        channels_last=IMAGES,
+    )
     load_weights([model], recipe, options.weights, mesh)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
@@ -200,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         )
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
-    progress = keeper.progress(SAMPLES_PER_STEP, "samples", PREDICTED)
+    losses = []
+    progress = keeper.progress(GLOBAL_BATCH, "samples", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))
         loss, norm = train_step(model, optimizer, rows, mesh, options.clip)

@@ -7,10 +7,9 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
-Not given, so chosen: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for
-matrices alone (build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most,
-and a cosine from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1
-(CLIP_NORM).
+Defaults: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for matrices alone
+(build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most, and a cosine
+from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 2 × h100-sxm: 48.77 ms per step, 335,961 tokens/s, 14.3% of the peak FLOPs
     compute 36 ms, pipeline bubble 7.559 ms, optimizer 2.644 ms, framework 2.24 ms
@@ -25,17 +24,13 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 79% of its step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: fc6eba0e3e78081d, plan 8e67db38722c41c0.
-
-from __future__ import annotations
+# Written by autopar 0.2.0, which keeps changes by hand: 6058a4cf12424122, plan 8e67db38722c41c0.
 
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +38,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
-from autopar.runtime.data import Weighed, read_batches, read_dataset, to_device, weighted
+from autopar.runtime.data import Weighed, read_batches, read_dataset
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.model import ROWS, Crossing, StagePart
@@ -63,7 +58,7 @@ from autopar.runtime.weights import Recipe, load_weights, record
 if __name__ == "__main__":
     tell_errors_once()  # an error is one message, not a traceback of every rank
 
-# the folder of the model file, seen from here; change it when either moves
+# The folder of the model file, relative to this script; change it when either moves.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import t5 as model_file
 from t5 import T5
@@ -79,7 +74,7 @@ STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 BETAS = (0.9, 0.95)  # of AdamW; --betas
 WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
-WARMUP_STEPS = 2000  # steps up to LEARNING_RATE, a tenth of all at most; --warmup-steps
+WARMUP_STEPS = 2000  # steps up to LEARNING_RATE; at most a tenth of all; --warmup-steps
 FINAL_SHARE = 0.1  # the cosine ends at this share of LEARNING_RATE
 CLIP_NORM = 1.0  # largest norm of all gradients together; 0: no clipping; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -87,26 +82,23 @@ DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp
 EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 CHECKPOINT = "none"  # folder of checkpoints, or none; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
-KEEP = 3  # newest checkpoints that stay; --keep
+KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes that read ahead for this rank; --workers
+WORKERS = 0  # processes of a rank that read ahead; --workers
 
 # --------------------------------------------------------------------------------- the plan
 
-PIPELINE = 2  # pipeline ranks: each has layers of its own
-DATA = 1  # data ranks: each has rows of its own
-TENSOR = 1  # tensor ranks: they share every microbatch
-MICROBATCH = 16  # rows at a time on a data rank
-MICROBATCHES = 2  # gradient accumulation steps of a data rank
-ZERO = 0  # every data rank holds whole parameters, gradients and optimizer states
+PIPELINE = 2  # pipeline-parallel ranks: each has some of the layers
+MICROBATCH = 16  # rows of a microbatch
+MICROBATCHES = 2  # per step; gradients are accumulated over them
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # stages of consecutive layers on each rank
-GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
-TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 of each row
-PREDICTED = ("h100-sxm", 0.04877, 0.1433)  # device, seconds of a step, MFU
-MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # that were planned
-MODEL_DIGEST = "fac5c0a56db00bce"  # of their code
+GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
+TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
+PREDICTED = ("h100-sxm", 0.04877, 0.1433)  # device, seconds per step, MFU
+MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # the code that was planned
+MODEL_DIGEST = "fac5c0a56db00bce"  # of this code
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -152,7 +144,7 @@ TIES = (Tie(("shared.weight",), (0, 1)),)
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, cut as planned, and how to make their weights."""
+    """Build this rank's stages without memory, and the recipe of their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -161,14 +153,14 @@ def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Re
 
 
 def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
-    """Turn the model into one stage: with the class of the stage, and only what that holds."""
+    """Turn the model into one stage, which has only the modules that it runs."""
     part = STAGES[index].taken_from(model, mesh.tensor)
-    wrap(part, mesh, zero=ZERO, compute_dtype=dtype)
+    wrap(part, mesh, compute_dtype=dtype)
     return stage_at(index, STAGES, part, mesh, dtype=dtype)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how much of the batch counts in the mean of the loss."""
+    """Count the targets of the batch over which the loss is a mean."""
     return (batch["labels"] != -100).sum()
 
 
@@ -184,38 +176,34 @@ def train_step(
     return loss, norm
 
 
-# --------------------------------------------------------------------------------- the data
-
-
-def batches(options: Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
-    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
-    data = read_batches(
-        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
-    )
-    # The loss is a mean over valid targets, so each microbatch is weighted by how many it has.
-    data = weighted(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((to_device(batch, mesh, options.dtype), scale) for batch, scale in data)
-
-
 # ------------------------------------------------------------------------------ the training
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = read_options(argv, globals())
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
+    mesh = start(pipeline=PIPELINE, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
     # The training goes on from the newest checkpoint, if there is one.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     options.steps = keeper.steps  # or as many as --epochs needs
-    data = batches(options, mesh, dataset, keeper.rows)
+    # The loss is a mean over valid targets: microbatches with more count more.
+    data = read_batches(
+        new_batch,
+        options,
+        mesh,
+        rows=(MICROBATCHES, MICROBATCH),
+        dataset=dataset,
+        skip=keeper.rows,
+        targets=valid_targets,
+    )
     load_weights(model.parts, recipe, options.weights, mesh)
     new_optimizer = partial(
         adamw, lr=LEARNING_RATE, betas=options.betas, weight_decay=options.weight_decay
     )
-    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
+    optimizer = build_optimizer(model.parts, new_optimizer, mesh=mesh, lr=options.lr)
     scheduler = warmup_cosine(
         optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
     )
@@ -224,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # each data rank has dropout of its own
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
-    losses: list[float] = []
+    losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
         rows = list(islice(data, MICROBATCHES))

@@ -7,6 +7,10 @@ import pytest
 from tests.codegen.golden.scripts import GOLDEN, golden_path, script_of
 
 
+def test_a_data_parallel_script_is_short() -> None:
+    assert len(golden_path("resnet50_dp").read_text(encoding="utf-8").splitlines()) <= 190
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_golden_script_is_what_is_emitted_now(name: str) -> None:

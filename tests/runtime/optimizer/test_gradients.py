@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.data_parallel.wrapping import wrap
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.optimizer.gradients import (
     _end_to_end,
     clip_by_global_norm,
@@ -20,7 +21,7 @@ from autopar.runtime.optimizer.gradients import (
     sum_replicated,
 )
 from autopar.runtime.ranks.mesh import Mesh, start
-from autopar.runtime.tensor.shards import Split, local_part, shard_parameters
+from autopar.runtime.tensor.shards import Split, local_part
 from tests.runtime.processes import LOG, run_on_ranks
 from tests.strict.log import Issued
 from tests.strict.ranks import run_on_strict_ranks

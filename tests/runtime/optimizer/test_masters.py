@@ -15,11 +15,12 @@ from torch.optim import AdamW, Optimizer
 from autopar.codegen.proof.comparison import Held, HeldBlock, assembled
 from autopar.runtime.checkpointing.owners import weights_held
 from autopar.runtime.data_parallel.wrapping import wrap
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.mesh import start
 from autopar.runtime.ranks.options import StartingWeights
-from autopar.runtime.tensor.shards import Split, shard_parameters
+from autopar.runtime.tensor.shards import Split
 from autopar.runtime.weights.initial_weights import record
 from autopar.runtime.weights.loading import load_weights
 from autopar.runtime.weights.plain_model import plain_model

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.tensor.shards import (
     Chunks,
@@ -13,8 +14,6 @@ from autopar.runtime.tensor.shards import (
     chunks_by_name,
     local_part,
     local_size,
-    ranges,
-    shard_parameters,
     within,
 )
 from autopar.runtime.tensor.slices import Parts, cut
@@ -24,10 +23,17 @@ FUSED = Split(0, ((3, 2), (3, 2), (3, 2)))  # q, k and v of three heads of two
 
 
 def test_the_shard_of_a_concat_is_the_concat_of_the_shards() -> None:
-    assert ranges(FUSED, 0, 2) == ((0, 4), (6, 10), (12, 16))
-    assert ranges(FUSED, 1, 2) == ((4, 6), (10, 12), (16, 18))
-    whole = torch.arange(18)
+    whole, axis = torch.arange(18), Axis(0, 2, None)
+    first, second = FUSED.cut(whole.shape, axis).ranges
+    assert first == ((0, 4), (6, 10), (12, 16))
+    assert second == ((4, 6), (10, 12), (16, 18))
     assert local_part(whole, FUSED, Axis(1, 2, None)).tolist() == [4, 5, 10, 11, 16, 17]
+
+
+def test_a_split_without_parts_cuts_single_elements() -> None:
+    whole = torch.arange(7)
+    found = [local_part(whole, Split(0), Axis(rank, 3, None)).tolist() for rank in range(3)]
+    assert found == [[0, 1, 2], [3, 4], [5, 6]]
 
 
 @given(
@@ -83,6 +89,12 @@ def test_all_names_of_a_tied_parameter_get_the_same_shard(device: str) -> None:
     assert chunks["embedding.weight"] == Chunks((7, 4), (((4, 7),), ((0, 4),)))
     assert chunks["embedding.weight"].local_shape == (3, 4)
     assert chunks["norm.weight"] == Chunks((6,), (((0, 6),),))
+
+
+def test_a_star_in_a_name_stands_for_the_number_of_a_layer() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    shard_parameters(model, {"*.weight": Split(0)}, Axis(0, 2, None))
+    assert [tuple(one.shape) for one in model.parameters()] == [(2, 2), (4,), (3, 4), (6,)]
 
 
 def test_a_recurrent_layer_sees_its_new_parameters() -> None:

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
+from autopar.runtime.model.parts import shard_parameters
 from autopar.runtime.ranks.mesh import Axis, start
-from autopar.runtime.tensor.shards import Split, chunks_by_name, local_part, shard_parameters
+from autopar.runtime.tensor.shards import Split, chunks_by_name, local_part
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.model.parts import keep_only
+from autopar.runtime.model.parts import keep_only, shard_parameters
 from autopar.runtime.ranks.mesh import ALONE, Axis, start
-from autopar.runtime.tensor.shards import Split, shard_parameters
+from autopar.runtime.tensor.shards import Split
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.plain_model import plain_model
 from tests.runtime.processes import run_on_ranks
