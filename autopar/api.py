@@ -12,14 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from autopar.codegen.emit import emit
-from autopar.codegen.proof.comparison import TrainingComparison
-from autopar.codegen.proof.verification import read_script_of, verify
 from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import refuse_overwriting
-from autopar.codegen.subject import with_model
 from autopar.options import MachineOptions
 from autopar.planner.costs.prediction import Arrangement, Prediction
 from autopar.planner.errors import AutoparError, InputError
@@ -36,7 +32,11 @@ from autopar.planner.plan.fleet import Curve
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.planning import make_plans, request_of, traced_plan
+from autopar.planner.plan.traced import with_model
+from autopar.planning import make_plans, request_of, script_of, traced_plan
+
+if TYPE_CHECKING:
+    from autopar.codegen.proof.comparison import TrainingComparison
 
 __all__ = ["AutoparError", "Plan", "load", "plan"]
 
@@ -50,6 +50,7 @@ class Plan:
     content: StoredPlan  # the contents of plan.json
     folder: Path  # relative paths of the model file start here
     curve: Curve | None = None  # one plan per number of devices, if several were compared
+    uses_cache: bool = True
 
     def __str__(self) -> str:
         """Return the plan and its predicted step in one line."""
@@ -103,7 +104,8 @@ class Plan:
         refuse_replacing(place, model_path(self.content.model.spec))
         if not force:
             refuse_overwriting(place)
-        return emit(traced_plan(self.content, self.folder), destination=place, folder=self.folder)
+        made = script_of(self.content, place, folder=self.folder, uses_cache=self.uses_cache)
+        return made.text
 
     def explain(self) -> Explanation:
         """Return the reasons for the plan: time, stages, memory, communication, splits."""
@@ -117,8 +119,10 @@ class Plan:
         Without `script`, the plan's own script is used. `is_within(1e-9)` says whether both train
         alike: equal in float64, and in the plan's 16-bit dtype as close to fp32 as plain PyTorch.
         """
+        from autopar.codegen.proof.verification import read_script_of, verify  # needs torch
+
         with TemporaryDirectory(prefix="autopar-verified-") as name:
-            content = traced_plan(self.content, self.folder)
+            content = traced_plan(self.content, self.folder, uses_cache=self.uses_cache)
             traced = replace(self, content=content)
             path = traced.emit(Path(name) / SCRIPT_NAME) if script is None else _path(script)
             given = read_script_of(content, path, self.folder)
@@ -165,7 +169,8 @@ def plan(
     )
     found = make_plans(request)
     is_compared = len(found.curve.trials) > 1
-    return Plan(content=found.plan, folder=Path(), curve=found.curve if is_compared else None)
+    curve = found.curve if is_compared else None
+    return Plan(content=found.plan, folder=Path(), curve=curve, uses_cache=cache)
 
 
 def load(path: str | Path, *, model: str | Path | None = None) -> Plan:

@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float)
 
 CACHE = Annotated[
     bool,
-    typer.Option("--cache/--no-cache", help="Reuse the traced model if it has not changed."),
+    typer.Option("--cache/--no-cache", help="Reuse what was found before, if nothing has changed."),
 ]
 
 

@@ -24,13 +24,21 @@ from autopar.notes import (
 from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.errors import AutoparError, InfeasibleError, InputError
-from autopar.planner.layers import find_layers
-from autopar.planner.model.model_file import model_path, split_spec
+from autopar.planner.errors import AutoparError, LostLayersError
+from autopar.planner.files import refuse_replacing
+from autopar.planner.model.functions import DATA_READS
+from autopar.planner.model.model_file import load_model_file, model_path, split_spec
 from autopar.planner.plan.declared.constraints import Constraints, check_work, without_recompute
 from autopar.planner.plan.declared.file import gathered_constraints
 from autopar.planner.plan.declared.limits import rows_at_once
-from autopar.planner.plan.files.cache import Question, forget, keep, recalled
+from autopar.planner.plan.files.cache import (
+    NO_CACHE,
+    Cache,
+    CachedScript,
+    Question,
+    cache_folder,
+)
+from autopar.planner.plan.files.document import plan_text
 from autopar.planner.plan.fleet import Training
 from autopar.planner.plan.plan import Plan, StoredPlan, with_graph
 from autopar.planner.plan.planned import (
@@ -40,8 +48,18 @@ from autopar.planner.plan.planned import (
     plan_training,
     training_of,
 )
-from autopar.planner.plan.telling.words import arrangement_words, parts_apart, statistics_apart
-from autopar.planner.plan.traced import TracedModel, trace_model, with_spec
+from autopar.planner.plan.telling.words import parts_apart, statistics_apart
+from autopar.planner.plan.traced import (
+    ChangedModelError,
+    TracedModel,
+    check_unchanged,
+    fits,
+    model_spec,
+    trace_model,
+    trace_planned,
+    with_planned_graph,
+    with_spec,
+)
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, read_measurements
 
@@ -50,91 +68,59 @@ if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison
 
 
+def cache_of(uses_cache: bool) -> Cache:
+    """Return the user's cache, or one that keeps nothing."""
+    return Cache(cache_folder(), told=tell_note) if uses_cache else NO_CACHE
+
+
 def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:
     """Return a plan with the graph of its model: from the cache, or traced again."""
-    from autopar.codegen.subject import check_unchanged, model_spec, trace_planned
-    from autopar.codegen.subject import with_planned_graph as joined
-
     known = recalled_plan(plan, folder) if uses_cache else None
     if known is not None:
         return known
     path = model_path(model_spec(plan, folder))
     check_unchanged(plan, path)
     with progress("tracing the model"):
-        return joined(plan, trace_planned(plan, folder), path)
+        return with_planned_graph(plan, trace_planned(plan, folder), path)
 
 
 def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
     """Return a plan with the graph of its model from the cache, or None; runs no model file."""
-    from autopar.codegen.subject import check_unchanged, fits, model_spec
-
     if isinstance(plan, Plan):
         return plan
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))
     arguments = [f"{key}={value}" for key, value in plan.model.arguments]
     question = _question(spec, arguments, plan.arrangement.precision, plan.model.batch.fixed)
-    known = recalled(question)
+    known = question.find(cache_of(uses_cache=True))
     return with_graph(plan, known.graph) if known is not None and fits(plan, known) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller:
-    """The plan of a smaller model, and splits of the larger model's plan that it lacks."""
+def script_of(
+    plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
+) -> CachedScript:
+    """Return the script of a plan for a path, from the cache if nothing that it says has changed.
 
-    plan: Plan
-    unlike: tuple[str, ...]
-
-
-def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
-    """Return a plan with the same degrees, for the model with other arguments.
-
-    Modules are split and recomputed as in the given plan where sizes allow it.
+    A relative path of the model file starts at the working directory, or at `folder`.
     """
-    from autopar.codegen.subject import check_unchanged, model_spec
-    from autopar.planner.plan.again import arrangement_constraints, whole_constraints
+    place, cache = destination.resolve(), cache_of(uses_cache)
+    beside = place.parent if folder is None else folder
+    path = model_path(model_spec(plan, beside))
+    check_unchanged(plan, path)
+    timeless = replace(plan, proof=replace(plan.proof, search_seconds=0.0))
+    question = (plan_text(timeless), path, place, beside.resolve(), Path.cwd())
+    known = cache.find(CachedScript, question)
+    if known is not None:
+        refuse_replacing(place, path)
+        return known
+    from autopar.codegen.emit import emit_with_notes
 
-    spec = model_spec(plan, folder)
-    check_unchanged(plan, model_path(spec))
-    given = (argument.partition("=") for argument in arguments)
-    chosen = dict(plan.model.arguments) | {key: value for key, _, value in given}
-    axes = infer_axes(plan.graph)
-    layers = find_layers(plan.graph, axes)
-
-    def planned(constraints: Constraints) -> Plan:
-        texts = [f"{key}={value}" for key, value in chosen.items()]
-        return make_plan(spec, texts, plan.cluster, constraints, time_limit_seconds=None)
-
-    def planned_by_degrees() -> Plan:
-        try:
-            return planned(arrangement_constraints(plan))
-        except InfeasibleError as error:
-            raise _refusal(plan, arguments, error) from None
-
-    try:
-        found = planned(whole_constraints(plan, axes, layers))
-    except (InputError, InfeasibleError):  # a smaller model may lack a module or an axis
-        found = planned_by_degrees()
-    return Smaller(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
-
-
-def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> InfeasibleError:
-    arranged = plan.arrangement
-    sizes = f", and sizes that {arranged.tensor} divides" if arranged.tensor > 1 else ""
-    return InfeasibleError(
-        f"{plan.model.name} with {', '.join(arguments)} cannot be arranged as the plan is "
-        f"({arrangement_words(arranged)}): {error.found}",
-        fix=f"give it layers for {arranged.pipeline * arranged.stages_per_rank} stages{sizes}",
-    )
-
-
-def _splits(plan: Plan) -> set[str]:
-    """Return which ops are split along which axes; equal layers are listed once."""
-    return {
-        f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
-        for line in plan.classes
-        for one in line.splits
-    }
+    with DATA_READS.watched():
+        whole = traced_plan(plan, beside, uses_cache=uses_cache)
+        text, notes = emit_with_notes(whole, destination=destination, folder=beside, cache=cache)
+    made = CachedScript(text=text, notes=notes)
+    cache.keep(made, question, model=path)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +206,8 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         report("finding its axes and layers")
         training = training_of(traced, demands)
         _tell_findings(traced, training, request)
-        found = plan_training(training, demands, report)
+        cache = cache_of(request.uses_cache)
+        found = plan_training(training, demands, report, cache=cache)
     note_objects_kept(found.plan, training.layers)
     note_plan(found.plan)
     note_unaligned(found.plan, training.axes)
@@ -243,22 +230,22 @@ def read_model(request: Request) -> TracedModel:
     """
     precision, rows = request.constraints.precision, rows_at_once(request.constraints)
     question = _question(request.model, request.arguments, precision, rows)
-    known = recalled(question) if request.uses_cache else None
+    cache = cache_of(request.uses_cache)
+    known = question.find(cache)
     if known is not None and known.notes is not None:
         return with_spec(known, request.model)
     from autopar.dataset_notes import check_dataset, check_metrics
-    from autopar.planner.model.model_file import load_model_file
 
-    file = load_model_file(request.model, request.arguments)
-    traced = trace_model(
-        file, spec=request.model, arguments=request.arguments, precision=precision, rows=rows
-    )
-    notes = list[str]()
-    check_dataset(file, traced.graph, infer_axes(traced.graph), notes.append)
-    check_metrics(file, traced.graph, traced.model)
+    with DATA_READS.watched():
+        file = load_model_file(request.model, request.arguments)
+        traced = trace_model(
+            file, spec=request.model, arguments=request.arguments, precision=precision, rows=rows
+        )
+        notes = list[str]()
+        check_dataset(file, traced.graph, infer_axes(traced.graph), notes.append)
+        check_metrics(file, traced.graph, traced.model)
     traced = replace(traced, notes=tuple(notes))
-    if request.uses_cache:
-        keep(question, traced)
+    question.keep(traced, cache)
     return traced
 
 
@@ -287,18 +274,15 @@ def scripted(
     script is written. If it does not, the plan is made again without recomputing that layer. If the
     cached graph is outdated, the plan is made again without the cache.
     """
-    from autopar.codegen.emit import emit_with_notes
-    from autopar.codegen.script.layer_lists import LostLayersError
-    from autopar.codegen.subject import ChangedModelError
-
     found = plans(request)
     try:
-        text, notes = emit_with_notes(found.plan, destination=destination)
+        made = script_of(found.plan, destination, uses_cache=request.uses_cache)
     except ChangedModelError as changed:
         if not request.uses_cache:
             raise
         precision, rows = request.constraints.precision, rows_at_once(request.constraints)
-        forget(_question(request.model, request.arguments, precision, rows))
+        question = _question(request.model, request.arguments, precision, rows)
+        question.forget(cache_of(uses_cache=True))
         tell_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
@@ -308,9 +292,9 @@ def scripted(
             raise
         tell_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
         return scripted(replace(request, constraints=rest), destination, plans=plans)
-    for note in notes:
+    for note in made.notes:
         tell_note(note)
-    return found, text
+    return found, made.text
 
 
 TOLERANCE = 1e-9  # in float64, after several steps of AdamW
@@ -328,10 +312,8 @@ def is_quick(plan: Plan, cores: int) -> bool:
     """
     if parts_apart(plan) or statistics_apart(plan):
         return False
-    from autopar.codegen.proof.verification import step_flops
-
     processes = plan.arrangement.ranks + 1
-    computed = 2 * (STEPS + 1) * step_flops(plan)  # by all ranks together, and again by one process
+    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and again by one process
     seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
     return seconds < _QUICK_SECONDS
 
@@ -360,8 +342,6 @@ def memory_bytes() -> int:
 
 def verify_command(plan: Plan, folder: Path) -> str:
     """Return the command that verifies a plan; with a smaller model if this one is too large."""
-    from autopar.codegen.proof.verification import step_flops
-
-    is_large = step_flops(plan) > MANY_FLOPS
+    is_large = plan.step_flops > MANY_FLOPS
     smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
     return f"autopar verify {folder}{smaller if is_large else ''}"

@@ -25,6 +25,7 @@ from autopar.planner.files import (
     refuse_replacing,
     write_whole,
 )
+from autopar.planner.plan.files.cache import NO_CACHE, Cache
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_FILE
 from autopar.planner.plan.files.document import refuse_foreign, write_plan
 from autopar.planner.plan.plan import Plan
@@ -80,11 +81,11 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 
 
 def emit_with_notes(
-    plan: Plan, *, destination: Path, folder: Path | None = None
+    plan: Plan, *, destination: Path, folder: Path | None = None, cache: Cache = NO_CACHE
 ) -> tuple[str, tuple[str, ...]]:
     """Return the script of a plan, and notes to read before running it."""
     place = destination.resolve()
-    subject = subject_of(plan, place.parent if folder is None else folder)
+    subject = subject_of(plan, place.parent if folder is None else folder, cache)
     refuse_replacing(place, subject.file.path)
     return script_text(plan, subject, place), tuple(absent_notes(subject))
 

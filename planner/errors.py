@@ -84,3 +84,16 @@ class SourceSpan(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+class LostLayersError(InputError):
+    """Layers are to be recomputed that the script does not call as modules."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(
+            f"layer {paths[0]!r} is to be computed again, but its code has to stand in its "
+            "caller's",
+            expected="a layer that the script calls as a module",
+            fix="plan with recompute none for it, or with another tensor degree",
+        )
+        self.paths = tuple(dict.fromkeys(paths))

@@ -78,13 +78,13 @@ def examine() -> Iterator[Finding]:
 
 
 def _cache() -> Finding:
-    """Return the cache's folder, and the number and size of the traced models in it."""
+    """Return the cache's folder, and the number and size of the entries in it."""
     folder = cache_folder()
     if folder is None:
         return Finding(name="cache", found=f"none, as {PLACE} is empty")
     sizes = cached_sizes(folder)
-    models = "1 model" if len(sizes) == 1 else f"{len(sizes)} models"
-    found = f"{models}, {bytes_text(sum(sizes.values()))} of {bytes_text(MOST_BYTES)} in {folder}"
+    entries = "1 entry" if len(sizes) == 1 else f"{len(sizes)} entries"
+    found = f"{entries}, {bytes_text(sum(sizes.values()))} of {bytes_text(MOST_BYTES)} in {folder}"
     return Finding(name="cache", found=found)
 
 

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.proof.dryrun.running import DryRun, dry_run
-from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import print_json, progress, results
 from autopar.options import CACHE, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.plan.files.document import read_plan
+from autopar.planner.plan.traced import with_model
 from autopar.planning import traced_plan
 
 

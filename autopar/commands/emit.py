@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import emit, emit_with_notes, write_standalone
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
-from autopar.codegen.subject import model_spec, with_model
 from autopar.console import results, tell_note
 from autopar.options import CACHE
 from autopar.planner.errors import ExitCode, InputError
@@ -19,7 +17,8 @@ from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
-from autopar.planning import traced_plan
+from autopar.planner.plan.traced import model_spec, with_model
+from autopar.planning import script_of, traced_plan
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 MODEL = Annotated[
@@ -57,12 +56,15 @@ def emit_script(
     Example: autopar emit out/plan.json -o train.py
     """
     beside = plan if plan.is_dir() else plan.parent
-    found = traced_plan(with_model(read_plan(plan), beside, model), beside, uses_cache=cache)
+    found = with_model(read_plan(plan), beside, model)
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")
         folder = output if output is not None else beside / "standalone"
-        path = write_standalone(found, folder, beside, force=force)
+        from autopar.codegen.emit import write_standalone
+
+        whole = traced_plan(found, beside, uses_cache=cache)
+        path = write_standalone(whole, folder, beside, force=force)
         needed = ", ".join(_needed(model_path(model_spec(found, beside))))
         results().print(
             f"Written: {path}\n"
@@ -73,13 +75,13 @@ def emit_script(
     path = output if output is not None else beside / FILE_NAME
     refuse_replacing(path, beside / PLAN_NAME)
     if check:
-        _check(path, emit(found, destination=path, folder=beside))
+        _check(path, script_of(found, path, folder=beside, uses_cache=cache).text)
         return
     if not force:
         refuse_overwriting(path)
-    text, notes = emit_with_notes(found, destination=path, folder=beside)
-    write_whole(path, text, what="the script")
-    for note in notes:
+    made = script_of(found, path, folder=beside, uses_cache=cache)
+    write_whole(path, made.text, what="the script")
+    for note in made.notes:
         tell_note(note)
     results().print(f"Written: {path}", soft_wrap=True)
 

@@ -31,6 +31,7 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
+from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
 from autopar.runs.run_metrics import Analysis, analyze, sound_lines_of
@@ -114,11 +115,10 @@ def explain_plan(
         folder = plan if plan.is_dir() else plan.parent
 
         def traced() -> Plan:
-            from autopar.codegen.subject import with_model  # imported here: the rest needs no torch
-            from autopar.planning import recalled_plan, traced_plan
+            # imported here, because the rest needs no solver
+            from autopar.planning import traced_plan
 
-            known = recalled_plan(found, folder) if cache and model is None else None
-            return known or traced_plan(with_model(found, folder, model), folder, uses_cache=cache)
+            return traced_plan(with_model(found, folder, model), folder, uses_cache=cache)
 
         answer = _why_not(found, traced, pins, measured)
         _print([why_not_page(answer)], answer if as_json else None)

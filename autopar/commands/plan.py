@@ -133,5 +133,7 @@ def tell(planned: Planned, *, as_json: bool) -> None:
         results().print(part)
     if work := work_text(point):
         results().print(work, soft_wrap=True)
+    if planned.is_from_cache:
+        results().print("This is the plan as it was found before; --no-cache searches again.")
     if planned.fewer is not None:
         note_fewer(point.plan, planned.fewer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -19,23 +19,28 @@ from autopar.codegen.proof.verification import (
     carried_over,
     check_fits,
     read_script_of,
-    step_flops,
     verify,
 )
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
-from autopar.codegen.subject import subject_of, with_model
+from autopar.codegen.subject import subject_of
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import print_json, progress, results, tell_note
 from autopar.notes import note_parts_apart
 from autopar.options import CACHE, difference, whole
 from autopar.pages.plan_page import plain_table
-from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.errors import ExitCode, InfeasibleError, InputError
 from autopar.planner.files import refuse_replacing, write_whole
+from autopar.planner.layers import find_layers
+from autopar.planner.model.model_file import model_path
+from autopar.planner.plan.again import arrangement_constraints, whole_constraints
+from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.planning import MANY_FLOPS, TOLERANCE, memory_bytes, smaller_plan, traced_plan
+from autopar.planner.plan.traced import check_unchanged, model_spec, with_model
+from autopar.planning import MANY_FLOPS, TOLERANCE, make_plan, memory_bytes, traced_plan
 
 _MOST_SHOWN = 4
 
@@ -91,9 +96,9 @@ def verify_plan(
             large, found = found, _smaller_plan(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
         check_fits(found, memory_bytes())
-        if step_flops(found) > MANY_FLOPS:
+        if found.step_flops > MANY_FLOPS:
             tell_note(
-                f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
+                f"a step computes about {found.step_flops / 1e12:,.0f} TFLOP, on CPUs and in "
                 "float64: verify a smaller model instead (--arg; see build_model in the model file)"
             )
         ranks = found.arrangement.ranks
@@ -212,3 +217,59 @@ def _tell_half(half: InHalf) -> None:
     results().print(
         f"allowed: {TIMES:g} times as far as plain PyTorch in {half.dtype} with fp32 masters"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smaller:
+    """The plan of a smaller model, and splits of the larger model's plan that it lacks."""
+
+    plan: Plan
+    unlike: tuple[str, ...]
+
+
+def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
+    """Return a plan with the same degrees, for the model with other arguments.
+
+    Modules are split and recomputed as in the given plan where sizes allow it.
+    """
+    spec = model_spec(plan, folder)
+    check_unchanged(plan, model_path(spec))
+    given = (argument.partition("=") for argument in arguments)
+    chosen = dict(plan.model.arguments) | {key: value for key, _, value in given}
+    axes = infer_axes(plan.graph)
+    layers = find_layers(plan.graph, axes)
+
+    def planned(constraints: Constraints) -> Plan:
+        texts = [f"{key}={value}" for key, value in chosen.items()]
+        return make_plan(spec, texts, plan.cluster, constraints, time_limit_seconds=None)
+
+    def planned_by_degrees() -> Plan:
+        try:
+            return planned(arrangement_constraints(plan))
+        except InfeasibleError as error:
+            raise _refusal(plan, arguments, error) from None
+
+    try:
+        found = planned(whole_constraints(plan, axes, layers))
+    except (InputError, InfeasibleError):  # a smaller model may lack a module or an axis
+        found = planned_by_degrees()
+    return Smaller(plan=found, unlike=tuple(sorted(_splits(plan) - _splits(found))))
+
+
+def _refusal(plan: Plan, arguments: Sequence[str], error: InfeasibleError) -> InfeasibleError:
+    arranged = plan.arrangement
+    sizes = f", and sizes that {arranged.tensor} divides" if arranged.tensor > 1 else ""
+    return InfeasibleError(
+        f"{plan.model.name} with {', '.join(arguments)} cannot be arranged as the plan is "
+        f"({arrangement_words(arranged)}): {error.found}",
+        fix=f"give it layers for {arranged.pipeline * arranged.stages_per_rank} stages{sizes}",
+    )
+
+
+def _splits(plan: Plan) -> set[str]:
+    """Return which ops are split along which axes; equal layers are listed once."""
+    return {
+        f"{one.op} of {line.name}{'.' * bool(one.module)}{one.module} along {one.axis}"
+        for line in plan.classes
+        for one in line.splits
+    }

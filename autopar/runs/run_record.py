@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
-from autopar.codegen.subject import check_unchanged, model_spec
 from autopar.console import tell_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_whole
@@ -26,6 +25,7 @@ from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.again import machines_left, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import StoredPlan
+from autopar.planner.plan.traced import check_unchanged, model_spec
 from autopar.runtime.checkpointing.claim import is_held
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import parsed

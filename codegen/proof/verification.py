@@ -24,12 +24,13 @@ from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
 from autopar.codegen.proof.pretended_device import device_draw_faults
 from autopar.codegen.proof.script_rank import Job
 from autopar.codegen.script.render import FILE_NAME
-from autopar.codegen.subject import model_spec, subject_of
+from autopar.codegen.subject import subject_of
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import AdamWDefaults
+from autopar.planner.plan.traced import model_spec
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
@@ -207,7 +208,7 @@ def steps_in_half(plan: Plan, asked: int, steps: int) -> int:
     """Return the number of steps to compare in 16 bits: fewer than requested if they are slow."""
     if not plan.arrangement.precision.is_half:
         return 0
-    return min(asked, max(steps, MANY_FLOPS // step_flops(plan)))
+    return min(asked, max(steps, MANY_FLOPS // plan.step_flops))
 
 
 def axes_of(plan: Plan) -> AxisSizes:
@@ -268,11 +269,6 @@ def check_fits(plan: Plan, memory_bytes: int) -> None:
             f"each, and this machine has {bytes_text(memory_bytes)}",
             fix="plan for fewer data ranks (--pin dp=2), and verify that",
         )
-
-
-def step_flops(plan: Plan) -> int:
-    """Return a step's approximate FLOPs: twice per weight and token, and twice that backward."""
-    return 6 * plan.model.parameters * plan.model.tokens_per_row * plan.arrangement.global_batch
 
 
 def _trained_by_script(

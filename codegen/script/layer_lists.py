@@ -30,7 +30,7 @@ from autopar.codegen.text.values import (
 )
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.prediction import Compile, Recompute
-from autopar.planner.errors import InputError
+from autopar.planner.errors import LostLayersError
 from autopar.planner.findings.optimizer_call import learning_parameters
 from autopar.planner.findings.writes import writing_calls
 from autopar.planner.graph.graph import Graph
@@ -210,19 +210,6 @@ def _compiled(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
     """Return the layers that torch.compile takes: those of several ops, which it may fuse."""
     layers = zip(subject.layers.layers, paths, strict=True)
     return [path for layer, path in layers if path and len(layer.ops) > 1]
-
-
-class LostLayersError(InputError):
-    """Layers are to be recomputed that the script does not call as modules."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        super().__init__(
-            f"layer {paths[0]!r} is to be computed again, but its code has to stand in its "
-            "caller's",
-            expected="a layer that the script calls as a module",
-            fix="plan with recompute none for it, or with another tensor degree",
-        )
-        self.paths = tuple(dict.fromkeys(paths))
 
 
 def _check_recomputed(

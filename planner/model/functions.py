@@ -1,14 +1,18 @@
-"""Finds the files of a model's code, the code inside functions, and hooks."""
+"""Finds the files of a model's code, the code inside functions, hooks, and data that is read."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from autopar.planner.model.guard import INIT, import_name, imported_names
 
@@ -109,3 +113,131 @@ def global_hooks() -> list[Callable[..., Any]]:
 
     names = (f"_global{name}" for name in (*_FORWARD, *_BACKWARD))
     return [hook for name in names for hook in getattr(torch_module, name).values()]
+
+
+State = tuple[int, int, int] | None  # of a path: inode, size, time of its last change
+
+
+def state_of(path: str) -> State:
+    """Return the state of a file or folder, None if it is not there."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - called for each file that is opened
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class DataReads:
+    """The files, folders and environment variables that models read in this process.
+
+    Python tells audit hooks about each file that it opens; a hook cannot be removed, so there is
+    one for the whole process. Variables are seen by replacing the lookup of `os.environ` while a
+    model runs. Neither sees files that libraries open without Python, nor that a model asks whether
+    a file exists.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[str, State] = {}  # each with its state when it was last read
+        self.variables: dict[str, str | None] = {}
+        self._first: set[str] = set()  # variables whose first value in this watch is known
+        self._lister: tuple[FrameType, int] | None = None
+        self._depth = 0
+        self._is_hooked = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record what is read within the body."""
+        if not self._is_hooked:
+            self._is_hooked = True
+            sys.addaudithook(self._on_event)
+        with ExitStack() as patches:
+            if not self._depth:
+                self._first.clear()
+                for name in ("__getitem__", "__iter__"):
+                    replaced = self._seen(name, getattr(type(os.environ), name))
+                    patches.enter_context(patch.object(type(os.environ), name, replaced))
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                self._lister = None
+
+    def _on_event(self, event: str, given: tuple[Any, ...]) -> None:
+        if not self._depth or event not in ("open", "os.listdir", "os.scandir"):
+            return
+        path = given[0]
+        if event == "open":
+            writes = given[2] & (os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            if writes or not isinstance(path, (str, bytes)):
+                return
+        if not _is_importing() and _package(_outside_python()) != "autopar":
+            place = os.path.abspath(os.fsdecode("." if path is None else path))  # noqa: PTH100
+            self.paths[place] = state_of(place)
+
+    def _seen(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(environ: Any, variable: str) -> str:
+            try:
+                value: str = original(environ, variable)
+            except KeyError:
+                self._on_variable(variable, None)
+                raise
+            self._on_variable(variable, value)
+            return value
+
+        def listed(environ: Any) -> Iterator[str]:
+            frame = _outside_python()
+            self._lister = (frame, frame.f_lasti)
+            names: Iterator[str] = original(environ)
+            return names
+
+        return read if name == "__getitem__" else listed
+
+    def _on_variable(self, name: str, value: str | None) -> None:
+        """Record a variable's first value: a model may set it afterwards.
+
+        Variables that are read one by one because all of them are listed (a copy of the environment
+        for another process) do not count.
+        """
+        frame = _outside_python()
+        is_listing = self._lister is not None and self._lister == (frame, frame.f_lasti)
+        is_library = "site-packages" in frame.f_code.co_filename
+        is_of_terminal = is_library and name.startswith(_OF_TERMINALS)
+        if _package(frame) in _LIBRARIES or is_listing or is_of_terminal or name in self._first:
+            return
+        self._first.add(name)
+        self.variables[name] = value
+
+
+DATA_READS = DataReads()
+# These change from window to window, and libraries read them to print.
+_OF_TERMINALS = ("COLUMNS", "LINES", "TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "TTY_")
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
+
+
+def _outside_python() -> FrameType:
+    """Return the innermost frame that is neither here nor of Python's own modules."""
+    return next(one for one in _frames() if not _is_of_python(one))
+
+
+def _is_importing() -> bool:
+    """Whether Python looks for modules, or reads one: modules are found by other means."""
+    inside = takewhile(_is_of_python, _frames())
+    return any(_package(one) in ("importlib", "_frozen_importlib") for one in inside)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    is_outermost = frame.f_back is None
+    is_here = frame.f_globals.get("__name__") == __name__
+    return not is_outermost and (is_here or _package(frame) in sys.stdlib_module_names)

@@ -223,6 +223,11 @@ class StoredPlan:
         return max(held, key=lambda pair: pair[1].device_bytes / self.limit_bytes(pair[0]))
 
     @property
+    def step_flops(self) -> int:
+        """A step's approximate FLOPs: twice per weight and token, and twice that backward."""
+        return 6 * self.model.parameters * self.model.tokens_per_row * self.arrangement.global_batch
+
+    @property
     def layer_modes(self) -> tuple[Recompute, ...]:
         """The recompute mode of each layer, in order."""
         stages = sorted(self.stages, key=lambda stage: stage.first)

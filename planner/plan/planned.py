@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.errors import InputError
 from autopar.planner.findings.numbers import check_constants, check_means
 from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.constraints import (
@@ -16,17 +17,21 @@ from autopar.planner.plan.declared.constraints import (
     check_names,
     check_tokens,
 )
-from autopar.planner.plan.declared.limits import with_optimizer
+from autopar.planner.plan.declared.limits import with_batch, with_optimizer
+from autopar.planner.plan.files.cache import NO_CACHE, Cache, CachedSearch, CachedTrial
+from autopar.planner.plan.files.document import cluster_document, parse_plan, plan_text
 from autopar.planner.plan.fleet import (
     ChosenPoint,
     Curve,
     Fewer,
     Training,
+    Trial,
     choose,
+    curve_of,
     fewer_as_fast,
     planned_curve,
 )
-from autopar.planner.plan.plan import BatchFacts, Plan
+from autopar.planner.plan.plan import BatchFacts, Plan, with_graph
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import check_degrees, leave_degrees
 from autopar.planner.plan.solving.costing import Prices
@@ -52,6 +57,7 @@ class Planned:
     curve: Curve
     choice: ChosenPoint
     fewer: Fewer | None = None
+    is_from_cache: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -87,9 +93,26 @@ def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
 
 
 def plan_training(
-    training: Training, demands: PlanDemands, report: Callable[[str], None] = lambda _: None
+    training: Training,
+    demands: PlanDemands,
+    report: Callable[[str], None] = lambda _: None,
+    *,
+    cache: Cache = NO_CACHE,
 ) -> Planned:
-    """Find the best plan on each cluster, and choose one of them."""
+    """Find the best plan on each cluster, and choose one of them; the same question is kept."""
+    question = _search_question(training, demands)
+    known = cache.find(CachedSearch, question)
+    found = _planned_before(known, training, demands) if known is not None else None
+    if found is None:
+        found = _searched(training, demands, report)
+        if _is_final(found, demands):
+            cache.keep(_kept(found), question)
+    if demands.constraints.precision.scales_loss:
+        check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
+    return found
+
+
+def _searched(training: Training, demands: PlanDemands, report: Callable[[str], None]) -> Planned:
     clusters, prices = demands.clusters, Prices()
     report("searching")
     curve = planned_curve(
@@ -104,9 +127,71 @@ def plan_training(
     if demands.looks_at_fewer and len(clusters) == 1 and _is_rented(clusters[0], training):
         report("looking at fewer devices")
         fewer = fewer_as_fast(training, clusters[0], found, prices=prices)
-    if demands.constraints.precision.scales_loss:
-        check_means(training.graph, microbatch=found.arrangement.microbatch)
     return Planned(training=training, curve=curve, choice=choice, fewer=fewer)
+
+
+def _search_question(training: Training, demands: PlanDemands) -> tuple[object, ...]:
+    """Return everything that the result of a search depends on; a time limit is no part of it."""
+    return (
+        training.model,
+        tuple(one.moments for one in training.graph.parameters),
+        training.constraints,
+        training.measured,
+        demands.looks_at_fewer,
+        tuple(map(cluster_document, demands.clusters)),
+    )
+
+
+def _is_final(found: Planned, demands: PlanDemands) -> bool:
+    """Whether a longer search would find the same: no time limit has ended one."""
+    plans = [trial.plan for trial in found.curve.trials]
+    return all(
+        demands.time_limit_seconds is None if plan is None else plan.proof.is_complete
+        for plan in plans
+    )
+
+
+def _kept(found: Planned) -> CachedSearch:
+    trials = (
+        CachedTrial(
+            devices=one.devices,
+            plan=None if one.plan is None else plan_text(one.plan),
+            refusal=one.refusal,
+        )
+        for one in found.curve.trials
+    )
+    fewer = found.fewer
+    return CachedSearch(
+        trials=tuple(trials),
+        fewer=None if fewer is None else (fewer.devices, fewer.step_seconds),
+    )
+
+
+def _planned_before(
+    known: CachedSearch, training: Training, demands: PlanDemands
+) -> Planned | None:
+    """Return the result of an earlier search; None if this autopar cannot read it."""
+    trials = []
+    for one in known.trials:
+        try:
+            plan = None if one.plan is None else parse_plan(one.plan, where="the cache")
+        except InputError:
+            return None
+        whole = None if plan is None else with_graph(plan, training.graph)
+        trials.append(Trial(devices=one.devices, plan=whole, refusal=one.refusal))
+    constraints = with_batch(training.constraints, demands.clusters[-1], training.graph)
+    curve = curve_of(trials, constraints)
+    fewer = None
+    if known.fewer is not None:
+        devices, seconds = known.fewer
+        fewer = Fewer(devices=devices, step_seconds=seconds)
+    return Planned(
+        training=training,
+        curve=curve,
+        choice=choose(curve, demands.constraints),
+        fewer=fewer,
+        is_from_cache=True,
+    )
 
 
 def _check_degrees(

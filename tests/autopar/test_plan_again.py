@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.planner.costs.prediction import Recompute
+from autopar.planner.errors import LostLayersError
 from autopar.planner.plan.declared.constraints import Declared, constraints_of
 from autopar.planner.plan.declared.file import parse_constraints
 from autopar.planner.plan.planned import Planned

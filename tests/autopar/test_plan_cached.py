@@ -1,9 +1,10 @@
-"""A model that was planned is planned again from the cache: the same plan, without torch."""
+"""What was asked before is answered from the cache: the same plan and script, without torch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,10 @@ def loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def build_dataset() -> list[dict[str, torch.Tensor]]:
     open("read", "a").write("x")
     raise FileNotFoundError("rows.txt")
+
+
+if os.path.exists("unseen"):  # which nobody can see
+    WIDTH = 24
 """
 PLAN = ("plan", "model.py", "--gpus", "2", "--device", "h100-sxm", "--no-verify")
 
@@ -46,6 +51,11 @@ def store(autopar: Autopar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
     Path("model.py").write_text(MODEL)
     return tmp_path / "cache"
+
+
+def kept(store: Path) -> Sequence[str]:
+    """Return the kinds of the entries."""
+    return sorted(path.name.split(".")[1] for path in cached_sizes(store))
 
 
 def contents(folder: str) -> list[str]:
@@ -68,7 +78,38 @@ def test_a_plan_from_the_cache_is_the_same_and_tells_the_same(
     assert contents("cold") == contents("warm") == contents("none")
     assert cold.err == warm.err == none.err
     assert len(Path("read").read_text()) == 2 * len(read), "rows are read by --no-cache alone"
-    assert len(cached_sizes(store)) == 1
+    assert Path("cold", "plan.json").read_text() == Path("warm", "plan.json").read_text()
+    assert kept(store) == ["model", "script", "script", "search"]
+
+
+def test_the_same_question_is_neither_searched_nor_printed_again(
+    autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert autopar(*PLAN, "-o", "out").code == 0
+    before = {name: Path("out", name).read_bytes() for name in ("plan.json", "train.py")}
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("asked before")
+
+    monkeypatch.setattr("autopar.planner.plan.planned.planned_curve", fail)
+    monkeypatch.setattr("autopar.codegen.emit.emit_with_notes", fail)
+    ran = autopar(*PLAN, "-o", "out")
+    assert ran.code == 0
+    assert {name: Path("out", name).read_bytes() for name in before} == before
+    assert "as it was found before" in ran.out
+    (search,) = (path for path in cached_sizes(store) if ".search." in path.name)
+    search.write_text("damaged")
+    with pytest.raises(AssertionError, match="asked before"):
+        autopar(*PLAN, "-o", "out")
+
+
+def test_a_search_that_a_time_limit_ended_is_not_kept(autopar: Autopar, store: Path) -> None:
+    assert autopar(*PLAN, "--gpus", "1,2", "--time-limit", "1e-9", "-o", "out").code != 0
+    ran = autopar(*PLAN, "--time-limit", "1000", "-o", "out")
+    assert ran.code == 0, ran.err
+    assert kept(store).count("search") == 1
+    unlimited = autopar(*PLAN, "-o", "out")
+    assert "as it was found before" in unlimited.out, "no limit, and the same answer"
 
 
 def test_other_pins_precisions_and_arguments_are_planned_as_without_a_cache(
@@ -81,32 +122,46 @@ def test_other_pins_precisions_and_arguments_are_planned_as_without_a_cache(
             ran = autopar(*PLAN, *other, "-o", f"{name}{number}", cache)
             assert ran.code == 0, ran.err
         assert contents(f"with{number}") == contents(f"without{number}")
-    assert len(cached_sizes(store)) == 3  # pins and devices are not of the model
+    assert kept(store).count("model") == 3  # pins and devices are not of the model
+    assert kept(store).count("search") == kept(store).count("script") == 4
 
 
+@pytest.mark.usefixtures("store")
 def test_emission_of_a_stored_plan_is_the_same_with_and_without_the_cache(
-    autopar: Autopar, store: Path
+    autopar: Autopar,
 ) -> None:
     assert autopar(*PLAN, "-o", "out").code == 0
-    assert len(cached_sizes(store)) == 1
     for cache in ("--cache", "--no-cache"):
         assert autopar("emit", "out", "--check", cache).code == 0
 
 
+@pytest.mark.usefixtures("store")
 def test_an_entry_that_a_variable_has_made_stale_is_noticed_and_told(
-    autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert autopar(*PLAN, "-o", "narrow").code == 0
     monkeypatch.setenv("WIDTH", "16")
     ran = autopar(*PLAN, "-o", "wide")
     assert ran.code == 0
-    assert "note: planned again without the cache: the model file builds another" in ran.err
+    assert "note: the model is traced again: the environment variable WIDTH has ch" in ran.err
     autopar(*PLAN, "-o", "fresh", "--no-cache")
     assert contents("wide") == contents("fresh")
-    assert not cached_sizes(store)
     ran = autopar("emit", "narrow", "--force")
     assert ran.code == 6
     assert "computes something else than what was planned" in ran.err
+
+
+def test_what_nobody_could_see_is_noticed_when_another_script_is_written(
+    autopar: Autopar, store: Path
+) -> None:
+    assert autopar(*PLAN, "-o", "narrow").code == 0
+    Path("unseen").touch()
+    ran = autopar(*PLAN, "--pin", "tp=2", "-o", "wider")
+    assert ran.code == 0
+    assert "note: planned again without the cache: the model file builds another" in ran.err
+    autopar(*PLAN, "--pin", "tp=2", "-o", "fresh", "--no-cache")
+    assert contents("wider") == contents("fresh")
+    assert "model" not in kept(store)
 
 
 def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
@@ -119,12 +174,19 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
         "machines = MachineOptions(gpus='4', device='b200'); "
         "request = request_of('model.py', arguments=(), machines=machines, pins=['tp=2'], "
         "demands={}, constraints=None, time_limit_seconds=None, profile=None); "
-        "print(make_plans(request).plan.arrangement.tensor, 'torch' in sys.modules)"
+        "print(make_plans(request).plan.arrangement.tensor, 'torch' in sys.modules); "
+        "sys.argv = ['autopar', *sys.argv[1:]]; from autopar.cli import app; "
+        "app(standalone_mode=False); print('torch' in sys.modules)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code, *PLAN, "-o", "out"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    assert ran.stdout == "2 False\n", ran.stderr
+    first, *_, last = ran.stdout.splitlines() or [ran.stderr]
+    assert (first, last) == ("2 False", "False"), ran.stdout + ran.stderr
     assert store.is_dir()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
+from autopar.commands.verify import smaller_plan
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InfeasibleError
@@ -16,7 +17,6 @@ from autopar.planner.plan.again import arrangement_constraints
 from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.planning import smaller_plan
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 from tests.planner.subjects import ZOO

@@ -15,12 +15,12 @@ import pytest
 
 from autopar.codegen.emit import emit, write_script
 from autopar.codegen.script.render import is_unchanged
-from autopar.codegen.subject import ChangedModelError, model_spec
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
+from autopar.planner.plan.traced import ChangedModelError, model_spec
 from autopar.planner.trace import trace
 from autopar.runtime.data_parallel.wrapping import wrap
 from tests.cells import cells

@@ -1,28 +1,34 @@
-"""Keeps traced models on disk: planned again, a model that has not changed needs no torch.
+"""Keeps on disk what was found out: traced models, plans, scripts.
 
-An entry is made from the files and the versions of libraries that were loaded while the model was
-traced. It is taken as long as all of these are as they were.
+An entry of a model is made from its arguments, and from the files, folders, variables and libraries
+that were read while it was traced. It is taken as long as all of these are as they were. Plans and
+scripts are kept beside it, so that the same question is answered by reading.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from autopar import planner
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given, write_whole
 from autopar.planner.findings.traits import OptimizerTraits
-from autopar.planner.model.functions import sources
+from autopar.planner.graph.graph import Graph
+from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
 from autopar.planner.plan.traced import TracedModel
@@ -31,8 +37,10 @@ from autopar.version import __version__
 
 PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; an empty one turns it off
 MOST_BYTES = 2**28  # of all entries
-_ENDING = ".model.json"
+MOST_FILES = 10_000  # that one model reads; a model that reads more is traced each time
 _OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
+_SYSTEM = ("/proc", "/sys", "/dev")
+_LARGE_BYTES = 2**24  # a larger file is compared by its size and the time of its last change
 
 
 def cache_folder() -> Path | None:
@@ -47,16 +55,179 @@ def cache_folder() -> Path | None:
 def cached_sizes(folder: Path) -> Mapping[Path, int]:
     """Return the entries of a folder with their bytes, the least recently used first."""
     found = []
-    for path in folder.glob(f"*{_ENDING}"):
-        with suppress(OSError):  # another process has removed it
-            state = path.stat()
-            found.append((state.st_mtime_ns, path, state.st_size))
+    with suppress(OSError):
+        for path in (one for one in folder.iterdir() if _ENTRY.fullmatch(one.name)):
+            with suppress(OSError):  # another process has removed it
+                state = path.stat()
+                found.append((state.st_mtime_ns, path, state.st_size))
     return {path: size for _, path, size in sorted(found)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CachedModel:
+    """A traced model."""
+
+    model: Model
+    graph: GraphDocument
+    optimizer: OptimizerTraits | None
+    notes: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedLengths:
+    """The graph of a model with rows of other lengths; None if it has none."""
+
+    graph: GraphDocument | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedTrial:
+    """The plan for one number of devices as in plan.json, or why there is none."""
+
+    devices: int
+    plan: str | None
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedSearch:
+    """What a search found; `fewer` are devices and seconds if fewer devices are as fast."""
+
+    trials: tuple[CachedTrial, ...]
+    fewer: tuple[int, float] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedScript:
+    """The script of a plan, and notes to read before running it."""
+
+    text: str
+    notes: tuple[str, ...]
+
+
+_NAMES: Mapping[type[Any], str] = {
+    CachedModel: "model",
+    CachedLengths: "lengths",
+    CachedSearch: "search",
+    CachedScript: "script",
+}
+_ENTRY = re.compile(rf"[0-9a-f]{{40}}\.({'|'.join(_NAMES.values())})\.json")
+_Content = TypeVar("_Content")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Everything that an entry was made from, beside its key: paths and variables by digest."""
+
+    paths: dict[str, str]
+    libraries: dict[str, str]  # the version of each
+    variables: dict[str, str]
+
+    @classmethod
+    def of(cls, model: Path) -> Sources | None:
+        """Return the sources of a model in this process; None if one changed while it was read."""
+        for path, state in DATA_READS.paths.items():
+            now = state_of(path)
+            is_temporary = now is None and path.startswith(tempfile.gettempdir())
+            if now != state and not is_temporary:
+                return None
+        paths = dict(_paths(model))
+        if len(paths) > MOST_FILES:
+            return None
+        variables = {name: _of_variable(value) for name, value in DATA_READS.variables.items()}
+        return cls(paths=paths, libraries=dict(_libraries()), variables=variables)
+
+    def changed(self) -> str | None:
+        """Return a word for the first source that is not as it was, None if all are."""
+        for name, digest in self.variables.items():
+            if _of_variable(os.environ.get(name)) != digest:
+                return f"the environment variable {name}"
+        paths = (path for path, digest in self.paths.items() if _of_path(path) != digest)
+        libraries = (name for name, one in self.libraries.items() if _version(name) != one)
+        return next(paths, None) or next(libraries, None)
+
+
+class _CacheFile(BaseModel, Generic[_Content]):
+    """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    sources: Sources | None  # None if the key says everything
+    content: _Content
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder of entries; without a folder, nothing is found and nothing is kept.
+
+    `told` gets a sentence about each entry that is outdated for a reason that is easily overlooked.
+    """
+
+    folder: Path | None
+    told: Callable[[str], None] = lambda _: None
+
+    def find(self, kind: type[_Content], key: object) -> _Content | None:
+        """Return an entry; None if it is absent, broken, outdated or another user's."""
+        if self.folder is None:
+            return None
+        place = self.place(kind, key)
+        try:
+            if place.stat().st_uid != os.getuid():
+                return None
+            digest, _, text = read_given(place, what="a cached entry").partition("\n")
+            if hashlib.sha256(text.encode()).hexdigest() != digest:
+                return None
+            entry = _file_of(kind).model_validate_json(text)
+            changed = entry.sources.changed() if entry.sources is not None else None
+            if changed is not None:
+                if kind is CachedModel and not changed.endswith(".py"):
+                    self.told(f"the model is traced again: {changed} has changed")
+                return None
+            os.utime(place)  # it was used
+        except (InputError, ValueError, OSError, RecursionError):
+            return None
+        content: _Content = entry.content
+        return content
+
+    def keep(self, content: object, key: object, *, model: Path | None = None) -> None:
+        """Write an entry, if the folder can be written; `model` is the file it was made from."""
+        if self.folder is None:
+            return
+        read = Sources.of(model) if model is not None else None
+        if model is not None and read is None:
+            return
+        entry = _file_of(type(content))(sources=read, content=content)
+        written = entry.model_dump_json(warnings=False)  # of lists in rows, which are JSON already
+        text = f"{hashlib.sha256(written.encode()).hexdigest()}\n{written}"
+        with suppress(InputError, OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place = self.place(type(content), key)
+            write_whole(place, text, what="a cached entry", mode=0o600)
+            _remove_oldest(self.folder)
+
+    def forget(self, kind: type[Any], key: object) -> None:
+        """Remove an entry that does not fit its model."""
+        if self.folder is not None:
+            with suppress(OSError):
+                self.place(kind, key).unlink()
+
+    def place(self, kind: type[Any], key: object) -> Path:
+        """Return the file of an entry."""
+        assert self.folder is not None
+        name = hashlib.sha256(repr((key, _versions())).encode()).hexdigest()[:40]
+        return self.folder / f"{name}.{_NAMES[kind]}.json"
+
+
+NO_CACHE = Cache(None)
+
+
+def _file_of(kind: type[Any]) -> type[_CacheFile[Any]]:
+    return _CacheFile[kind]  # type: ignore[valid-type]  # pydantic keeps each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Everything that a trace depends on, except contents of files and versions of libraries."""
+    """Everything that a trace depends on, except what the model reads."""
 
     path: Path  # of the model file, resolved
     factory: str
@@ -64,118 +235,54 @@ class Question:
     precision: Precision
     rows: int | None  # of a microbatch, for a model that accepts only one number
 
-    def places(self, folder: Path) -> tuple[Path, Path]:
-        """Return the path of the entry for any number of rows, and of the one for these rows."""
-        asked = (str(self.path), self.factory, self.arguments, self.precision.value, _versions())
-        names = (hashlib.sha256(repr((asked, rows)).encode()) for rows in (None, self.rows))
-        anyhow, of_these = (folder / f"{one.hexdigest()[:40]}{_ENDING}" for one in names)
-        return anyhow, of_these
-
-
-def _versions() -> tuple[str, ...]:
-    """Return the versions of Python, torch and autopar, and a digest of the planner's edits."""
-    root = Path(planner.__file__).parent
-    files = sorted(root.rglob("*.py"))
-    edits = [(str(one.relative_to(root)), one.stat().st_mtime_ns) for one in files]
-    edited = hashlib.sha256(repr(edits).encode()).hexdigest()
-    return sys.version, version("torch"), __version__, edited
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedModel:
-    """An entry: a traced model, with the files and libraries that it was traced from."""
-
-    files: dict[str, str]  # the digest of each
-    libraries: dict[str, str]  # the version of each
-    model: Model
-    graph: GraphDocument
-    optimizer: OptimizerTraits | None
-    notes: tuple[str, ...] | None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether files and libraries are as they were."""
-        libraries = all(_version(name) == one for name, one in self.libraries.items())
-        return libraries and all(_digest(Path(file)) == one for file, one in self.files.items())
-
-
-class _CacheFile(BaseModel):
-    """Applies pydantic's strictness to the dataclasses: no coercion, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    entry: CachedModel
-
-
-def recalled(question: Question) -> TracedModel | None:
-    """Return a traced model from the cache; None if it is absent or has changed."""
-    folder = cache_folder()
-    if folder is None:
+    def find(self, cache: Cache) -> TracedModel | None:
+        """Return the traced model from a cache; None if it is not there."""
+        for asked in dict.fromkeys((replace(self, rows=None), self)):
+            found = cache.find(CachedModel, asked)
+            if found is not None and (
+                asked == self or found.graph.fixed_batch in (None, self.rows)
+            ):
+                return _traced(found)
         return None
-    of_any, of_these = question.places(folder)
-    for place in dict.fromkeys((of_any, of_these)):
-        found = _read(place)
-        if found is None:
-            continue
-        fixed = found.graph.fixed_batch
-        if place == of_these or fixed in (None, question.rows):
-            with suppress(OSError):
-                os.utime(place)  # it was used
-            return found
-    return None
 
-
-def _read(place: Path) -> TracedModel | None:
-    """Return an entry; None if it is absent, broken, outdated or another user's."""
-    try:
-        if place.stat().st_uid != os.getuid():
-            return None
-        digest, _, text = read_given(place, what="a cached model").partition("\n")
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
-            return None
-        entry = _CacheFile.model_validate_json(f'{{"entry":{text}}}').entry
-        if not entry.is_current:
-            return None
-        return TracedModel(
-            model=entry.model,
-            graph=graph_of(entry.graph),
-            optimizer=entry.optimizer,
-            notes=entry.notes,
-            is_recalled=True,
+    def keep(self, traced: TracedModel, cache: Cache) -> None:
+        """Keep a traced model, for any number of rows if it accepts them."""
+        content = CachedModel(
+            model=traced.model,
+            graph=graph_document(traced.graph),
+            optimizer=traced.optimizer,
+            notes=traced.notes,
         )
-    except (InputError, ValueError, OSError, RecursionError):
+        asked = self if traced.graph.fixed_batch is not None else replace(self, rows=None)
+        cache.keep(content, asked, model=self.path)
+
+    def forget(self, cache: Cache) -> None:
+        """Remove a traced model that does not fit its model file."""
+        for asked in (replace(self, rows=None), self):
+            cache.forget(CachedModel, asked)
+
+
+def _traced(found: CachedModel) -> TracedModel | None:
+    try:
+        graph = graph_of(found.graph)
+    except (ValueError, RecursionError):
         return None
-
-
-def keep(question: Question, traced: TracedModel) -> None:
-    """Write a traced model into the cache, if its folder can be written."""
-    folder = cache_folder()
-    if folder is None:
-        return
-    entry = CachedModel(
-        files=dict(_files(question.path)),
-        libraries=dict(_libraries()),
-        model=traced.model,
-        graph=graph_document(traced.graph),
-        optimizer=traced.optimizer,
-        notes=traced.notes,
+    return TracedModel(
+        model=found.model,
+        graph=graph,
+        optimizer=found.optimizer,
+        notes=found.notes,
+        is_recalled=True,
     )
-    written = _ADAPTER.dump_json(entry, warnings=False)  # of lists in rows, which are JSON already
-    text = f"{hashlib.sha256(written).hexdigest()}\n{written.decode()}"
-    of_any, of_these = question.places(folder)
-    place = of_any if traced.graph.fixed_batch is None else of_these
-    with suppress(InputError, OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(place, text, what="a cached model", mode=0o600)
-        _remove_oldest(folder)
 
 
-def forget(question: Question) -> None:
-    """Remove an entry that does not fit its model."""
-    folder = cache_folder()
-    for place in question.places(folder) if folder is not None else ():
-        with suppress(OSError):
-            place.unlink()
+def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:
+    """Return the graph with rows of other lengths, in a tuple; None if the cache has no entry."""
+    found = cache.find(CachedLengths, key)
+    with suppress(ValueError, RecursionError):
+        if found is not None:
+            return (None if found.graph is None else graph_of(found.graph),)
+    return None
 
 
 def _remove_oldest(folder: Path) -> None:
@@ -188,31 +295,74 @@ def _remove_oldest(folder: Path) -> None:
         left -= size
 
 
-def _files(model: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files of loaded modules that are neither of Python nor of a library."""
+@cache
+def _versions() -> tuple[str, ...]:
+    """Return the versions of what decides, and a digest of autopar's edits."""
+    root = Path(planner.__file__).parents[1]
+    rooms = (root, *(root / name for name in ("planner", "codegen", "runtime")))
+    files = sorted({one for room in rooms for one in room.resolve().rglob("*.*")})
+    edits = [
+        (str(one), one.stat().st_mtime_ns)
+        for one in files
+        if one.suffix in (".py", ".j2", ".toml") and one.is_file()
+    ]
+    edited = hashlib.sha256(repr(edits).encode()).hexdigest()
+    deciding = ("torch", "numpy", "pulp", "highspy")
+    return sys.version, *map(version, deciding), __version__, edited
+
+
+def _paths(model: Path) -> Iterator[tuple[str, str]]:
+    """Yield what was read, and the files of loaded modules; not those of Python and libraries."""
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    paths = {Path(file).resolve() for file in loaded if file} | set(sources(model))
-    roots = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    ours = (sys.modules[name].__file__ for name in _OURS if name in sys.modules)
-    roots |= {Path(file).resolve().parent for file in ours if file}
+    roots = _library_folders()
+    prefixes = tuple(f"{root}/" for root in roots)  # resolving thousands of paths takes long
+    own = {file for file in loaded if file and not file.startswith(prefixes)}
+    paths = {Path(file).resolve() for file in own if Path(file).is_file()} | set(sources(model))
+    paths |= {Path(path).resolve() for path in DATA_READS.paths if not path.startswith(prefixes)}
     for path in sorted(paths):
-        if roots.isdisjoint(path.parents) and (digest := _digest(path)):
-            yield str(path), digest
+        if roots.isdisjoint(path.parents) and "__pycache__" not in path.parts:
+            yield str(path), _of_path(str(path))
+
+
+def _library_folders() -> Set[Path]:
+    ours = (sys.modules[name].__file__ for name in _OURS if name in sys.modules)
+    folders = {Path(file).parent for file in ours if file} | set(map(Path, _SYSTEM))
+    folders |= set(map(Path, sysconfig.get_paths().values()))
+    return folders | {folder.resolve() for folder in folders}
+
+
+@cache
+def _owners() -> Mapping[str, list[str]]:
+    return packages_distributions()
 
 
 def _libraries() -> Iterator[tuple[str, str]]:
     """Yield the installed libraries that have a loaded module."""
     loaded = {name.partition(".")[0] for name in list(sys.modules)}
-    for package, owners in packages_distributions().items():
+    for package, owners in _owners().items():
         if package in loaded:
             yield from ((owner, _version(owner)) for owner in owners)
 
 
-def _digest(file: Path) -> str:
+def _of_path(path: str) -> str:
+    """Return a digest of a file's content or of a folder's names, "" if it is not there."""
+    place = Path(path)
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        if place.is_dir():
+            content = repr(sorted(os.listdir(place))).encode()  # noqa: PTH208
+        elif place.stat().st_size > _LARGE_BYTES:
+            content = repr(state_of(path)).encode()
+        elif place.is_file():
+            content = place.read_bytes()
+        else:
+            return ""
     except OSError:
         return ""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _of_variable(value: str | None) -> str:
+    return "" if value is None else hashlib.sha256(value.encode(errors="replace")).hexdigest()
 
 
 def _version(library: str) -> str:
@@ -220,6 +370,3 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return ""
-
-
-_ADAPTER = TypeAdapter(CachedModel)

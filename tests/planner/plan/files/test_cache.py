@@ -1,10 +1,10 @@
-"""A traced model comes back from the cache as it was, and not where anything of it has changed."""
+"""Entries come back from the cache as they were, and not where their sources have changed."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,22 +12,23 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.findings.traits import OptimizerTraits, Reach, ScheduleEnd
+from autopar.planner.model.functions import DATA_READS
+from autopar.planner.model.model_file import import_file
 from autopar.planner.plan.files import cache
 from autopar.planner.plan.files.cache import (
+    NO_CACHE,
     PLACE,
+    Cache,
+    CachedModel,
+    CachedScript,
     Question,
     cache_folder,
     cached_sizes,
-    forget,
-    keep,
-    recalled,
 )
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from tests.planner.plan.plans import model
 from tests.planner.subjects import zoo_graph
-
-pytestmark = pytest.mark.usefixtures("store")
 
 TRAITS = OptimizerTraits(
     name="Muon",
@@ -40,9 +41,8 @@ TRAITS = OptimizerTraits(
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def store(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
 
 
 @pytest.fixture
@@ -70,87 +70,93 @@ def traced(name: str = "mnist.py", **changes: object) -> TracedModel:
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
+def sizes(store: Cache) -> Mapping[Path, int]:
+    assert store.folder is not None
+    return cached_sizes(store.folder)
+
+
 @pytest.mark.parametrize("name", ["mnist.py", "gpt2.py", "t5.py"])
-def test_a_traced_model_comes_back_exactly(name: str, store: Path, question: Question) -> None:
-    assert recalled(question) is None
-    keep(question, traced(name))
-    assert repr(recalled(question)) == repr(traced(name, is_recalled=True))
-    (entry,) = store.iterdir()
+def test_a_traced_model_comes_back_exactly(name: str, store: Cache, question: Question) -> None:
+    assert question.find(store) is None
+    question.keep(traced(name), store)
+    assert repr(question.find(store)) == repr(traced(name, is_recalled=True))
+    (entry,) = sizes(store)
     assert entry.stat().st_mode & 0o077 == 0, "nobody else reads what a model computes"
 
 
-def test_any_change_of_what_was_asked_or_read_is_a_miss(question: Question) -> None:
-    keep(question, traced())
+def test_any_change_of_what_was_asked_or_read_is_a_miss(store: Cache, question: Question) -> None:
+    question.keep(traced(), store)
     for changed in (
         replace(question, arguments=("size=2",)),
         replace(question, factory="build_other"),
         replace(question, precision=Precision.FP32),
         replace(question, path=question.path.with_name("other.py")),
     ):
-        assert recalled(changed) is None
+        assert changed.find(store) is None
     for name in ("net.py", "parts_of_net.py"):
         file = question.path.with_name(name)
         text = file.read_text()
         file.write_text(f"{text}# changed\n")
-        assert recalled(question) is None
+        assert question.find(store) is None
         file.write_text(text)
-        assert recalled(question) is not None
+        assert question.find(store) is not None
 
 
 def test_another_version_of_a_library_is_a_miss(
-    question: Question, monkeypatch: pytest.MonkeyPatch
+    store: Cache, question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep(question, traced())
+    question.keep(traced(), store)
     versions = cache._version
     monkeypatch.setattr(cache, "_version", lambda name: versions(name) + "1" * (name == "numpy"))
-    assert recalled(question) is None
+    assert question.find(store) is None
 
 
 def test_rows_matter_for_a_model_that_takes_one_number_of_them_alone(
+    store: Cache,
     question: Question,
 ) -> None:
-    keep(question, traced())
-    assert recalled(replace(question, rows=16)) is not None
+    question.keep(traced(), store)
+    assert replace(question, rows=16).find(store) is not None
     fixed = traced()
     fixed = replace(fixed, graph=replace(fixed.graph, fixed_batch=6))
-    keep(question, fixed)
-    assert recalled(question) is not None
-    assert recalled(replace(question, rows=6)) is not None
+    question.keep(fixed, store)
+    assert question.find(store) is not None
+    assert replace(question, rows=6).find(store) is not None
     sixteen = replace(question, rows=16)
-    assert recalled(sixteen) is None
-    keep(sixteen, fixed)  # the number stands in its code, so it was traced for 6 again
-    assert recalled(sixteen) is not None
+    assert sixteen.find(store) is None
+    sixteen.keep(fixed, store)  # the number stands in its code, so it was traced for 6 again
+    assert sixteen.find(store) is not None
 
 
 @pytest.mark.parametrize(
     "broken", [b"", b"\xff", b"0" * 64, b'{"files": {}}', b"[" * 100_000, b"cut", b"bits"]
 )
 def test_a_broken_entry_is_passed_over_and_written_anew(
-    broken: bytes, store: Path, question: Question
+    broken: bytes, store: Cache, question: Question
 ) -> None:
-    keep(question, traced())
-    (entry,) = store.iterdir()
+    question.keep(traced(), store)
+    (entry,) = sizes(store)
     sound = entry.read_bytes()
     changes = {b"cut": sound[:-9], b"bits": sound.replace(b"aten.relu", b"aten.silu")}
     entry.write_bytes(changes.get(broken, broken))
-    assert recalled(question) is None
-    keep(question, traced())
-    assert recalled(question) is not None
+    assert question.find(store) is None
+    question.keep(traced(), store)
+    assert question.find(store) is not None
 
 
 def test_a_cache_is_bounded_and_loses_what_was_used_longest_ago(
-    store: Path, question: Question, monkeypatch: pytest.MonkeyPatch
+    store: Cache, question: Question, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = [replace(question, arguments=(f"size={size}",)) for size in range(4)]
     for one in questions[:3]:
-        keep(one, traced())
-    (size, *_) = cached_sizes(store).values()
-    for age, path in enumerate(question.places(store)[0] for question in questions[:3]):
+        one.keep(traced(), store)
+    (size, *_) = sizes(store).values()
+    for age, path in enumerate(store.place(CachedModel, one) for one in questions[:3]):
         os.utime(path, (100 - age, 100 - age))
-    assert recalled(questions[2]) is not None  # so it is used last, though it was the oldest
+    assert questions[2].find(store) is not None  # so it is used last, though it was the oldest
     monkeypatch.setattr(cache, "MOST_BYTES", int(size * 3.5))
-    keep(questions[3], traced())
-    assert [recalled(one) is not None for one in questions] == [True, False, True, True]
+    questions[3].keep(traced(), store)
+    assert [one.find(store) is not None for one in questions] == [True, False, True, True]
 
 
 def test_a_cache_can_be_elsewhere_turned_off_or_out_of_reach(
@@ -161,35 +167,139 @@ def test_a_cache_can_be_elsewhere_turned_off_or_out_of_reach(
     assert cache_folder() == tmp_path / "xdg" / "autopar"
     monkeypatch.setenv(PLACE, "")
     assert cache_folder() is None
-    keep(question, traced())
-    assert recalled(question) is None
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(PLACE, str(tmp_path / "file"))
-    keep(question, traced())
-    assert recalled(question) is None
+    for unusable in (NO_CACHE, Cache(tmp_path / "file")):
+        question.keep(traced(), unusable)
+        assert question.find(unusable) is None
+        question.forget(unusable)
 
 
-def test_what_turned_out_to_be_stale_is_forgotten(question: Question) -> None:
-    keep(question, traced())
-    forget(question)
-    assert recalled(question) is None
+def test_what_turned_out_to_be_stale_is_forgotten(store: Cache, question: Question) -> None:
+    question.keep(traced(), store)
+    question.forget(store)
+    assert question.find(store) is None
 
 
-def _keep_often(question: Question) -> None:
+def _keep_often(store: Cache, question: Question) -> None:
     for _ in range(20):
-        keep(question, traced())
-        assert recalled(question) is not None
+        question.keep(traced(), store)
+        assert question.find(store) is not None
 
 
 def test_processes_that_write_at_once_do_not_disturb_each_other(
-    store: Path, question: Question
+    store: Cache, question: Question
 ) -> None:
     traced()  # once, before there are two
     context = get_context("fork")
-    writers = [context.Process(target=_keep_often, args=(question,)) for _ in range(2)]
+    writers = [context.Process(target=_keep_often, args=(store, question)) for _ in range(2)]
     for one in writers:
         one.start()
     for one in writers:
         one.join(60)
     assert [one.exitcode for one in writers] == [0, 0]
-    assert len(list(store.iterdir())) == 1
+    assert len(sizes(store)) == 1
+
+
+READER = """\
+import os
+from pathlib import Path
+
+WIDTH = int(os.environ.get("WIDTH_OF_NET", "8"))
+os.environ.setdefault("SET_BY_NET", "1")
+ROWS = [line for path in sorted(Path("rows").glob("*.txt")) for line in path.open()]
+try:
+    EXTRA = open("extra.json").read()
+except FileNotFoundError:
+    EXTRA = ""
+Path("written.log").write_text("seen")
+COPY = dict(os.environ)
+"""
+
+
+@pytest.fixture
+def reader(
+    tmp_path: Path, question: Question, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Question]:
+    """A model file that reads a variable, a folder of files, and a file that is not there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DATA_READS, "paths", {})  # of other tests
+    monkeypatch.setenv("NOT_READ_BY_NET", "1")
+    for name in ("WIDTH_OF_NET", "SET_BY_NET"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "one.txt").write_text("1")
+    question.path.write_text(READER)
+    with DATA_READS.watched():
+        import_file(question.path)
+    monkeypatch.delenv("SET_BY_NET")
+    yield question
+    del sys.modules["net"]
+
+
+def edited(path: str, text: str) -> Callable[[pytest.MonkeyPatch], object]:
+    return lambda _: Path(path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (edited("rows/one.txt", "2"), "rows/one.txt"),
+        (edited("rows/two.txt", "2"), "rows"),
+        (edited("extra.json", "{}"), "extra.json"),
+        (lambda patch: patch.setenv("WIDTH_OF_NET", "16"), "the environment variable WIDTH_OF_NET"),
+        (lambda patch: patch.setenv("SET_BY_NET", "2"), "the environment variable SET_BY_NET"),
+        (edited("net.py", READER + "# edited"), None),
+    ],
+)
+def test_data_that_a_model_reads_is_noticed_when_it_changes(
+    change: Callable[[pytest.MonkeyPatch], object],
+    told: str | None,
+    store: Cache,
+    reader: Question,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    store = replace(store, told=heard.append)
+    reader.keep(traced(), store)
+    assert reader.find(store) is not None
+    change(monkeypatch)
+    assert reader.find(store) is None
+    assert [one.removesuffix(" has changed").endswith(told or "") for one in heard] == (
+        [True] if told else []
+    )
+
+
+def test_what_a_model_writes_and_what_it_does_not_read_is_no_part_of_it(
+    store: Cache, reader: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader.keep(traced(), store)
+    Path("written.log").write_text("other")
+    Path("beside.txt").write_text("1")
+    monkeypatch.setenv("NOT_READ_BY_NET", "2")
+    assert reader.find(store) is not None
+
+
+def test_a_model_whose_data_changed_while_it_was_read_is_not_kept(
+    store: Cache, reader: Question
+) -> None:
+    Path("rows/one.txt").write_text("changed while the model was traced")
+    reader.keep(traced(), store)
+    assert not sizes(store)
+
+
+def test_another_torch_or_an_edited_autopar_finds_nothing(
+    store: Cache, question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question.keep(traced(), store)
+    versions = cache._versions()
+    monkeypatch.setattr(cache, "_versions", lambda: (*versions, "of another torch"))
+    assert question.find(store) is None
+
+
+def test_files_of_others_are_never_removed(store: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.folder is not None
+    store.folder.mkdir()
+    (store.folder / "data.json").write_text("{}")
+    monkeypatch.setattr(cache, "MOST_BYTES", 0)
+    store.keep(CachedScript(text="pass", notes=()), "key")
+    assert [one.name for one in store.folder.iterdir()] == ["data.json"]
