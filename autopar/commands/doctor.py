@@ -6,22 +6,16 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Annotated
 
-import pulp
-import torch
-import torch.distributed as dist
 import typer
 
 import autopar
 from autopar.console import print_json, results
-from autopar.pages.plan_page import plain_table
-from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
-from autopar.planner.plan.files.cache import MOST_BYTES, PLACE, cache_folder, cached_sizes
-from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
-from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
 
+# What is examined is imported in the functions: --help and --version need none of it.
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
 TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
@@ -37,13 +31,32 @@ class Finding:
     fix: str = ""
 
 
+def _versions(wanted: bool) -> None:
+    if wanted:
+        print(f"autopar {autopar.__version__}, Python {platform.python_version()}", end="")
+        print(f", torch {version('torch')}")
+        raise typer.Exit
+
+
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_versions,
+            is_eager=True,
+            help="Print the versions of autopar, Python and torch.",
+        ),
+    ] = False,
 ) -> None:
     """Check Python, torch, devices, process groups, solver and cache; exit with 1 if one fails.
 
     Example: autopar doctor
     """
+    from autopar.pages.plan_page import plain_table
+
+    del versions  # printed before
     findings = list(examine())
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -79,6 +92,9 @@ def examine() -> Iterator[Finding]:
 
 def _cache() -> Finding:
     """Return the cache's folder, and the number and size of the entries in it."""
+    from autopar.planner.cluster.toml_reading import bytes_text
+    from autopar.planner.plan.files.cache import MOST_BYTES, PLACE, cache_folder, cached_sizes
+
     folder = cache_folder()
     if folder is None:
         return Finding(name="cache", found=f"none, as {PLACE} is empty")
@@ -89,30 +105,38 @@ def _cache() -> Finding:
 
 
 def _torch() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    import torch
+
+    number = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return Finding(
         name="torch",
         found=f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
-        is_fine=version >= LEAST_TORCH,
-        fix=_advice(version),
+        is_fine=number >= LEAST_TORCH,
+        fix=_advice(number),
     )
 
 
-def _advice(version: tuple[int, ...]) -> str:
+def _advice(number: tuple[int, ...]) -> str:
     """Return advice about a version of torch, or "" if all tests run with it."""
+    from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
+
     least, pipelined, tried = (
         ".".join(map(str, known)) for known in (LEAST_TORCH, PIPELINED_TORCH, TRIED_TORCH)
     )
-    if version < LEAST_TORCH:
+    if number < LEAST_TORCH:
         return f"pip install 'torch>={least}'"
-    if version < PIPELINED_TORCH:
+    if number < PIPELINED_TORCH:
         return f"pipelines want {pipelined} or later; everything else works with this one"
-    if version > TRIED_TORCH:
+    if number > TRIED_TORCH:
         return f"newer than {tried}, the last that autopar was tried with: verify scripts first"
     return ""
 
 
 def _devices() -> Finding:
+    import torch
+
+    from autopar.planner.cluster.toml_reading import bytes_text
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return Finding(
@@ -127,6 +151,9 @@ def _devices() -> Finding:
 
 
 def _process_groups() -> Finding:
+    import torch
+    import torch.distributed as dist
+
     needed = {"gloo": dist.is_gloo_available()}
     if torch.cuda.is_available():
         needed["nccl"] = dist.is_nccl_available()
@@ -141,6 +168,10 @@ def _process_groups() -> Finding:
 
 def _solver() -> Finding:
     """Solve a program with one variable."""
+    import pulp
+
+    from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
+
     program = new_program("doctor")
     one = pulp.LpVariable("one", lowBound=1, cat="Integer")
     program += one

@@ -7,31 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.script.render import refuse_overwriting, write_text
 from autopar.commands import plan_options as options
 from autopar.console import print_json, results
-from autopar.notes import note_fewer
 from autopar.options import CACHE, MachineOptions
-from autopar.pages.plan_page import curve_json, curve_page, plan_page, work_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
-from autopar.planner.model.model_file import model_path
-from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
-from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.planned import Planned
-from autopar.planning import (
-    STEPS,
-    TOLERANCE,
-    is_quick,
-    request_of,
-    scripted,
-    verified,
-    verify_command,
-)
 
+# What plans and prints is imported in the functions: --help and completion need none of it.
 if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison
+    from autopar.planner.plan.plan import Plan
+    from autopar.planner.plan.planned import Planned
 
 
 class NotVerifiedError(AutoparError):
@@ -70,6 +56,12 @@ def plan(
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
+    from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
+    from autopar.codegen.script.render import refuse_overwriting, write_text
+    from autopar.planner.model.model_file import model_path
+    from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, write_plan
+    from autopar.planning import TOLERANCE, is_quick, request_of, scripted, verified, verify_command
+
     request = request_of(
         model,
         arguments=arg or (),
@@ -107,6 +99,8 @@ def plan(
 
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Print that the script trains like one process, what differs, or how to verify it."""
+    from autopar.planning import STEPS, TOLERANCE, verify_command
+
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:
         results().print(f"Verify it: {command}", soft_wrap=True)
@@ -121,6 +115,10 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
 
 def tell(planned: Planned, *, as_json: bool) -> None:
     """Print the plan; if several numbers of devices were compared, print their table first."""
+    from autopar.notes import note_fewer
+    from autopar.pages.plan_page import curve_json, curve_page, plan_page, work_text
+    from autopar.planner.plan.files.document import summary
+
     curve, point = planned.curve, planned.choice.point
     is_compared = len(curve.trials) > 1
     if as_json:

@@ -17,8 +17,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.slices import Cut, Parts, Ranges, cut, pick
@@ -143,6 +141,10 @@ def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
 
 def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:
     """Restrict the chunks of a whole shard to the rows that `fully_shard` keeps on this rank."""
+    # imported here, because it takes half a second that planning does not need
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     if not isinstance(tensor, DTensor):
         return chunks
     with unset_fake_temporarily():  # torch counts with real tensors here

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.shards import (
@@ -49,6 +48,8 @@ def fill(
     A tensor that was sharded on meta keeps its chunks, including the rows of `fully_shard`. Any
     other tensor is cut according to `splits`. Without a source, memory is only allocated.
     """
+    from torch.distributed.tensor import DTensor  # slow to import, and planning needs it not
+
     old = group[0].tensor
     known = recorded_chunks(group[0].module, group[0].attribute)
     chunks = known or local_chunks(tuple(old.shape), split_of(group, splits), axis)

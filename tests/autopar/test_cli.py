@@ -11,7 +11,6 @@ import pytest
 
 from autopar import cli
 from autopar.cli import FUNCTIONS
-from autopar.commands import plan
 from autopar.planner.errors import ExitCode
 from autopar.runtime.checkpointing import signals
 from autopar.runtime.ranks import leaving
@@ -24,7 +23,7 @@ def test_an_interrupted_command_says_so_and_leaves_with_its_code(
     def pressed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "request_of", pressed)
+    monkeypatch.setattr("autopar.planning.request_of", pressed)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["autopar", "plan", "model.py", "--gpus", "2", "-o", "o"])
     with pytest.raises(SystemExit) as leaving:

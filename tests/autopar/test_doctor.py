@@ -50,6 +50,6 @@ def test_a_solver_that_breaks_is_told(monkeypatch: MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise SolverError("it broke")
 
-    monkeypatch.setattr("autopar.commands.doctor.solve", broken)
+    monkeypatch.setattr("autopar.planner.programs.solver.solve", broken)
     (finding,) = [one for one in examine() if one.name == "solver"]
     assert (finding.is_fine, finding.fix) == (False, "pip install highspy")

@@ -190,11 +190,11 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
     assert store.is_dir()
 
 
-@pytest.mark.parametrize("words", ["--help", "--version"])
+@pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])
 def test_help_and_version_import_no_command(words: str) -> None:
     code = (
         "import sys; from autopar.cli import app; "
-        f"app([{words!r}], standalone_mode=False); "
+        f"app({words.split()!r}, standalone_mode=False); "
         "print(sorted({'torch', 'numpy', 'networkx', 'sympy', 'pulp'} & sys.modules.keys()))"
     )
     ran = subprocess.run(
