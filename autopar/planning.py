@@ -99,7 +99,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 def script_of(
     plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
 ) -> CachedScript:
-    """Return the script of a plan for a path, from the cache if nothing that it says has changed.
+    """Return the script of a plan for a path; from the cache if plan, model and path are known.
 
     A relative path of the model file starts at the working directory, or at `folder`.
     """
@@ -110,17 +110,29 @@ def script_of(
     timeless = replace(plan, proof=replace(plan.proof, search_seconds=0.0))
     question = (plan_text(timeless), path, place, beside.resolve(), Path.cwd())
     known = cache.find(CachedScript, question)
-    if known is not None:
-        refuse_replacing(place, path)
-        return known
+    made = known or _emitted(plan, destination, beside, uses_cache=uses_cache)
+    if known is None:
+        cache.keep(made, question, model=path)
+    refuse_replacing(place, path)
+    if made.lost:
+        raise LostLayersError(made.lost)
+    return made
+
+
+def _emitted(
+    plan: StoredPlan, destination: Path, folder: Path, *, uses_cache: bool
+) -> CachedScript:
     from autopar.codegen.emit import emit_with_notes
 
     with DATA_READS.watched():
-        whole = traced_plan(plan, beside, uses_cache=uses_cache)
-        text, notes = emit_with_notes(whole, destination=destination, folder=beside, cache=cache)
-    made = CachedScript(text=text, notes=notes)
-    cache.keep(made, question, model=path)
-    return made
+        whole, cache = traced_plan(plan, folder, uses_cache=uses_cache), cache_of(uses_cache)
+        try:
+            text, notes = emit_with_notes(
+                whole, destination=destination, folder=folder, cache=cache
+            )
+        except LostLayersError as lost:
+            return CachedScript(lost=lost.paths)
+    return CachedScript(text=text, notes=notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,8 @@ def _output(words: list[str]) -> str:
         words = [sys.executable, "-m", *words]
     elif words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    fresh = {**os.environ, "AUTOPAR_CACHE": ""}  # as a reader's first run
+    done = subprocess.run(words, cwd=ROOT, env=fresh, capture_output=True, text=True, check=True)
     return done.stdout
 
 

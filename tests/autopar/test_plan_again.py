@@ -46,6 +46,16 @@ def test_layers_whose_code_stands_elsewhere_are_planned_again(
     assert "planned again without recomputing biased" in capsys.readouterr().err
 
 
+def test_layers_that_were_lost_before_are_known_without_printing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
+    first = scripted(request(), tmp_path / "train.py", plans=planned_as_if_memory_pressed)
+    monkeypatch.setattr("autopar.codegen.emit.emit_with_notes", None)
+    again = scripted(request(), tmp_path / "train.py", plans=planned_as_if_memory_pressed)
+    assert again[1] == first[1]
+
+
 def test_what_a_rule_wants_is_refused_as_ever(tmp_path: Path) -> None:
     with pytest.raises(LostLayersError, match="'biased'"):
         scripted(request(rules=EVERYWHERE), tmp_path / "train.py")

@@ -99,10 +99,14 @@ class CachedSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedScript:
-    """The script of a plan, and notes to read before running it."""
+    """The script of a plan, and notes to read before running it.
 
-    text: str
-    notes: tuple[str, ...]
+    `lost` are layers that are to be recomputed and have no module call: there is no script then.
+    """
+
+    text: str = ""
+    notes: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 _NAMES: Mapping[type[Any], str] = {
