@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from autopar.planner.model.functions import DATA_READS
 from tests.cells import ALL
 from tests.runtime.processes import freeze_for_good
 
@@ -95,6 +96,13 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _what_other_tests_have_read_is_forgotten() -> None:
+    """Forget the data files of other tests' models: one that has changed keeps the cache empty."""
+    DATA_READS.paths.clear()
+    DATA_READS.variables.clear()
 
 
 @pytest.fixture(autouse=True)

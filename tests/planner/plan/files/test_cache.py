@@ -222,7 +222,6 @@ def reader(
 ) -> Iterator[Question]:
     """A model file that reads a variable, a folder of files, and a file that is not there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(DATA_READS, "paths", {})  # of other tests
     monkeypatch.setenv("NOT_READ_BY_NET", "1")
     for name in ("WIDTH_OF_NET", "SET_BY_NET"):
         monkeypatch.delenv(name, raising=False)
