@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, Unifier, hints_of, named
@@ -40,7 +41,7 @@ class OpAxes:
     letters: Mapping[str, Dim]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, because of a cached property
 class GraphAxes:
     """The dims of every tensor in logical axes, and the axes of each op's letters.
 
@@ -56,8 +57,9 @@ class GraphAxes:
         """Return a dim as people read it."""
         return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
 
+    @cached_property
     def of_rows(self) -> frozenset[str]:
-        """Return the axes whose sizes depend on the batch."""
+        """The axes whose sizes depend on the batch."""
         found = (leaf for dims in self.dims.values() for dim in dims for leaf in leaves(dim))
         return frozenset(leaf.name for leaf in found if not leaf.size.is_constant)
 

@@ -36,11 +36,15 @@ _GROWING_OPTIONS = {
     "threads": 1,
     "presolve": "off",
     "simplex_iteration_limit": 20_000,
+    # On programs of 700 columns and rows, these two take 0.65 and 0.6 of the default's time.
+    "simplex_dual_edge_weight_strategy": 1,  # devex
+    "simplex_scale_strategy": 4,  # by the largest value of a column
     "mip_max_nodes": 500,
     "mip_heuristic_effort": 0.0,
     "mip_max_improving_sols": 1,
     "mip_feasibility_tolerance": 1e-9,
 }
+_PRIMAL, _DUAL = 4, 1  # values of HiGHS's option simplex_strategy
 _TOLERANCE = 1e-9
 _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": _TOLERANCE,
@@ -311,15 +315,25 @@ class GrowingProgram:
         """Restrict columns to whole numbers in `solve_whole`."""
         self._whole += columns
 
-    def solve(self) -> float | None:
-        """Return the optimum; infinite if infeasible; None at the limit of iterations."""
+    def solve(self, *, enough: float = inf) -> float | None:
+        """Return the optimum, or `enough` once it is proved that the optimum is not below it.
+
+        Infinite if infeasible; None at the limit of iterations. The first solve starts from
+        nothing, where the primal simplex is twice as fast. The others gained rows and start from
+        the last optimum, where the dual simplex needs few iterations.
+        """
         self._hand_over()
+        is_first = not len(self._values)
+        self._highs.setOptionValue("simplex_strategy", _PRIMAL if is_first else _DUAL)
+        self._highs.setOptionValue("objective_bound", enough)
         self._highs.setOptionValue("solve_relaxation", True)
         self._highs.changeColBounds(self.least, 0.0, inf)
         self._highs.run()
         status = self._highs.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return inf
+        if status == highspy.HighsModelStatus.kObjectiveBound:
+            return enough
         if status != highspy.HighsModelStatus.kOptimal:
             return None
         self._values = np.array(self._highs.getSolution().col_value)
@@ -331,6 +345,7 @@ class GrowingProgram:
         The search ends with the first solution, and at a limit of nodes.
         """
         self._hand_over()
+        self._highs.setOptionValue("objective_bound", inf)
         self._highs.setOptionValue("solve_relaxation", False)
         self._highs.changeColBounds(self.least, 0.0, below)
         self._highs.run()

@@ -248,7 +248,7 @@ def split_graph(
         gives=MappingProxyType(gives),
         crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in is_made}),
         layer_of=MappingProxyType(dict(_places(layers))),
-        row_axes=axes.of_rows(),
+        row_axes=axes.of_rows,
         lengths=Lengths(graph, axes, other),
     )
 

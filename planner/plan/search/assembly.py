@@ -109,16 +109,17 @@ def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
 def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candidate]:
     """Return the best other candidates that differ in more than the microbatch."""
     fastest, *others = (found.leaf for found in outcome.found)
-    seen = {_kind(best), _kind(fastest)}
+    seen = {kind_of(best), kind_of(fastest)}
     told: list[Candidate] = []
     for other in others:
-        if _kind(other) not in seen and len(told) < MOST_TOLD:
-            seen.add(_kind(other))
+        if kind_of(other) not in seen and len(told) < MOST_TOLD:
+            seen.add(kind_of(other))
             told.append(other)
     return told
 
 
-def _kind(candidate: Candidate) -> tuple[object, ...]:
+def kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """Return what distinguishes a plan from others; plans that differ in less are not told."""
     one = candidate.arrangement
     return one.pipeline, one.data, one.tensor, one.zero, one.schedule, one.stages_per_rank
 

@@ -36,7 +36,7 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.search.assembly import Counts, assemble
+from autopar.planner.plan.search.assembly import MOST_TOLD, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
     FoundLeaf,
     Outcome,
@@ -82,7 +82,6 @@ from autopar.planner.plan.solving.candidate import (
 from autopar.planner.plan.solving.costing import PriceBook, Prices, SearchSubject, model_flops
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, is_wide
 
-MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, one after another
 _BETTER = 1.0 - 1e-9  # of the best step: only values below this are better
@@ -180,6 +179,7 @@ class Explorer:
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
+        self._least: dict[tuple[object, ...], float] = {}  # seconds of each kind of plan
         self._looked_beside = 0  # nodes, since the best was proved
         self._is_choosing = False  # whether the fastest is proved, and the simplest looked for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
@@ -237,12 +237,13 @@ class Explorer:
         The effort for runners-up is counted in nodes, not timed, so that every run finds the same.
         """
         self._looked_beside += passed > 0
-        return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES
+        return passed > MOST_TOLD or self._looked_beside > EXTRA_NODES
 
     def _to_beat(self, arrangement: Arrangement) -> float:
-        """Return the value to beat; infinite while searching for runners-up."""
+        """Return the value to beat; for runners-up, of the last plan that may be told."""
         if self._looked_beside:
-            return float("inf")
+            endless = [float("inf")] * (MOST_TOLD + 2)
+            return sorted([*self._least.values(), *endless])[MOST_TOLD + 1]
         if not self._is_choosing:
             return self._known.fastest
         return self._known.to_beat(self._complexity_below(Variant(arrangement)))
@@ -291,9 +292,8 @@ class Explorer:
         if not possible:
             return []
         first, *rest = possible
-        bound = min(bounds[one] for one in possible)
         item = Variant(first, tuple(rest), pressure)
-        return [SearchNode(bound=bound, rank=simplicity(first), item=item)]
+        return [SearchNode(bound=min(bounds.values()), rank=simplicity(first), item=item)]
 
     def solve(self, item: Variant) -> list[Entry]:
         """Return the best candidate of an arrangement, if any, and what is still open."""
@@ -317,8 +317,9 @@ class Explorer:
         if candidate is None:
             return left
         self.solved.add(arrangement)
-        seconds = candidate.prediction.step_seconds
+        kind, seconds = kind_of(candidate), candidate.prediction.step_seconds
         self._known = self._known.with_one(complexity_of(candidate), seconds)
+        self._least[kind] = min(seconds, self._least.get(kind, float("inf")))
         leaf = FoundLeaf(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)
         return [leaf, *left]
 

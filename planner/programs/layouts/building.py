@@ -114,7 +114,7 @@ class _Builder:
         self.needs = structure.needs
         self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
         self.given = _given(place.graph)
-        self.row_axes = place.axes.of_rows()
+        self.row_axes = place.axes.of_rows
         self.written = frozenset(b.name for b in place.graph.buffers if b.updated)
         self.members: dict[str, list[str]] = defaultdict(list)
         for name, slot in self.slots.tensors.items():

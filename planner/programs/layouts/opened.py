@@ -96,7 +96,7 @@ def told_size(op: Op, layout: OpLayout) -> Value:
 def _has_local_size(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> bool:
     rule = rule_of(op.target)
     if rule.sizes or rule.kind is OpKind.REPEAT:
-        is_of_rows = layout.gives[0].axis in axes.of_rows()
+        is_of_rows = layout.gives[0].axis in axes.of_rows
         return told_size(op, layout) is not None and not is_of_rows
     if rule.cuts:
         need, dim = layout.needs[0], argument(op, "dim")

@@ -221,7 +221,7 @@ QUICK = Effort(
 )  # fmt: skip
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
 EXACT = replace(
-    THOROUGH, simulations=60, starts=1, cuts=60, program_seconds=5.0, gap=1e-7, is_last=True
+    THOROUGH, simulations=120, starts=1, cuts=60, program_seconds=5.0, gap=1e-7, is_last=True
 )
 
 _ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share

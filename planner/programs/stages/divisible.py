@@ -41,10 +41,11 @@ from autopar.planner.programs.solver import GrowingProgram, Term
 from autopar.planner.programs.stages.parts import LayerPiece, MemoryRow, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 
-_MOST_PROGRAMS = 100
+_MOST_PROGRAMS = 200
 _MOST_CHAINS = 8  # added at once
 _MOST_WHOLE = 12  # programs of whole numbers
 _CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is close enough
+_ROUNDING = 1e-9
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 
@@ -106,16 +107,19 @@ class Divisible:
         lengths: tuple[float, ...] = ()
         bound = 0.0
         for _ in range(_MOST_PROGRAMS):
-            found = self.program.solve()
+            found = self.program.solve(enough=enough_seconds * (1 + _ROUNDING) / self.unit)
             if found is None:
                 break
             if found == float("inf"):
                 return Divided(lengths=(), bound_seconds=found)
             raised = found * self.unit - bound
-            bound, lengths = max(bound, found * self.unit), self._lengths()
+            bound = max(bound, found * self.unit)
+            if bound >= enough_seconds:
+                break  # the program has no optimum yet
+            lengths = self._lengths()
             is_begun = self._left < most_simulated
             is_far = hasty and is_begun and bound + self._left * raised < enough_seconds
-            if bound >= enough_seconds or is_far or not self._tighten():
+            if is_far or not self._tighten():
                 break
         return Divided(lengths=lengths, bound_seconds=bound)
 
