@@ -29,7 +29,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
-from autopar.planner.precision import Precision
+from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.programs.layouts.building import LayoutPlace
 from autopar.planner.programs.layouts.choice import (
     Budget,
@@ -44,7 +44,6 @@ from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 # A 16-bit weight of 2 bytes comes with 16 bytes of gradient and optimizer states.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
-GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
