@@ -23,6 +23,7 @@ from autopar.planner.plan.declared.limits import (
 )
 from autopar.planner.plan.fleet import Fewer
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.comparison import seconds_saved_by_compiling
 from autopar.planner.plan.telling.words import (
     is_nearly,
     meaning_notes,
@@ -158,6 +159,23 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
             f"{seconds_text(one.seconds)} of the {seconds_text(one.total_seconds)} that a "
             f"microbatch takes on one device. Padded to {one.padded:,}, they would take "
             f"{seconds_text(one.aligned_seconds)}."
+        )
+
+
+_WORTH_COMPILING = 0.05  # of a step
+
+
+def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
+    """Print a note if compiled layers would make a step on GPUs much shorter."""
+    is_asked = any(one.place == "compile" for one in plan.constraints)
+    if is_asked or any(node.device.is_cpu for node in plan.cluster.nodes):
+        return
+    step = plan.prediction.step_seconds
+    saved = seconds_saved_by_compiling(plan, axes, layers)
+    if saved > _WORTH_COMPILING * step:
+        tell_note(
+            f"torch.compile would save about {seconds_text(saved)} of the {seconds_text(step)} of "
+            "a step: --compile layers (its first step takes longer)."
         )
 
 

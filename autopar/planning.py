@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from autopar.console import progress, reported, tell_note
 from autopar.notes import (
+    note_compiling,
     note_devices,
     note_objects_kept,
     note_optimizer,
@@ -223,6 +224,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
     note_objects_kept(found.plan, training.layers)
     note_plan(found.plan)
     note_unaligned(found.plan, training.axes)
+    note_compiling(found.plan, training.axes, training.layers)
     return found
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.notes import note_plan, note_rows, note_unaligned, note_unpriced
+from autopar.notes import note_compiling, note_plan, note_rows, note_unaligned, note_unpriced
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.constraints import DEFAULT_MEMORY, Constraints
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.trace import trace
 from tests.codegen.kinds import plan_of
 from tests.planner.plan.searches import planned
@@ -57,3 +59,16 @@ def test_what_is_expected_of_experts_is_told(
     told = " ".join(capsys.readouterr().err.split())
     assert "6 masks part rows among experts (the first at" in told
     assert "its even share of them, 16.7%" in told
+
+
+def test_what_compiled_layers_would_save_is_told_on_gpus_unless_something_is_demanded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = planned(("llama.py", "size=tiny"), choose_cluster(2, "h100"), global_batch=16)
+    axes = infer_axes(plan.graph)
+    layers = find_layers(plan.graph, axes)
+    note_compiling(plan, axes, layers)
+    assert "--compile layers" in capsys.readouterr().err
+    demanded = declare("compile", "none", origin="--compile", where="--compile")
+    note_compiling(replace(plan, constraints=(demanded,)), axes, layers)
+    assert capsys.readouterr().err == ""
