@@ -8,15 +8,10 @@ gradient, a blank is idle time. Equal stages; a rank's forward takes 1, its back
 
 import argparse
 
-from autopar.planner.costs.schedules.orders import Action, ActionKind
+from autopar.planner.costs.schedules.moments import in_flight
+from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape
 from autopar.planner.costs.schedules.simulation import even_stages, simulate
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    ScheduleKind,
-    in_flight_microbatches,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, schedule_of
 
 
 def mark(action: Action) -> str:
@@ -53,7 +48,7 @@ def drawn(kind: ScheduleKind, shape: PipelineShape, *, columns_per_forward: int)
             line[begin:stop] = mark(action) * (stop - begin)
         lines.append("".join(line).rstrip())
     idle = sum(result.idle_seconds) / (result.step_seconds * shape.ranks)
-    held = [in_flight_microbatches(kind, stage, shape) for stage in range(shape.stages)]
+    held = list(in_flight(kind, shape))
     summary = f"step {result.step_seconds:g}, idle {idle:.1%}, in flight per stage {held}"
     return "\n".join([*lines, summary])
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.proof.dryrun.rank import report_of
-from autopar.planner.costs.schedules.orders import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind, PipelineShape
 from autopar.planner.costs.schedules.simulation import StageSeconds
-from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.runtime.pipeline.schedules import (
     Pipeline,
     build_schedule,

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
+from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, even_stages
-from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.step import pipeline_shape
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan

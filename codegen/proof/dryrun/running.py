@@ -22,7 +22,8 @@ from autopar.codegen.proof.dryrun.watching import PICKED
 from autopar.codegen.proof.exactness import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
 from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
-from autopar.planner.costs.schedules.table import ScheduleKind, in_flight_microbatches
+from autopar.planner.costs.schedules.moments import in_flight
+from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
 from autopar.planner.files import write_whole
@@ -30,8 +31,6 @@ from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.mesh import DRY_RUN
 
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
-
-_ONE_BY_ONE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +85,19 @@ def microbatches_run(arrangement: Arrangement) -> tuple[int, ...]:
     The smaller number fills the pipeline; the other is one round more. With several stages per
     rank, a round is one microbatch for each rank.
     """
-    turn = 1 if arrangement.schedule in _ONE_BY_ONE else arrangement.pipeline
+    is_one_by_one = SCHEDULES[arrangement.schedule].stages_per_rank == 1
+    turn = 1 if is_one_by_one else arrangement.pipeline
     every = arrangement.microbatches
     fewer = arrangement.pipeline
-    while fewer < every and _in_flight(arrangement, fewer) != _in_flight(arrangement, every):
+    held = _in_flight(arrangement, every)
+    while fewer < every and (fewer < max(held) or _in_flight(arrangement, fewer) != held):
         fewer += turn
     return (fewer, fewer + turn) if fewer + turn < every else (every,)
 
 
 def _in_flight(arrangement: Arrangement, microbatches: int) -> tuple[int, ...]:
     shape = replace(pipeline_shape(arrangement), microbatches=microbatches)
-    if arrangement.pipeline == 1:
-        return (1,)
-    return tuple(
-        in_flight_microbatches(arrangement.schedule, stage, shape) for stage in range(shape.stages)
-    )
+    return in_flight(arrangement.schedule, shape)
 
 
 def extrapolated(

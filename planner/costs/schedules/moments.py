@@ -9,24 +9,30 @@ with the same memory. So the peak is within a backward, or within half of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.schedules.orders import Action, ActionKind, columns_of
+from autopar.planner.costs.schedules.orders import (
+    Action,
+    ActionKind,
+    PipelineShape,
+    Schedule,
+    columns_of,
+)
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
-    PipelineShape,
     ScheduleKind,
-    in_flight_microbatches,
     schedule_of,
-    settled,
 )
 
 _ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 _RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
+SETTLED_ROUNDS = 3  # rounds, after which the number of microbatches in flight grows no more
 
 Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage of the rank
 
@@ -57,16 +63,51 @@ class Moments:
         return b"/".join(one.tobytes() for one in every)
 
 
+@lru_cache(maxsize=4096)
+def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    """Return the most microbatches that each stage holds activations of at once.
+
+    A microbatch is in flight on a stage from its forward until its backward ends, or its weight
+    gradient if the backward is split: torch keeps the whole graph between the two halves, and the
+    output gradients of ops with weights (deferred). A stage that still holds every microbatch of a
+    few rounds, as with GPipe, may hold more in a longer schedule, which is then counted whole.
+    """
+    if shape.ranks == 1:
+        return (1,) * shape.stages  # one rank runs one microbatch after the other
+    few, order = settled(shape), SCHEDULES[kind].order
+    held = _most_at_once(order(few), shape.stages)
+    is_settled = few == shape or max(held) < few.microbatches
+    return held if is_settled else _most_at_once(order(shape), shape.stages)
+
+
+def settled(shape: PipelineShape) -> PipelineShape:
+    """Return a shape with fewer microbatches but as many in flight at once, if there is one."""
+    rounds, rest = divmod(shape.microbatches, shape.ranks)
+    if rest or rounds <= SETTLED_ROUNDS:
+        return shape
+    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
+
+
+def _most_at_once(schedule: Schedule, stages: int) -> tuple[int, ...]:
+    held, most = [0] * stages, [0] * stages
+    for stage, kind, _ in chain.from_iterable(schedule):
+        if kind is ActionKind.FORWARD:
+            held[stage] += 1
+            if held[stage] > most[stage]:
+                most[stage] = held[stage]
+        elif kind is not ActionKind.INPUT_GRADIENT:
+            held[stage] -= 1
+    return tuple(most)
+
+
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
     """Return the moments of each rank.
 
     If a rank has one stage, and the backward is not split, the fullest moment suffices.
     """
-    if shape.ranks == 1:
-        return (_at_once(1),) * shape.stages
-    if shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward:
-        held = (in_flight_microbatches(kind, stage, shape) for stage in range(shape.stages))
-        return tuple(map(_at_once, held))
+    is_one_peak = shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward
+    if shape.ranks == 1 or is_one_peak:
+        return tuple(map(_at_once, in_flight(kind, shape)))
     return _along_the_order(kind, settled(shape))
 
 

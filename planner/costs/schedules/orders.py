@@ -6,9 +6,11 @@ lengths, rounds of microbatches, ties), torch's choice is taken: the emitted scr
 schedules, and the predicted cost must be theirs.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -49,116 +51,121 @@ def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
     return np.array(stages), np.array([places[kind] for kind in kinds]), np.array(microbatches)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """The number of ranks, of stages on each, and of microbatches."""
+
+    ranks: int
+    stages_per_rank: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1."""
+        if min(self.ranks, self.stages_per_rank, self.microbatches) < 1:
+            raise InputError(
+                f"a pipeline of {self.ranks} ranks, {self.stages_per_rank} stages per rank and "
+                f"{self.microbatches} microbatches",
+                expected="every count is at least 1",
+            )
+
+    @property
+    def stages(self) -> int:
+        """The stages of the whole pipeline."""
+        return self.ranks * self.stages_per_rank
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of an interleaved schedule; each fills the ranks with microbatches."""
+        return max(1, self.microbatches // self.ranks)
+
+
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
+def gpipe(shape: PipelineShape) -> Schedule:
     """Return GPipe: all forwards, then all backwards."""
-    _require_positive(stages=stages, microbatches=microbatches)
     return tuple(
-        tuple(Action(stage, kind, mb) for kind in (_F, _B) for mb in range(microbatches))
-        for stage in range(stages)
+        tuple(Action(stage, kind, mb) for kind in (_F, _B) for mb in range(shape.microbatches))
+        for stage in range(shape.ranks)
     )
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b(shape: PipelineShape) -> Schedule:
     """Return 1F1B: a stage warms up with one forward per later stage, then alternates.
 
     Also defined for fewer microbatches than stages, which Megatron runs and torch rejects.
     """
-    _require_positive(stages=stages, microbatches=microbatches)
     return tuple(
         _alternate(
-            [Action(stage, _F, mb) for mb in range(microbatches)],
-            [Action(stage, _B, mb) for mb in range(microbatches)],
-            warmup=stages - 1 - stage,
+            [Action(stage, _F, mb) for mb in range(shape.microbatches)],
+            [Action(stage, _B, mb) for mb in range(shape.microbatches)],
+            warmup=shape.ranks - 1 - stage,
         )
-        for stage in range(stages)
+        for stage in range(shape.ranks)
     )
 
 
-def interleaved_1f1b(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+def interleaved_1f1b(shape: PipelineShape) -> Schedule:
     """Return interleaved 1F1B: rank r runs the stages r, r + ranks, … in turn, a round of each.
 
     With one stage per rank it is not 1F1B: the warm-up is twice as long.
     """
-    per_round = microbatches_per_round(ranks, stages_per_rank, microbatches)
     return tuple(
         _alternate(
-            _in_rounds(_F, range(rank, ranks * stages_per_rank, ranks), microbatches, per_round),
-            _in_rounds(_B, _reversed_stages(rank, ranks, stages_per_rank), microbatches, per_round),
-            warmup=(stages_per_rank - 1) * per_round + 2 * (ranks - 1 - rank),
+            _in_rounds(_F, own, shape),
+            _in_rounds(_B, own[::-1], shape),
+            warmup=_first_rounds(shape) + 2 * (shape.ranks - 1 - rank),
         )
-        for rank in range(ranks)
+        for rank, own in enumerate(_stages_by_rank(shape))
     )
 
 
-def interleaved_zero_bubble(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+def interleaved_zero_bubble(shape: PipelineShape) -> Schedule:
     """Return interleaved zero bubble (ZB-H1 for one stage per rank): weight gradients fill gaps.
 
     Rank r delays each weight gradient by r input gradients.
     """
-    per_round = microbatches_per_round(ranks, stages_per_rank, microbatches)
     orders = []
-    for rank in range(ranks):
-        backward_stages = _reversed_stages(rank, ranks, stages_per_rank)
+    for rank, own in enumerate(_stages_by_rank(shape)):
         order = _alternate(
-            _in_rounds(_F, range(rank, ranks * stages_per_rank, ranks), microbatches, per_round),
-            _in_rounds(_I, backward_stages, microbatches, per_round),
-            warmup=(stages_per_rank - 1) * per_round + ranks - 1 - rank,
+            _in_rounds(_F, own, shape),
+            _in_rounds(_I, own[::-1], shape),
+            warmup=_first_rounds(shape) + shape.ranks - 1 - rank,
         )
-        weights = _in_rounds(_W, backward_stages, microbatches, per_round)
+        weights = _in_rounds(_W, own[::-1], shape)
         orders.append(_with_weight_gradients(order, weights, delay=rank))
     return tuple(orders)
 
 
-def zero_bubble_v(ranks: int, microbatches: int) -> Schedule:
+def zero_bubble_v(shape: PipelineShape) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    The order is made for at least 2·ranks − 1 microbatches; those that do not exist are left out.
+    The order is that of at least 2·ranks − 1 microbatches, without those that do not exist.
     """
-    _require_positive(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = shape.ranks, shape.microbatches
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))
 
 
-def microbatches_per_round(ranks: int, stages_per_rank: int, microbatches: int) -> int:
-    """Return how many microbatches an interleaved schedule runs through one stage in a row.
+def _stages_by_rank(shape: PipelineShape) -> list[range]:
+    return [range(rank, shape.stages, shape.ranks) for rank in range(shape.ranks)]
 
-    It is `ranks` if that divides the microbatches, else microbatches ÷ ⌊microbatches ÷ ranks⌋, as
-    in torch.
+
+def _first_rounds(shape: PipelineShape) -> int:
+    """Return the forwards of one round through all stages of a rank but the last."""
+    return (shape.stages_per_rank - 1) * (shape.microbatches // shape.rounds)
+
+
+def _in_rounds(kind: ActionKind, stages: Sequence[int], shape: PipelineShape) -> list[Action]:
+    """Return all actions of a kind: a round of microbatches through each stage, then the next.
+
+    A round has as many microbatches as ranks where that divides, else as torch: microbatches ÷
+    ⌊microbatches ÷ ranks⌋.
     """
-    _require_positive(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
-    rounds = max(1, microbatches // ranks)
-    if microbatches % rounds:
-        raise InputError(
-            f"{microbatches} microbatches do not fill {rounds} equal rounds",
-            expected=f"an interleaved schedule on {ranks} ranks runs {rounds} equal rounds",
-            fix=f"take a multiple of {ranks} microbatches",
-        )
-    return microbatches // rounds
-
-
-def _require_positive(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise InputError(
-                f"{count} {name.replace('_', ' ')} in a pipeline schedule",
-                expected="every count is at least 1",
-            )
-
-
-def _reversed_stages(rank: int, ranks: int, stages_per_rank: int) -> Sequence[int]:
-    return range(rank, ranks * stages_per_rank, ranks)[::-1]
-
-
-def _in_rounds(
-    kind: ActionKind, stages: Sequence[int], microbatches: int, per_round: int
-) -> list[Action]:
-    """Return all actions of a kind: a round of microbatches through each stage, then the next."""
+    per_round = shape.microbatches // shape.rounds
     return [
         Action(stage, kind, mb)
-        for first in range(0, microbatches, per_round)
+        for first in range(0, shape.microbatches, per_round)
         for stage in stages
         for mb in range(first, first + per_round)
     ]
@@ -211,9 +218,6 @@ def _zero_bubble_v_order(rank: int, ranks: int, microbatches: int) -> tuple[Acti
         *[(up, _W)] * rank,
         *[(down, _W)] * rank,
     ]
-    seen: Counter[tuple[int, ActionKind]] = Counter()
-    order = []
-    for stage, kind in moves:
-        order.append(Action(stage, kind, seen[stage, kind]))
-        seen[stage, kind] += 1
+    numbers: defaultdict[tuple[int, ActionKind], Iterator[int]] = defaultdict(count)
+    order = [Action(*move, next(numbers[move])) for move in moves]
     return tuple(action for action in order if action.microbatch < microbatches)

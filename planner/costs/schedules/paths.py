@@ -20,8 +20,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from autopar.planner.costs.schedules.orders import ActionKind, Numbers
-from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of, rank_of
+from autopar.planner.costs.schedules.orders import ActionKind, Numbers, PipelineShape
+from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of
 from autopar.planner.costs.schedules.simulation import (
     Flags,
     Floats,
@@ -30,7 +30,7 @@ from autopar.planner.costs.schedules.simulation import (
     StageSeconds,
     simulate_prepared,
 )
-from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
 
 KINDS = tuple(ActionKind)
 TRANSFER = len(KINDS)  # the last column of the counts: transfers to the next stage

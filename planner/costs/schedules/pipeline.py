@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.simulation import (
     Prepared,
     StageSeconds,
@@ -22,8 +23,8 @@ from autopar.planner.costs.schedules.simulation import (
 )
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
-    PipelineShape,
     ScheduleKind,
+    rank_of,
     schedule_of,
 )
 
@@ -107,13 +108,6 @@ class PipelineSeconds:
     step_seconds: float
     rank_starts_seconds: tuple[float, ...]
     rank_ends_seconds: tuple[float, ...]
-
-
-def rank_of(kind: ScheduleKind, stage: int, ranks: int) -> int:
-    """Return the rank of a stage: round robin, or down and up again for a V."""
-    if kind is ScheduleKind.ZERO_BUBBLE_V and stage >= ranks:
-        return 2 * ranks - 1 - stage
-    return stage % ranks
 
 
 def pipeline_seconds(

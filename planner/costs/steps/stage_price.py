@@ -25,9 +25,8 @@ from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import NO_WAIT, Synchronising, synchronising
 from autopar.planner.costs.kernels.rates import Throughput
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
-from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.simulation import StageSeconds
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.schedules.table import SCHEDULES, rank_of
 from autopar.planner.costs.steps.framework import (
     FrameworkConstants,
     gradient_seconds,

@@ -18,9 +18,10 @@ from autopar.planner.costs.prediction import (
     Prediction,
     StagePrediction,
 )
-from autopar.planner.costs.schedules.moments import rank_moments
-from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds, rank_of
-from autopar.planner.costs.schedules.table import PipelineShape, in_flight_microbatches
+from autopar.planner.costs.schedules.moments import in_flight, rank_moments
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds
+from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import (
@@ -185,12 +186,12 @@ def _stage_predictions(
             forward_seconds=load.forward_seconds,
             backward_seconds=load.backward_seconds + load.gradient_seconds,
             idle_seconds=max(0.0, step.seconds - busy[rank] - step.optimizer_seconds),
-            in_flight=in_flight_microbatches(arrangement.schedule, stage, shape)
-            if arrangement.pipeline > 1
-            else 1,
+            in_flight=held,
             memory=memories[rank],
             tensor_seconds=load.communication_seconds,
         )
-        for stage, load in enumerate(loads)
+        for stage, (load, held) in enumerate(
+            zip(loads, in_flight(arrangement.schedule, shape), strict=True)
+        )
         for rank in [_rank(stage, arrangement)]
     )

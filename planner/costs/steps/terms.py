@@ -13,7 +13,7 @@ from autopar.planner.costs.prediction import (
     Provenance,
     TimeTerm,
 )
-from autopar.planner.costs.schedules.pipeline import rank_of
+from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
 

@@ -19,12 +19,9 @@ from itertools import groupby
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
-from autopar.planner.costs.schedules.pipeline import rank_of
-from autopar.planner.costs.schedules.table import (
-    PipelineShape,
-    ScheduleKind,
-    in_flight_microbatches,
-)
+from autopar.planner.costs.schedules.moments import in_flight
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Op
@@ -153,17 +150,14 @@ def activation_budget_bytes(
 
 def in_flight_by_rank(arrangement: Arrangement) -> tuple[int, ...]:
     """Return each rank's minimum of microbatches in flight over its stages."""
-    if arrangement.pipeline == 1:
-        return (1,)
     return _in_flight_by_rank(arrangement.schedule, pipeline_shape(arrangement))
 
 
 @lru_cache(maxsize=4096)
 def _in_flight_by_rank(schedule: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
     least: dict[int, int] = {}
-    for stage in range(shape.stages):
+    for stage, count in enumerate(in_flight(schedule, shape)):
         rank = rank_of(schedule, stage, shape.ranks)
-        count = in_flight_microbatches(schedule, stage, shape)
         least[rank] = min(count, least.get(rank, count))
     return tuple(least.values())
 

@@ -10,7 +10,8 @@ from collections.abc import Container, Iterable, Iterator, Set
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.table import PipelineShape, refusal
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import refusal
 from autopar.planner.findings.writes import unable
 from autopar.planner.graph.layouts import Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import Op

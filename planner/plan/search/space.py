@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import lcm, log
 
 from autopar.planner.costs.prediction import Arrangement, Compile, Zero
-from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.declared.constraints import (
     CHOICES,

@@ -15,8 +15,9 @@ from autopar.planner.cluster.shape import (
     shares_of,
 )
 from autopar.planner.costs.prediction import Arrangement, Modes, Prediction, Recompute
+from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.paths import Chains, first_chains
-from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups

@@ -2,9 +2,14 @@
 
 import re
 
-from autopar.planner.costs.schedules.orders import Action, ActionKind, Schedule
+from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape, Schedule
 
 _RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
+
+
+def shape_of(ranks: int, microbatches: int, stages_per_rank: int = 1) -> PipelineShape:
+    """Return the shape of a pipeline."""
+    return PipelineShape(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
 
 
 def format_schedule(schedule: Schedule) -> str:

@@ -32,6 +32,7 @@ from tests.planner.costs.schedules.equal_stages import (
     interleaved_step_seconds,
     interleaved_zero_bubble_step_seconds,
 )
+from tests.planner.costs.schedules.orders_read import shape_of
 
 SECONDS = st.floats(0.01, 10.0)
 
@@ -99,7 +100,7 @@ def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
             forward, backward, stages=stages, microbatches=microbatches
         ) == pytest.approx(
             simulated(
-                order(stages, microbatches),
+                order(shape_of(stages, microbatches)),
                 [forward] * stages,
                 [backward] * stages,
                 transfers=[0.0] * (stages - 1),
@@ -121,7 +122,7 @@ def test_interleaved_schedules_on_equal_stages_are_as_simulated(
     )
     one_by_one, zero_bubble = (
         simulate(
-            order(ranks, local, microbatches),
+            order(shape_of(ranks, microbatches, local)),
             even,
             transfer_seconds=[0.0] * (stages - 1),
             transfer=Transfer.OVERLAPPED,
@@ -161,7 +162,9 @@ def test_uneven_gpipe_is_as_simulated(
     assert uneven_gpipe_step_seconds(
         forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
     ) == pytest.approx(
-        simulated(gpipe(len(stages), microbatches), forward, backward, transfers=transfers[1:])
+        simulated(
+            gpipe(shape_of(len(stages), microbatches)), forward, backward, transfers=transfers[1:]
+        )
     )
 
 
@@ -174,7 +177,7 @@ def test_1f1b_never_beats_its_lower_bound(
     least = uneven_one_f_one_b_least_seconds(
         forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
     )
-    order = one_f_one_b(len(stages), microbatches)
+    order = one_f_one_b(shape_of(len(stages), microbatches))
     assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
 
 
@@ -185,7 +188,7 @@ def test_transfers_on_demand_are_longer_actions(
 ) -> None:
     forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
     for order in (gpipe, one_f_one_b):
-        schedule = order(len(stages), microbatches)
+        schedule = order(shape_of(len(stages), microbatches))
         longer = on_demand_seconds(forward, backward, transfers[1:])
         assert simulated(
             schedule, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND
@@ -199,7 +202,8 @@ def test_the_bound_of_uneven_1f1b_is_as_close_as_it_says(spread: float) -> None:
     for _ in range(150):
         microbatches, forward, backward = random_pipeline(rng, spread)
         none = [0.0] * (len(forward) - 1)
-        step = simulated(one_f_one_b(len(forward), microbatches), forward, backward, transfers=none)
+        order = one_f_one_b(shape_of(len(forward), microbatches))
+        step = simulated(order, forward, backward, transfers=none)
         least = uneven_one_f_one_b_least_seconds(
             forward, backward, transfer_seconds=none, microbatches=microbatches
         )

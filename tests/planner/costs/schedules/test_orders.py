@@ -5,29 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from autopar.planner.costs.schedules.orders import (
-    interleaved_1f1b,
+    PipelineShape,
     interleaved_zero_bubble,
     one_f_one_b,
 )
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    ScheduleKind,
-    refusal,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal, schedule_of
 from autopar.planner.errors import InputError
-from tests.planner.costs.schedules.orders_read import format_schedule
+from autopar.runtime.pipeline.schedules import KINDS
+from tests.planner.costs.schedules.orders_read import format_schedule, shape_of
 
-SINGLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
-MULTI = (
-    ScheduleKind.INTERLEAVED_1F1B,
-    ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
-    ScheduleKind.ZERO_BUBBLE_V,
-)
+SINGLE = [kind for kind in ScheduleKind if SCHEDULES[kind].stages_per_rank == 1]
+MULTI = [kind for kind in ScheduleKind if kind not in SINGLE]
 
 
 class RecordingStage:
@@ -61,7 +51,7 @@ def single_order_in_torch(kind: ScheduleKind, shape: PipelineShape) -> str:
     The loop itself and not `_get_pipeline_order`, whose text for the last rank of 1F1B counts
     forwards from 1 (torch 2.13).
     """
-    torch_class: Any = getattr(torch_schedules, SCHEDULES[kind].torch_class)
+    torch_class: Any = KINDS[kind].torch_class
     lines = []
     for rank in range(shape.ranks):
         stage = RecordingStage(rank, shape.ranks)
@@ -76,7 +66,7 @@ def single_order_in_torch(kind: ScheduleKind, shape: PipelineShape) -> str:
 
 def multi_order_in_torch(kind: ScheduleKind, shape: PipelineShape) -> str:
     """Return what torch's runtime executes, without its transfers and other bookkeeping."""
-    torch_class: Any = getattr(torch_schedules, SCHEDULES[kind].torch_class)
+    torch_class: Any = KINDS[kind].torch_class
     stages = [
         SimpleNamespace(
             num_stages=shape.stages,
@@ -137,21 +127,21 @@ def test_torch_refuses_1f1b_on_fewer_microbatches_than_stages() -> None:
 
 
 def test_1f1b_of_fewer_microbatches_than_stages_is_still_built() -> None:
-    assert format_schedule(one_f_one_b(3, 1)) == "0F0 0B0\n1F0 1B0\n2F0 2B0"
+    assert format_schedule(one_f_one_b(shape_of(3, 1))) == "0F0 0B0\n1F0 1B0\n2F0 2B0"
 
 
 def test_weight_gradients_come_as_many_actions_late_as_the_rank_is_deep() -> None:
     # rank 0 at once; rank 1 keeps one back and ends on it
-    assert format_schedule(interleaved_zero_bubble(2, 1, 2)) == (
+    assert format_schedule(interleaved_zero_bubble(shape_of(2, 2))) == (
         "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1I0 1F1 1I1 1W0 1W1"
     )
 
 
 def test_microbatches_that_leave_a_round_half_full_are_refused() -> None:
     with pytest.raises(InputError, match="5 microbatches do not fill 2 equal rounds"):
-        interleaved_1f1b(2, 2, 5)
+        schedule_of(ScheduleKind.INTERLEAVED_1F1B, shape_of(2, 5, 2))
 
 
 def test_a_count_of_zero_is_refused() -> None:
     with pytest.raises(InputError, match="0 microbatches"):
-        one_f_one_b(2, 0)
+        shape_of(2, 0)

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
+from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.paths import Chain, first_chains, longest_chains, times_of
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds
-from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind, refusal
+from autopar.planner.costs.schedules.table import ScheduleKind, refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.planner.costs.schedules import pipeline
-from autopar.planner.costs.schedules.pipeline import pipeline_seconds, rank_of
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, simulate
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    ScheduleKind,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of, schedule_of
 
 FIGURES = (
     "forward_seconds",

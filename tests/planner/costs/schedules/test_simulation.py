@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from autopar.planner.costs.schedules.orders import (
     Action,
+    PipelineShape,
     gpipe,
     interleaved_zero_bubble,
     one_f_one_b,
@@ -18,17 +19,11 @@ from autopar.planner.costs.schedules.simulation import (
     even_stages,
     simulate,
 )
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    ScheduleKind,
-    refusal,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal, schedule_of
 from autopar.planner.errors import InputError
 from tests.cells import examples
 from tests.clock import least_seconds
-from tests.planner.costs.schedules.orders_read import parse_schedule
+from tests.planner.costs.schedules.orders_read import parse_schedule, shape_of
 
 SECONDS = st.floats(0.001, 10.0)
 STAGE = st.tuples(SECONDS, SECONDS, SECONDS).map(
@@ -82,7 +77,10 @@ def seconds_of(action: Action, stages: list[StageSeconds]) -> float:
 
 def two_stages(transfer: Transfer) -> Simulation:
     return simulate(
-        one_f_one_b(2, 2), [stage(1, 2), stage(2, 3)], transfer_seconds=(0.5,), transfer=transfer
+        one_f_one_b(shape_of(2, 2)),
+        [stage(1, 2), stage(2, 3)],
+        transfer_seconds=(0.5,),
+        transfer=transfer,
     )
 
 
@@ -107,7 +105,9 @@ def test_the_two_stages_at_the_turn_of_a_v_need_no_transfer() -> None:
     # one rank runs F, I and W of both stages, 1 s each, whatever a transfer would take
     stages = even_stages(2, forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1)
     for transfer in Transfer:
-        result = simulate(zero_bubble_v(1, 1), stages, transfer_seconds=(9,), transfer=transfer)
+        result = simulate(
+            zero_bubble_v(shape_of(1, 1)), stages, transfer_seconds=(9,), transfer=transfer
+        )
         assert result.step_seconds == 6
 
 
@@ -181,7 +181,7 @@ def test_more_microbatches_never_take_less_time(
     for order in (gpipe, one_f_one_b):
         fewer, more = (
             simulate(
-                order(len(stages), count),
+                order(shape_of(len(stages), count)),
                 stages,
                 transfer_seconds=[seconds] * (len(stages) - 1),
                 transfer=transfer,
@@ -220,8 +220,8 @@ def test_zero_bubble_is_never_slower_than_1f1b_on_equal_stages(
             order, stages, transfer_seconds=[transfer] * (ranks - 1), transfer=Transfer.OVERLAPPED
         ).step_seconds
         for order in (
-            interleaved_zero_bubble(ranks, 1, ranks * rounds),
-            one_f_one_b(ranks, ranks * rounds),
+            interleaved_zero_bubble(shape_of(ranks, ranks * rounds)),
+            one_f_one_b(shape_of(ranks, ranks * rounds)),
         )
     )
     assert zero_bubble <= plain + 1e-9
@@ -231,7 +231,10 @@ def test_a_v_of_equal_thirds_idles_for_one_forward_per_rank_but_the_first() -> N
     # f = i = w = 1: only the way in is empty, p − 1 forwards; the work is 2 stages × 3 × m
     stages = even_stages(8, forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1)
     result = simulate(
-        zero_bubble_v(4, 8), stages, transfer_seconds=[0] * 7, transfer=Transfer.OVERLAPPED
+        zero_bubble_v(shape_of(4, 8)),
+        stages,
+        transfer_seconds=[0] * 7,
+        transfer=Transfer.OVERLAPPED,
     )
     assert result.step_seconds == 2 * 3 * 8 + 3
 
@@ -250,7 +253,7 @@ def test_a_deadlock_is_an_error_and_no_endless_loop() -> None:
 def test_figures_for_other_stages_than_scheduled_are_refused(stages: int, transfers: int) -> None:
     with pytest.raises(InputError, match="a schedule of 2 stages"):
         simulate(
-            one_f_one_b(2, 2),
+            one_f_one_b(shape_of(2, 2)),
             [stage(1, 1)] * stages,
             transfer_seconds=[0.0] * transfers,
             transfer=Transfer.OVERLAPPED,
@@ -258,7 +261,7 @@ def test_figures_for_other_stages_than_scheduled_are_refused(stages: int, transf
 
 
 def test_sixteen_stages_of_128_microbatches_are_simulated_in_under_20_ms() -> None:
-    schedule = interleaved_zero_bubble(16, 1, 128)
+    schedule = interleaved_zero_bubble(shape_of(16, 128))
     stages = even_stages(16, forward_seconds=1, input_gradient_seconds=1, weight_gradient_seconds=1)
     taken_seconds = least_seconds(
         lambda: simulate(

@@ -1,19 +1,19 @@
 """The table of schedules answers for every kind."""
 
 import pytest
-from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from autopar.planner.costs.schedules.orders import ActionKind
+from autopar.planner.costs.schedules.orders import ActionKind, PipelineShape
+from autopar.planner.costs.schedules.simulation import Transfer
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
-    PipelineShape,
     ScheduleKind,
-    in_flight_microbatches,
+    rank_of,
     refusal,
     schedule_of,
 )
 from autopar.planner.errors import InputError
-from tests.planner.costs.schedules.orders_read import peak_in_flight
+from autopar.runtime.pipeline.schedules import KINDS, stage_indices
 from tests.planner.costs.schedules.schedule_faults import require_valid
 
 SHAPES = [
@@ -28,11 +28,19 @@ def test_the_table_has_every_kind() -> None:
     assert set(SCHEDULES) == set(ScheduleKind)
 
 
+def test_the_runtime_has_a_class_of_torch_for_every_kind() -> None:
+    assert set(KINDS) == set(ScheduleKind)
+
+
 @pytest.mark.parametrize("kind", ScheduleKind)
-def test_torch_has_the_class_of_the_table(kind: ScheduleKind) -> None:
-    assert hasattr(pipelining, SCHEDULES[kind].torch_class) or hasattr(
-        pipelining.schedules, SCHEDULES[kind].torch_class
-    )
+def test_the_runtime_puts_stages_where_the_order_runs_them(kind: ScheduleKind) -> None:
+    for shape in SHAPES:
+        if refusal(kind, shape):
+            continue
+        for rank, actions in enumerate(schedule_of(kind, shape)):
+            own = stage_indices(kind, rank, shape.ranks, shape.stages_per_rank)
+            assert own == tuple(sorted({action.stage for action in actions})), shape
+            assert {rank_of(kind, stage, shape.ranks) for stage in own} == {rank}, shape
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
@@ -44,20 +52,19 @@ def test_every_schedule_that_is_not_refused_is_valid(kind: ScheduleKind) -> None
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
-def test_the_closed_form_of_in_flight_microbatches_is_what_the_order_holds(
-    kind: ScheduleKind,
-) -> None:
-    for shape in SHAPES:
-        if not refusal(kind, shape):
-            closed = tuple(in_flight_microbatches(kind, s, shape) for s in range(shape.stages))
-            assert closed == peak_in_flight(schedule_of(kind, shape)), shape
+def test_one_stage_per_rank_is_received_on_demand(kind: ScheduleKind) -> None:
+    is_single = issubclass(KINDS[kind].torch_class, PipelineScheduleSingle)
+    assert (SCHEDULES[kind].stages_per_rank == 1) == is_single
+    assert (SCHEDULES[kind].transfer is Transfer.ON_DEMAND) == is_single
+    assert kind.has_closed_form <= is_single
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
 def test_the_backward_is_split_where_the_table_says_so(kind: ScheduleKind) -> None:
     shape = next(shape for shape in SHAPES if shape.ranks == 2 and not refusal(kind, shape))
     kinds = {action.kind for actions in schedule_of(kind, shape) for action in actions}
-    assert (ActionKind.WEIGHT_GRADIENT in kinds) == SCHEDULES[kind].splits_backward
+    is_split = ActionKind.WEIGHT_GRADIENT in kinds
+    assert is_split == SCHEDULES[kind].splits_backward == KINDS[kind].splits_backward
 
 
 def test_a_refused_shape_raises_with_the_reason() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from autopar.planner.costs.schedules.orders import Action, ActionKind, one_f_one_b
 from autopar.planner.errors import InputError
-from tests.planner.costs.schedules.orders_read import parse_schedule
+from tests.planner.costs.schedules.orders_read import parse_schedule, shape_of
 from tests.planner.costs.schedules.schedule_faults import (
     dependencies,
     require_valid,
@@ -62,7 +62,7 @@ def test_crossing_orders_of_two_ranks_deadlock() -> None:
 
 def test_faults_are_told_together_and_not_all_of_them() -> None:
     with pytest.raises(InputError, match="and 22 more"):
-        require_valid(one_f_one_b(2, 16), stages=4, microbatches=16)
+        require_valid(one_f_one_b(shape_of(2, 16)), stages=4, microbatches=16)
 
 
 def test_a_gradient_waits_for_its_own_forward_and_for_the_next_stage() -> None:

@@ -14,7 +14,7 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.shape import RowShare
 from autopar.planner.costs.prediction import Arrangement, Recompute, slowest
-from autopar.planner.costs.schedules.pipeline import rank_of
+from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.declared.constraints import Declared, StagePin
 from autopar.planner.plan.plan import Plan

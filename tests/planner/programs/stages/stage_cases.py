@@ -11,7 +11,8 @@ from random import Random
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
-from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
