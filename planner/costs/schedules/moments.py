@@ -9,7 +9,7 @@ with the same memory. So the peak is within a backward, or within half of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
@@ -22,17 +22,12 @@ from autopar.planner.costs.schedules.orders import (
     PipelineShape,
     Schedule,
     columns_of,
+    settled,
 )
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    ScheduleKind,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, schedule_of
 
 _ANSWERS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 _RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-
-SETTLED_ROUNDS = 3  # rounds, after which the number of microbatches in flight grows no more
 
 Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage of the rank
 
@@ -78,14 +73,6 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
     held = _most_at_once(order(few), shape.stages)
     is_settled = few == shape or max(held) < few.microbatches
     return held if is_settled else _most_at_once(order(shape), shape.stages)
-
-
-def settled(shape: PipelineShape) -> PipelineShape:
-    """Return a shape with fewer microbatches but as many in flight at once, if there is one."""
-    rounds, rest = divmod(shape.microbatches, shape.ranks)
-    if rest or rounds <= SETTLED_ROUNDS:
-        return shape
-    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
 
 
 def _most_at_once(schedule: Schedule, stages: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ schedules, and the predicted cost must be theirs.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 from typing import NamedTuple
@@ -42,6 +42,7 @@ class Action(NamedTuple):
 # For each rank, its actions in order.
 Schedule = tuple[tuple[Action, ...], ...]
 Numbers = npt.NDArray[np.int64]
+SETTLED_ROUNDS = 3  # warm-up, and one round more than it takes to become periodic
 
 
 def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
@@ -77,6 +78,14 @@ class PipelineShape:
     def rounds(self) -> int:
         """The rounds of an interleaved schedule; each fills the ranks with microbatches."""
         return max(1, self.microbatches // self.ranks)
+
+
+def settled(shape: PipelineShape) -> PipelineShape:
+    """Return the shape with only a few rounds of microbatches, if it has more whole rounds."""
+    rounds, rest = divmod(shape.microbatches, shape.ranks)
+    if rest or rounds <= SETTLED_ROUNDS:
+        return shape
+    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
 
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -20,6 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import ActionKind, Numbers, PipelineShape
 from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of
 from autopar.planner.costs.schedules.simulation import (
@@ -161,7 +162,7 @@ def _closed(
     if kind is ScheduleKind.GPIPE:
         counts[stage + 1 :, :2] = 1.0
     else:
-        fillers = min(shape.microbatches, shape.stages - stage) - 1
+        fillers = in_flight(kind, shape)[stage] - 1
         counts[stage + 1 :, :2] = sum(waits)
         counts[stage, :2] -= [fillers * one for one in waits]
     return Chain(counts=_received(counts))
@@ -176,9 +177,8 @@ def _received(counts: Floats) -> Floats:
 @lru_cache(maxsize=64)
 def _one_f_one_b_chains(shape: PipelineShape) -> tuple[Chain, ...]:
     kind, chains = ScheduleKind.ONE_F_ONE_B, []
-    for stage in range(shape.stages):
-        fillers = min(shape.microbatches, shape.stages - stage) - 1
-        both = [(1, 1)] if shape.microbatches > fillers + 1 else []
+    for stage, held in enumerate(in_flight(kind, shape)):
+        both = [(1, 1)] if shape.microbatches > held else []
         for waits in [(0, 0), (1, 0), (0, 1), *both]:
             chains.append(_closed(kind, shape, stage, waits))
     return tuple(chains)

@@ -13,34 +13,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.moments import in_flight
+from autopar.planner.costs.schedules.orders import PipelineShape, settled
 from autopar.planner.costs.schedules.simulation import (
     Prepared,
     StageSeconds,
-    Transfer,
     prepared,
     simulate_prepared,
 )
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    ScheduleKind,
-    rank_of,
-    schedule_of,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of, schedule_of
 
 
 def uneven_gpipe_step_seconds(
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    *,
-    transfer_seconds: Sequence[float],
-    microbatches: int,
+    forward_seconds: Sequence[float], backward_seconds: Sequence[float], *, microbatches: int
 ) -> float:
-    """Return Σf + Σb + 2·Σc + (m − 1)·(max f + max b): a GPipe step with overlapped transfers c.
+    """Return Σf + Σb + (m − 1)·(max f + max b): a GPipe step without transfers.
 
     This is exact, since each phase is a flow shop: all microbatches pass the stages in one order.
+    For transfers on demand, as torch runs GPipe and 1F1B, pass `on_demand_seconds`.
     """
-    once = sum(forward_seconds) + sum(backward_seconds) + 2 * sum(transfer_seconds)
+    once = sum(forward_seconds) + sum(backward_seconds)
     return once + (microbatches - 1) * (max(forward_seconds) + max(backward_seconds))
 
 
@@ -63,41 +55,33 @@ def uneven_one_f_one_b_least_seconds(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     *,
-    transfer_seconds: Sequence[float],
+    in_flight: Sequence[int],
     microbatches: int,
 ) -> float:
-    """Return a lower bound of a 1F1B step with overlapped transfers: the greatest of any stage.
+    """Return a lower bound of a 1F1B step without transfers: the greatest of any stage.
 
     before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
 
     before(s) and after(s) are the times of one microbatch through the earlier and through the later
     stages, and back. The stage waits for after(s) twice, for its first backward and for its last.
-    Each time it has k = min(m, p − s) − 1 actions to fill the wait. If all its forwards come first,
-    it waits only once.
+    Each time it has k actions to fill the wait, one less than it has microbatches in flight. If all
+    its forwards come first, it waits only once.
 
-    It also serves as the estimate. Without transfers, it equals the simulation for all random
-    pipelines whose stages differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below). With
-    transfers of up to half a forward it is 3 % below at the median, 13 % at most. For transfers on
-    demand, as torch runs 1F1B, pass `on_demand_seconds` and transfers of zero.
+    It also serves as the estimate. It equals the simulation for all random pipelines whose stages
+    differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below).
     """
-    stages = len(forward_seconds)
     stage_seconds = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
-    with_transfer = [
-        t + 2 * c for t, c in zip(stage_seconds, [*transfer_seconds, 0.0], strict=True)
-    ]
-    through = [0.0, *accumulate(with_transfer)]
+    through = [0.0, *accumulate(stage_seconds)]
     bounds = []
-    for stage in range(stages):
-        forward, backward = forward_seconds[stage], backward_seconds[stage]
-        after = through[stages] - through[stage] - stage_seconds[stage]
-        fillers = min(microbatches, stages - stage) - 1
-        waits = [max(0.0, after - fillers * one) for one in (forward, backward)]
-        waited = sum(waits) if microbatches > fillers + 1 else max(waits)
+    for stage, held in enumerate(in_flight):
+        after = through[-1] - through[stage] - stage_seconds[stage]
+        own = forward_seconds[stage], backward_seconds[stage]
+        waits = [max(0.0, after - (held - 1) * one) for one in own]
+        waited = sum(waits) if microbatches > held else max(waits)
         bounds.append(through[stage] + microbatches * stage_seconds[stage] + waited)
     return max(bounds)
 
 
-ROUNDS = 3  # simulated rounds: warm-up, and one more than it takes to become periodic
 _MOST_ACTIONS = 1 << 12  # of a rank: a schedule with no more is simulated whole
 
 
@@ -137,20 +121,18 @@ def _closed(
     transfer_seconds: Sequence[float],
 ) -> PipelineSeconds:
     """Return the closed form. A rank ends before the step: gradients still pass earlier ranks."""
-    forward = [stage.forward_seconds for stage in stages]
-    backward = [stage.backward_seconds for stage in stages]
-    transfers = tuple(transfer_seconds)
-    if SCHEDULES[kind].transfer is Transfer.ON_DEMAND:
-        waited, backward_waited = on_demand_seconds(forward, backward, transfers)
-        forward, backward = list(waited), list(backward_waited)
-        transfers = (0.0,) * len(transfers)
-    formula = (
-        uneven_gpipe_step_seconds
-        if kind is ScheduleKind.GPIPE
-        else uneven_one_f_one_b_least_seconds
+    forward, backward = on_demand_seconds(
+        [stage.forward_seconds for stage in stages],
+        [stage.backward_seconds for stage in stages],
+        transfer_seconds,
     )
-    step_seconds = formula(
-        forward, backward, transfer_seconds=transfers, microbatches=shape.microbatches
+    count = shape.microbatches
+    step_seconds = (
+        uneven_gpipe_step_seconds(forward, backward, microbatches=count)
+        if kind is ScheduleKind.GPIPE
+        else uneven_one_f_one_b_least_seconds(
+            forward, backward, in_flight=in_flight(kind, shape), microbatches=count
+        )
     )
     return PipelineSeconds(
         step_seconds=step_seconds,
@@ -171,38 +153,38 @@ def _simulated(
     """Return the simulation; rounds beyond the first few take as long as the last simulated one."""
     if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
-    per_round, rounds = shape.ranks, shape.microbatches // shape.ranks
-    settled = _run(kind, _rounds(shape, ROUNDS), stages, transfer_seconds)
-    before = _run(kind, _rounds(shape, ROUNDS - 1), stages, transfer_seconds)
-    left = rounds - ROUNDS
-    further = left * (settled.step_seconds - before.step_seconds)
+    few = settled(shape)
+    one_less = replace(few, microbatches=few.microbatches - shape.ranks)
+    found = _run(kind, few, stages, transfer_seconds)
+    before = _run(kind, one_less, stages, transfer_seconds)
+    left = (shape.microbatches - few.microbatches) // shape.ranks
+    further = left * (found.step_seconds - before.step_seconds)
     busiest = max(
-        settled.step_seconds - idle + left * per_round * own + unavoidable
-        for own, idle, unavoidable in _idle(kind, shape, stages, settled)
+        found.step_seconds - idle + left * shape.ranks * own + unavoidable
+        for own, idle, unavoidable in _idle(kind, few, stages, found)
     )
-    step_seconds = max(settled.step_seconds + further, busiest)
+    step_seconds = max(found.step_seconds + further, busiest)
     return replace(
-        settled,
+        found,
         step_seconds=step_seconds,
         rank_ends_seconds=tuple(
-            end + step_seconds - settled.step_seconds for end in settled.rank_ends_seconds
+            end + step_seconds - found.step_seconds for end in found.rank_ends_seconds
         ),
     )
 
 
 def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
     """Whether every microbatch is simulated: there are few, or they do not fill whole rounds."""
-    rounds, rest = divmod(shape.microbatches, shape.ranks)
     passes = 3 if SCHEDULES[kind].splits_backward else 2
     actions = passes * shape.stages_per_rank * shape.microbatches
-    return bool(rest) or rounds <= ROUNDS or actions <= _MOST_ACTIONS
+    return settled(shape) == shape or actions <= _MOST_ACTIONS
 
 
 def _idle(
     kind: ScheduleKind,
     shape: PipelineShape,
     stages: Sequence[StageSeconds],
-    settled: PipelineSeconds,
+    found: PipelineSeconds,
 ) -> Iterator[tuple[float, float, float]]:
     """Yield each rank's seconds of a microbatch, its idle seconds, and those at the two ends.
 
@@ -216,20 +198,10 @@ def _idle(
         own[rank_of(kind, number, shape.ranks)] += seconds
     for rank, seconds in enumerate(own):
         at_ends = (
-            settled.rank_starts_seconds[rank]
-            + settled.step_seconds
-            - settled.rank_ends_seconds[rank]
+            found.rank_starts_seconds[rank] + found.step_seconds - found.rank_ends_seconds[rank]
         )
-        idle = settled.step_seconds - ROUNDS * shape.ranks * seconds
+        idle = found.step_seconds - shape.microbatches * seconds
         yield seconds, idle, at_ends
-
-
-def _rounds(shape: PipelineShape, rounds: int) -> PipelineShape:
-    return PipelineShape(
-        ranks=shape.ranks,
-        stages_per_rank=shape.stages_per_rank,
-        microbatches=rounds * shape.ranks,
-    )
 
 
 def _run(

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import Numbers
 from autopar.planner.costs.schedules.paths import TRANSFER
 from autopar.planner.costs.schedules.simulation import Floats
@@ -173,9 +174,10 @@ class _Chain:
         busy = shape.microbatches * (self.forward + self.backward)
         if kind is ScheduleKind.GPIPE:
             return busy + behind
-        fillers = np.minimum(shape.microbatches, shape.stages - stage) - 1
+        held = np.array(in_flight(kind, shape))[stage]
+        fillers = held - 1
         waits = [np.maximum(0.0, behind - fillers * one) for one in (self.forward, self.backward)]
-        both = shape.microbatches > fillers + 1
+        both = shape.microbatches > held
         return busy + np.where(both, waits[0] + waits[1], np.maximum(waits[0], waits[1]))
 
 

@@ -32,7 +32,7 @@ from tests.planner.costs.schedules.equal_stages import (
     interleaved_step_seconds,
     interleaved_zero_bubble_step_seconds,
 )
-from tests.planner.costs.schedules.orders_read import shape_of
+from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
 
 SECONDS = st.floats(0.01, 10.0)
 
@@ -75,11 +75,9 @@ def test_interleaving_by_hand() -> None:
 
 
 def test_the_bound_of_uneven_1f1b_by_hand() -> None:
-    # stages of 3 and 5 s, transfers .5 s. Stage 1: before it 3 + 2 · .5, its work 2 · 5: 14
-    least = uneven_one_f_one_b_least_seconds(
-        (1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2
-    )
-    assert least == 14
+    # stages of 3 and 5 s. Stage 1: before it 3, its work 2 · 5: 13
+    least = uneven_one_f_one_b_least_seconds((1, 2), (2, 3), in_flight=(2, 1), microbatches=2)
+    assert least == 13
 
 
 def test_zero_bubble_by_hand() -> None:
@@ -159,12 +157,10 @@ def test_uneven_gpipe_is_as_simulated(
     stages: list[tuple[float, float, float]], microbatches: int
 ) -> None:
     forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
-    assert uneven_gpipe_step_seconds(
-        forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
-    ) == pytest.approx(
-        simulated(
-            gpipe(shape_of(len(stages), microbatches)), forward, backward, transfers=transfers[1:]
-        )
+    longer = on_demand_seconds(forward, backward, transfers[1:])
+    order = gpipe(shape_of(len(stages), microbatches))
+    assert uneven_gpipe_step_seconds(*longer, microbatches=microbatches) == pytest.approx(
+        simulated(order, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND)
     )
 
 
@@ -174,11 +170,14 @@ def test_1f1b_never_beats_its_lower_bound(
     stages: list[tuple[float, float, float]], microbatches: int
 ) -> None:
     forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
-    least = uneven_one_f_one_b_least_seconds(
-        forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
-    )
     order = one_f_one_b(shape_of(len(stages), microbatches))
-    assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
+    least = uneven_one_f_one_b_least_seconds(
+        *on_demand_seconds(forward, backward, transfers[1:]),
+        in_flight=peak_in_flight(order),
+        microbatches=microbatches,
+    )
+    step = simulated(order, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND)
+    assert least <= step + 1e-9
 
 
 @settings(max_examples=examples(150))
@@ -205,7 +204,7 @@ def test_the_bound_of_uneven_1f1b_is_as_close_as_it_says(spread: float) -> None:
         order = one_f_one_b(shape_of(len(forward), microbatches))
         step = simulated(order, forward, backward, transfers=none)
         least = uneven_one_f_one_b_least_seconds(
-            forward, backward, transfer_seconds=none, microbatches=microbatches
+            forward, backward, in_flight=peak_in_flight(order), microbatches=microbatches
         )
         below.append(1 - least / step)
     assert median(below) < 1e-9
