@@ -24,7 +24,7 @@ from torch.optim import AdamW
 
 from autopar.runtime.checkpointing.manifest import Moment, rank_file
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.checkpointing.saving import CheckpointSaving, SavedCheckpoint
+from autopar.runtime.checkpointing.restoring import CheckpointSaving, SavedCheckpoint
 from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.optimizer import build_optimizer

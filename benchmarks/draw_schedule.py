@@ -8,10 +8,9 @@ gradient, a blank is idle time. Equal stages; a rank's forward takes 1, its back
 
 import argparse
 
-from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape
 from autopar.planner.costs.schedules.simulation import even_stages, simulate
-from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, schedule_of
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight, schedule_of
 
 
 def mark(action: Action) -> str:

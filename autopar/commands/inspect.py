@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import networkx as nx
 import typer
 
-from autopar.commands.plan_options import ARG, DEVICE, MODEL
 from autopar.console import print_json, progress, results
-from autopar.options import whole
+from autopar.options import ARG, DEVICE, MODEL, whole
 from autopar.pages.other_pages import ops_table, page
 from autopar.planner.annotate import annotated_graph, annotated_ops
 from autopar.planner.cluster.file import device_for

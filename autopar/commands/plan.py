@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.commands import plan_options as options
+from autopar import options as options
 from autopar.console import print_json, results
 from autopar.options import CACHE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode

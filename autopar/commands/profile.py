@@ -8,9 +8,8 @@ from typing import Annotated
 import torch
 import typer
 
-from autopar.commands.plan_options import ARG, MODEL
 from autopar.console import print_json, reported, results
-from autopar.options import seconds, whole
+from autopar.options import ARG, MODEL, seconds, whole
 from autopar.pages.other_pages import profile_page, profile_summary
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import InputError

@@ -24,10 +24,9 @@ from autopar.codegen.proof.verification import (
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of
 from autopar.commands.emit import MODEL, PLAN
-from autopar.commands.plan_options import ARG
 from autopar.console import print_json, progress, results, tell_note
 from autopar.notes import note_parts_apart
-from autopar.options import CACHE, difference, whole
+from autopar.options import ARG, CACHE, difference, whole
 from autopar.pages.plan_page import plain_table
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError

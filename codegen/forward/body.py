@@ -14,7 +14,7 @@ from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
 from autopar.codegen.forward.ops.special_ops import PrintedPlace, base_name, gives_many, printed
 from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
-from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AtHand
 from autopar.codegen.text.expressions import (

@@ -7,7 +7,7 @@ from types import NoneType
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.reading.calls import (
+from autopar.codegen.forward.reading.forward_source import (
     LOSS,
     ROOT,
     held,

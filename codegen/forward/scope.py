@@ -9,7 +9,7 @@ from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.ops import arguments as conversions
 from autopar.codegen.forward.ops.sizes import SizesAtHand
 from autopar.codegen.forward.reading.author_names import attributes_given, caller
-from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.reading.modules import Container
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.text.expressions import (

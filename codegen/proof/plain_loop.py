@@ -13,7 +13,7 @@ from textwrap import wrap
 import torch
 from torch import Tensor
 
-from autopar.codegen.forward.reading.calls import ROOT, leaves
+from autopar.codegen.forward.reading.forward_source import ROOT, leaves
 from autopar.codegen.proof.verification import GivenScript
 from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.render import (

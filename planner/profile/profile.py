@@ -1,4 +1,4 @@
-"""Measures the ops of a traced model, and the host, on this machine's device."""
+"""Measures the ops of a traced model, and what the host adds, on this machine's device."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 
 import torch
+from torch import Tensor, nn
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.sheet import find_device, local_devices
+from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision
-from autopar.planner.profile.calls import clock_of, threads_of_a_rank
-from autopar.planner.profile.host import measure_baseline, measure_host
+from autopar.planner.profile.calls import Clock, clock_of, threads_of_a_rank
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredOp
 from autopar.planner.profile.probes import Probe, find_probes
-from autopar.planner.profile.rounds import LeftOut, Limits, Sampled, measure
+from autopar.planner.profile.rounds import (
+    EVICTED_BYTES,
+    Baseline,
+    LeftOut,
+    Limits,
+    Sampled,
+    measure,
+)
 
 _MOST_GROUP_BYTES = 4 * 2**30
 _FREE_SHARE = 0.5  # of the free memory
@@ -150,3 +160,149 @@ def _op(sampled: Sampled) -> MeasuredOp:
         samples=sampled.samples,
         torch=torch.__version__,
     )
+
+
+_BLOCKS = 32
+_REPEATS = 30
+_OPTIMIZER_REPEATS = 7
+_SMALL_TENSORS, _SMALL_ELEMENTS = 64, 16
+_LARGE_TENSORS = 8
+_FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # limits for measuring the optimizer
+
+
+class _Block(nn.Module):
+    """A module of two ops that compute nothing: a view, and a sum with a parameter."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input, to which the weight adds 0."""
+        return x.view(1) + self.weight
+
+
+def measure_baseline(clock: Clock, device: str) -> Baseline:
+    """Return the time of calling an op that computes nothing, by the clock that times ops."""
+    one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
+    gradient = torch.ones(1, device=device)
+    add = torch.ops.aten.add.Tensor
+    forward: list[float] = []
+    backward: list[float] = []
+    for _ in range(4 * _REPEATS):
+        seconds, result = clock.timed(lambda: add(self=one, other=other))
+        forward.append(seconds)
+        seconds, _ = clock.timed(partial(torch.autograd.grad, [result], [one, other], [gradient]))
+        backward.append(seconds)
+    return Baseline(forward_seconds=median(forward), backward_seconds=median(backward))
+
+
+def measure_host(graph: Graph, device: str) -> HostTimes:
+    """Return this host's times; the optimizer's for as many parameters as the model has."""
+    forward, backward = _dispatch(device)
+    action, step = _frame(device)
+    tensor, element = _optimizer(graph, device)
+    return HostTimes(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        action_seconds=action,
+        step_seconds=step,
+        optimizer_tensor_seconds=tensor,
+        optimizer_element_seconds=element,
+    )
+
+
+def _dispatch(device: str) -> tuple[float, float]:
+    """Return the host's seconds of one op in a model of Python modules, forward and backward."""
+    model = nn.Sequential(*(_Block(device) for _ in range(_BLOCKS)))
+    x = torch.zeros(1, device=device)
+    forward: list[float] = []
+    backward: list[float] = []
+    now = _host_clock(device)
+    for _ in range(_REPEATS):
+        _wait(device)
+        began = now()
+        loss = model(x)
+        called = now()
+        _wait(device)
+        resumed = now()
+        loss.backward()
+        backward.append(now() - resumed)
+        forward.append(called - began)
+        model.zero_grad()
+    ops = 2 * _BLOCKS
+    return median(forward) / ops, median(backward) / ops
+
+
+def _frame(device: str) -> tuple[float, float]:
+    """Return the seconds around an action (a forward or a backward), and around a step."""
+    model = _Block(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.zeros(1, device=device)
+    both: list[float] = []
+    rest: list[float] = []
+    now = _host_clock(device)
+    for _ in range(_REPEATS):
+        _wait(device)
+        began = now()
+        model(x).backward()
+        _wait(device)
+        middle = now()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        rest.append(now() - middle)
+        both.append(middle - began)
+    return median(both) / 2, median(rest)
+
+
+def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
+    """Return the seconds of clipping and fused AdamW per tensor and per element, all fp32.
+
+    Time is a·tensors + b·elements: many tensors of a few elements determine a; then few tensors
+    with as many elements as the model has (within limits) determine b.
+    """
+    small = _update_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
+    learned = (one for one in graph.parameters if one.trainable)
+    model = sum(graph.tensors[one.name].numel.at(1) for one in learned)
+    each = min(max(model, _FEWEST_PARAMETERS), _MOST_PARAMETERS) // _LARGE_TENSORS
+    large = _update_seconds([each] * _LARGE_TENSORS, device)
+    tensor = small / _SMALL_TENSORS
+    return tensor, max(large - _LARGE_TENSORS * tensor, 0.5 * large) / (_LARGE_TENSORS * each)
+
+
+def _update_seconds(sizes: Sequence[int], device: str) -> float:
+    """Return the seconds of one update of parameters of these sizes, with cold caches."""
+    parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    scratch = torch.zeros(EVICTED_BYTES // 4, device=device)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+
+    update()
+    return median(_timed(update, scratch, device) for _ in range(_OPTIMIZER_REPEATS))
+
+
+def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
+    scratch.add_(1.0)
+    _wait(device)
+    now = _host_clock(device)
+    began = now()
+    work()
+    _wait(device)
+    return now() - began
+
+
+def _host_clock(device: str) -> Callable[[], float]:
+    """Return a CPU thread's own time, or wall time if the host waits for a GPU."""
+    lone = device == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if lone else time.perf_counter
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -20,9 +20,9 @@ from autopar.planner.trace.build import TRACED_BATCH, TracedSubject, build, wide
 from autopar.planner.trace.calls import CannotReplayError
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
-from autopar.planner.trace.images import channels_last_inputs
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import parts_in_eval_mode
+from autopar.planner.trace.nodes import channels_last_inputs
 from autopar.planner.trace.running import Traces
 from autopar.planner.trace.scatter import with_expected_rows
 from autopar.planner.trace.symbols import RowsInNumberError

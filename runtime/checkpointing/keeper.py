@@ -20,8 +20,14 @@ from autopar.runtime.checkpointing.manifest import Moment
 from autopar.runtime.checkpointing.model_files import destination
 from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.progress import GO_ON, Planned, Progress, broken_of, told_broken
-from autopar.runtime.checkpointing.restoring import go_back, restore, restore_random_states
-from autopar.runtime.checkpointing.saving import CheckpointSaving, Evaluations, SavedCheckpoint
+from autopar.runtime.checkpointing.restoring import (
+    CheckpointSaving,
+    Evaluations,
+    SavedCheckpoint,
+    go_back,
+    restore,
+    restore_random_states,
+)
 from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopWish
 from autopar.runtime.checkpointing.states import everything_held
 from autopar.runtime.checkpointing.watch import Watch

@@ -1,19 +1,42 @@
-"""Restores the weights and states of a training from a checkpoint."""
+"""Writes checkpoints in the background, and restores a training from one."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.checkpointing.finding import Checkpoint, step_folder, verified
+from autopar.runtime.checkpointing.finding import (
+    Checkpoint,
+    best_of,
+    checkpoints_in,
+    step_folder,
+    step_of,
+    verified,
+)
 from autopar.runtime.checkpointing.manifest import Logical, Stored, rank_file
-from autopar.runtime.checkpointing.owners import Slices, Stepped, named_tensors, overlaps, value_of
+from autopar.runtime.checkpointing.owners import (
+    Slices,
+    Stepped,
+    every_rank,
+    named_tensors,
+    overlaps,
+    value_of,
+)
+from autopar.runtime.checkpointing.safetensors_file import HostRoom, Written
 from autopar.runtime.checkpointing.states import (
     RANDOM,
     STATE,
@@ -23,10 +46,13 @@ from autopar.runtime.checkpointing.states import (
     set_random_states,
     targets,
 )
+from autopar.runtime.checkpointing.writing import CheckpointSnapshot, put_in_place
+from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Chunks, whole
 from autopar.runtime.weights.stored_tensors import open_tensors
@@ -167,3 +193,160 @@ def go_back(
         told = f"the best evaluation was that of step {best:,}: its weights are exported"
     if mesh.rank == 0:
         say(told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A finished checkpoint, or the reason why it failed."""
+
+    step: int
+    failure: str | None
+    seconds: float  # from its step until it was in place
+    waited_seconds: float  # the part of `seconds` in which the training stood still
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnderWay:
+    taken: CheckpointSnapshot
+    file: Future[Written | str]
+    begun: float
+    waited_seconds: float
+
+
+class CheckpointSaving:
+    """The checkpoint that is being written; there is at most one.
+
+    On each rank a thread writes the rank's file. The thread sends no messages, because messages of
+    two threads would need process groups of their own. The ranks exchange them between two steps.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._room = mesh, HostRoom()
+        self._one: _UnderWay | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being written; the same on all ranks."""
+        return self._one is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._one is not None and not self._one.file.done()
+
+    def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
+        """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
+
+        A rank without host memory for the copy writes at once. The other ranks are not told.
+        """
+        file: Future[Written | str] = Future()
+        try:
+            taken = replace(taken, tensors=self._room.copied(taken.tensors))
+        except (MemoryError, RuntimeError):
+            _write(taken, file)
+        else:  # after an error, exit without waiting for the thread
+            threading.Thread(target=_write, args=(taken, file), daemon=True).start()
+        waited = time.perf_counter() - begun
+        self._one = _UnderWay(taken=taken, file=file, begun=begun, waited_seconds=waited)
+
+    def finish(self) -> SavedCheckpoint:
+        """Wait until all ranks have written, and put the checkpoint in place."""
+        assert self._one is not None
+        one, self._one, resumed = self._one, None, time.perf_counter()
+        failure = put_in_place(one.taken, one.file.result(), self._mesh)
+        now = time.perf_counter()
+        return SavedCheckpoint(
+            step=one.taken.step,
+            failure=failure,
+            seconds=now - one.begun,
+            waited_seconds=one.waited_seconds + now - resumed,
+        )
+
+    def write_at_once(self, taken: CheckpointSnapshot, begun: float) -> SavedCheckpoint:
+        """Write a checkpoint while the training waits, without a copy."""
+        failure = put_in_place(taken, taken.write(), self._mesh)
+        seconds = time.perf_counter() - begun
+        return SavedCheckpoint(
+            step=taken.step, failure=failure, seconds=seconds, waited_seconds=seconds
+        )
+
+
+def _write(taken: CheckpointSnapshot, file: Future[Written | str]) -> None:
+    try:
+        file.set_result(taken.write())
+    except BaseException as error:  # the main thread raises it
+        file.set_exception(error)
+
+
+class Evaluations:
+    """The evaluations of a training so far; the same on all ranks."""
+
+    def __init__(self, options: argparse.Namespace, mesh: Mesh, metrics: Metrics) -> None:
+        self._options, self._mesh, self._metrics = options, mesh, metrics
+        self._last: tuple[int, float] | None = None  # step and loss of the last one
+        self._best: tuple[int, float] | None = None
+        self._since = 0  # number of evaluations since the best one
+
+    def go_on(self, folder: Location, step: int) -> None:
+        """Resume after a step; the best evaluation is the one that has a checkpoint."""
+        there = checkpoints_in(folder) if self._mesh.rank == 0 else ()
+        before = [one for one in there if step_of(one) <= step]
+        self._best = every_rank(best_of(before), self._mesh)[0]
+        if self._best is not None and self._options.eval_every:
+            every = self._options.eval_every
+            self._since = step // every - self._best[0] // every
+
+    def note(self, step: int, found: Evaluated) -> None:
+        """Record an evaluation. A loss that is not finite is never the best."""
+        self._last = step, found.loss
+        is_best = math.isfinite(found.loss) and (self._best is None or found.loss < self._best[1])
+        self._since = 0 if is_best else self._since + 1
+        self._best = self._last if is_best else self._best
+        self._tell(step, found, is_best=is_best)
+        if self.are_over:
+            best = self.best_step
+            self._metrics.add(event=Event.STOPPED_EARLY, step=step, best_step=best)
+            why = "found a number" if best is None else f"was better than that of step {best:,}"
+            self._say(f"stopped early after step {step:,}: no evaluation {why}")
+
+    def loss_of(self, step: int) -> float | None:
+        """Return the finite loss of the evaluation after a step, or None."""
+        if self._last is None or self._last[0] != step or not math.isfinite(self._last[1]):
+            return None
+        return self._last[1]
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, or None before there is one."""
+        return None if self._best is None else self._best[0]
+
+    @property
+    def are_over(self) -> bool:
+        """Whether --early-stop evaluations in a row brought no improvement."""
+        most = self._options.early_stop
+        return most is not None and self._since >= most
+
+    def _tell(self, step: int, found: Evaluated, *, is_best: bool) -> None:
+        data = {
+            "event": Event.EVALUATED,
+            "step": step,
+            "loss": found.loss,
+            "metrics": found.metrics,
+            "rows": found.rows,
+            "seconds": round(found.seconds, 3),
+            "is_best": is_best,
+        }
+        self._metrics.add(**data)
+        if self._mesh.rank == 0:
+            figures = (
+                f"step {step:>6}   evaluation loss {found.loss:.5f}",
+                *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
+                f"{found.rows:,} rows   {found.seconds:,.1f} s",
+                *(["best"] if is_best else []),
+            )
+            line = "   ".join(figures)
+            say(json.dumps(data) if self._options.json else line, sys.stdout)
+
+    def _say(self, text: str) -> None:
+        if self._mesh.rank == 0:
+            say(text)

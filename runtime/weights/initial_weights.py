@@ -28,7 +28,6 @@ from autopar.runtime.tensor.shards import (
     has_plain_memory,
     places,
 )
-from autopar.runtime.weights.filling import TensorSource, fill, in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.recording.recorded_model import (
     make_real,
@@ -43,6 +42,7 @@ from autopar.runtime.weights.recording.recorded_ops import (
 )
 from autopar.runtime.weights.recording.recording import META, ConstructorRecording
 from autopar.runtime.weights.saving.saved_form import SavedForm, saved_form, unseen
+from autopar.runtime.weights.stored_tensors import TensorSource, fill, in_float64
 
 NEVER_FILLED = "takes memory for it (torch.empty) and never fills that"
 ON_META = "leaves it on the meta device, where tensors have no numbers"

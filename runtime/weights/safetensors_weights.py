@@ -18,10 +18,9 @@ from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Split, TensorPlace, group_aliases, places, tied_names
 from autopar.runtime.texts import in_a_line
-from autopar.runtime.weights.filling import ShapeError, fill
 from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel
-from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
+from autopar.runtime.weights.stored_tensors import INDEX, ShapeError, fill, open_tensors
 
 _READABLE = "let --weights name files that can be read"
 _MOST_SHOWN = 5

@@ -25,7 +25,7 @@ from autopar.planner.graph.layouts import WHOLE, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.edges import Conversions
 from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.rules.rule import is_random
 from autopar.planner.trace import trace

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, is_plain
+from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, is_plain
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.text.expressions import LocalTensor
 from autopar.planner.errors import InputError

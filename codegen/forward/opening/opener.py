@@ -27,7 +27,7 @@ from autopar.codegen.forward.opening.opening import (
     is_told_own_rows,
     whole_sizes,
 )
-from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, common
+from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, common
 from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.findings.loss import counts_rows, numbers

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from autopar.codegen.forward.reading.calls import LOSS, CallTree, common
+from autopar.codegen.forward.reading.forward_source import LOSS, CallTree, common
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.graph.layouts import WHOLE, Layout
 from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, refs

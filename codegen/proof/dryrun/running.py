@@ -22,8 +22,7 @@ from autopar.codegen.proof.dryrun.watching import PICKED
 from autopar.codegen.proof.exactness import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
 from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
-from autopar.planner.costs.schedules.moments import in_flight
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.schedules.table import SCHEDULES, in_flight
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
 from autopar.planner.files import write_whole

@@ -20,7 +20,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import ActionKind, Numbers, PipelineShape
 from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of
 from autopar.planner.costs.schedules.simulation import (
@@ -31,7 +30,7 @@ from autopar.planner.costs.schedules.simulation import (
     StageSeconds,
     simulate_prepared,
 )
-from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight, rank_of
 
 KINDS = tuple(ActionKind)
 TRANSFER = len(KINDS)  # the last column of the counts: transfers to the next stage

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import PipelineShape, settled
 from autopar.planner.costs.schedules.simulation import (
     Prepared,
@@ -21,7 +20,13 @@ from autopar.planner.costs.schedules.simulation import (
     prepared,
     simulate_prepared,
 )
-from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of, schedule_of
+from autopar.planner.costs.schedules.table import (
+    SCHEDULES,
+    ScheduleKind,
+    in_flight,
+    rank_of,
+    schedule_of,
+)
 
 
 def uneven_gpipe_step_seconds(

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction
-from autopar.planner.costs.schedules.moments import Moments
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
 

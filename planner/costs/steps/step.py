@@ -18,10 +18,9 @@ from autopar.planner.costs.prediction import (
     Prediction,
     StagePrediction,
 )
-from autopar.planner.costs.schedules.moments import in_flight, rank_moments
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds
-from autopar.planner.costs.schedules.table import rank_of
+from autopar.planner.costs.schedules.table import in_flight, rank_moments, rank_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import (

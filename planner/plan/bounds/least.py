@@ -19,9 +19,8 @@ from itertools import groupby
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
-from autopar.planner.costs.schedules.moments import in_flight
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
+from autopar.planner.costs.schedules.table import ScheduleKind, in_flight, rank_of
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Op

@@ -15,8 +15,13 @@ from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind,
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layers
 from autopar.planner.programs.layouts.alike import Kinds
-from autopar.planner.programs.layouts.conversions import Conversions
-from autopar.planner.programs.layouts.edges import LayoutPricer, Need, Structure, structure_of
+from autopar.planner.programs.layouts.edges import (
+    Conversions,
+    LayoutPricer,
+    Need,
+    Structure,
+    structure_of,
+)
 from autopar.planner.programs.layouts.problem import (
     ChoiceSource,
     Demand,

@@ -15,10 +15,9 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 
 from autopar.planner.costs.prediction import LayerCost, Recompute
-from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.memory import (
     lasting_bytes,
     memory_of,

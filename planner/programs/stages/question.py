@@ -13,9 +13,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
-from autopar.planner.costs.schedules.moments import Moments, rank_moments
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import rank_of
+from autopar.planner.costs.schedules.table import Moments, rank_moments, rank_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.step import pipeline_shape

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from autopar.runtime.weights.filling import ShapeError
 from autopar.runtime.weights.saving.saved_form import SavedForm, SavedTensor, SavingOp, View
+from autopar.runtime.weights.stored_tensors import ShapeError
 
 Range: TypeAlias = tuple[int, int]
 

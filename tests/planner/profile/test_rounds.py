@@ -10,9 +10,13 @@ import pytest
 from autopar.planner.costs.ops.measurements import OpKey
 from autopar.planner.precision import Precision
 from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
-from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
-from autopar.planner.profile.profile import as_in_training, place_at_hand
+from autopar.planner.profile.profile import (
+    as_in_training,
+    measure_baseline,
+    measure_host,
+    place_at_hand,
+)
 from autopar.planner.profile.rounds import MOST_SAMPLES, VISITS, Baseline, LeftOut, Limits, measure
 from tests.planner.costs.ops.op_factories import known, pricer
 

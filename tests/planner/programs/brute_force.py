@@ -14,7 +14,7 @@ from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.programs.layouts.building import ONCE_PER_STEP
-from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.edges import Conversions
 from autopar.planner.programs.layouts.rules import find_slots
 from autopar.planner.programs.layouts.strategies import strategies
 from tests.planner.programs.layouts.random_pricer import RandomPricer

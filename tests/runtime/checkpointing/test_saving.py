@@ -13,8 +13,7 @@ from torch.optim import AdamW
 from autopar.runtime.checkpointing.finding import AUTO, checkpoints_in, find_checkpoint, let_go
 from autopar.runtime.checkpointing.keeper import Keeper
 from autopar.runtime.checkpointing.manifest import NAME, Moment
-from autopar.runtime.checkpointing.restoring import restore
-from autopar.runtime.checkpointing.saving import CheckpointSaving
+from autopar.runtime.checkpointing.restoring import CheckpointSaving, restore
 from autopar.runtime.checkpointing.writing import Agreed, CheckpointSnapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.opening.opening import is_changed, is_told_own_rows
-from autopar.codegen.forward.reading.calls import LOSS, ROOT, call_tree
+from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import SplitGraph, split_graph
 from autopar.planner.graph.layouts import REPLICATED, Layout, OpLayout, split

@@ -2,8 +2,7 @@
 
 import pytest
 
-from autopar.planner.costs.schedules.moments import in_flight
-from autopar.planner.costs.schedules.table import ScheduleKind, refusal, schedule_of
+from autopar.planner.costs.schedules.table import ScheduleKind, in_flight, refusal, schedule_of
 from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
 
 

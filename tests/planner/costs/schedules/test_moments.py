@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
-from autopar.planner.costs.schedules import moments as schedule_moments
-from autopar.planner.costs.schedules.moments import Moments, rank_moments
+from autopar.planner.costs.schedules import table as schedule_moments
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal, schedule_of
+from autopar.planner.costs.schedules.table import (
+    SCHEDULES,
+    Moments,
+    ScheduleKind,
+    rank_moments,
+    refusal,
+    schedule_of,
+)
 from tests.planner.costs.schedules.orders_read import peak_deferred, peak_in_flight
 
 SHAPES = [

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import profile
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
-from autopar.planner.costs.schedules.moments import rank_moments
 from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import rank_moments
 from autopar.planner.costs.steps.memory import most_in_one_pass, most_of_microbatches
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.precision import Precision

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
-from autopar.planner.costs.schedules.moments import rank_moments
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind, rank_moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import stage_load

@@ -10,8 +10,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout, ParameterLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.conversions import Conversions
-from autopar.planner.programs.layouts.edges import crossing_tensors
+from autopar.planner.programs.layouts.edges import Conversions, crossing_tensors
 from autopar.planner.programs.layouts.rules import Slots, find_slots, own_layouts
 from autopar.planner.programs.layouts.strategies import Parts, parts_of, strategies
 

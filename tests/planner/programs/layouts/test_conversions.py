@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.layouts import PARTIAL, WHOLE
-from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.edges import Conversions
 from tests.planner.trace.model_source import traced
 
 MODEL = """
