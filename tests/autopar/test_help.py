@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.cli import FUNCTIONS, LazyCommands
 from autopar.planner.plan.declared.settings import DemandOptions
+from autopar.planner.plan.files.cache import PLACE
 from tests.autopar.commands import run
 
 # Those that are quick, each after the one that makes what it reads.
@@ -50,6 +51,7 @@ def test_the_examples_run_one_after_another(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))  # they read one model
     Path("models_zoo").symlink_to(Path(autopar.__file__).parent / "models_zoo")
     for folder in ("before", "after"):
         Path(folder).symlink_to("out")

@@ -164,10 +164,16 @@ def test_what_nobody_could_see_is_noticed_when_another_script_is_written(
     assert "model" not in kept(store)
 
 
-def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
-    autopar: Autopar, store: Path
-) -> None:
-    assert autopar(*PLAN, "-o", "out").code == 0
+def in_a_new_process(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written() -> None:
+    # An entry names all modules and libraries of its process: here, not those of other tests.
+    planned = in_a_new_process("-m", "autopar", *PLAN, "-o", "out")
+    assert planned.returncode == 0, planned.stderr
     code = (
         "import sys; from autopar.options import MachineOptions; "
         "from autopar.planning import make_plans, request_of; "
@@ -178,16 +184,9 @@ def test_a_plan_from_the_cache_needs_no_torch_until_its_script_is_written(
         "sys.argv = ['autopar', *sys.argv[1:]]; from autopar.cli import app; "
         "app(standalone_mode=False); print('torch' in sys.modules)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *PLAN, "-o", "out"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = in_a_new_process("-c", code, *PLAN, "-o", "out")
     first, *_, last = ran.stdout.splitlines() or [ran.stderr]
     assert (first, last) == ("2 False", "False"), ran.stdout + ran.stderr
-    assert store.is_dir()
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "doctor --version", "doctor --help"])
@@ -197,8 +196,6 @@ def test_help_and_version_import_no_command(words: str) -> None:
         f"app({words.split()!r}, standalone_mode=False); "
         "print(sorted({'torch', 'numpy', 'networkx', 'sympy', 'pulp'} & sys.modules.keys()))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    ran = in_a_new_process("-c", code)
     assert ran.stdout.endswith("[]\n"), ran.stderr
     assert "Traceback" not in ran.stderr

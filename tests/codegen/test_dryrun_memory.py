@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from autopar.codegen.proof.dryrun.running import dry_run
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.plan.declared.file import gathered_constraints
+from autopar.planner.plan.files.cache import PLACE
 from autopar.planning import make_plan
 from tests.cells import cells
 
@@ -40,6 +42,13 @@ MORE = (
     ("dp=4,zero=3,microbatch=2", 8, 0, "bf16"),
     ("dp=4,zero=0,microbatch=2", 8, 2, "fp32"),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _models_are_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLACE, str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from inspect import signature
 from pathlib import Path
 
@@ -42,12 +43,20 @@ def lines_of(plan: Plan, destination: Path) -> list[str]:
     return emit(plan, destination=destination).splitlines()
 
 
+@cache
+def emitted(kind: str) -> str:
+    """Return the script of a kind beside its model, so that the length of a path wraps no line."""
+    return emit(plan_of(kind), destination=ROOT / "models_zoo" / "train.py")
+
+
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write the script of every kind, once for all tests that read it."""
+    """Write the script of every kind."""
     folder = tmp_path_factory.mktemp("scripts")
-    written = {kind: write_script(plan_of(kind), folder / kind) for kind in KINDS}
-    return {kind: path.rename(path.with_name(f"train_{kind}.py")) for kind, path in written.items()}
+    written = {kind: folder / f"train_{kind}.py" for kind in KINDS}
+    for kind, path in written.items():
+        path.write_text(emitted(kind), encoding="utf-8")
+    return written
 
 
 def of_tool(*words: str, paths: Iterable[Path]) -> subprocess.CompletedProcess[str]:
@@ -184,8 +193,7 @@ def test_a_script_does_not_grow_with_depth_where_layers_are_lists_of_modules(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_script_is_short_beside_its_opened_classes(kind: str) -> None:
-    # Beside its model, so that the length of a path wraps no line.
-    script = emit(plan_of(kind), destination=ROOT / "models_zoo" / "train.py")
+    script = emitted(kind)
     printed = (ast.ClassDef, ast.FunctionDef)
     opened = sum(
         (node.end_lineno or 0) - node.lineno + 3

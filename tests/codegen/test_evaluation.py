@@ -10,7 +10,8 @@ import pytest
 
 from autopar.codegen.emit import emit, write_script
 from autopar.planner.errors import InputError
-from autopar.planner.model.model_file import load_model_file
+from autopar.planner.graph.graph import Graph
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.equality import compare
@@ -44,29 +45,36 @@ EVERY = [kind for kind in KINDS if not kind.startswith("all")]
 STAND = ("zero3", "zero_bubble_v")
 
 
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFile, Graph]:
+    """Return a model that has rows to evaluate on, and its trace."""
+    file = load_model_file(str(evaluated_gpt2(tmp_path_factory.mktemp("gpt2"))), GPT2)
+    return file, trace(file)
+
+
 @pytest.mark.parametrize("kind", cells(EVERY, STAND))
 def test_all_rows_have_the_loss_of_one_batch_and_the_training_does_not_notice(
-    kind: str, tmp_path: Path
+    kind: str, gpt2: tuple[ModelFile, Graph], tmp_path: Path
 ) -> None:
-    file = load_model_file(str(evaluated_gpt2(tmp_path)), GPT2)
     pins = dict(KINDS[kind])
     pipeline, data, tensor = (pins.pop(axis, 1) for axis in ("pipeline", "data", "tensor"))
-    plan = plan_for(file, trace(file), GPT2, degrees=(pipeline, data, tensor), **pins)
+    plan = plan_for(*gpt2, GPT2, degrees=(pipeline, data, tensor), **pins)
     losses = trained(plan, tmp_path, "--eval-every", "2", *keeping(tmp_path))
     assert losses == trained(plan, tmp_path)
     found = told(tmp_path, "evaluated")
     assert [(one["step"], one["rows"]) for one in found] == [(2, COUNT), (4, COUNT), (5, COUNT)]
-    expected = plain_loss(file, tmp_path / "kept" / f"step-{STEPS}")
+    expected = plain_loss(gpt2[0], tmp_path / "kept" / f"step-{STEPS}")
     assert abs(found[-1]["loss"] - expected) < 1e-10
 
 
-def test_unlike_data_ranks_count_each_row_once(tmp_path: Path) -> None:
-    file = load_model_file(str(evaluated_gpt2(tmp_path)), GPT2)
-    plan = plan_for(file, trace(file), GPT2, degrees=(1, 2, 1), microbatch=2)
+def test_unlike_data_ranks_count_each_row_once(
+    gpt2: tuple[ModelFile, Graph], tmp_path: Path
+) -> None:
+    plan = plan_for(*gpt2, GPT2, degrees=(1, 2, 1), microbatch=2)
     unlike = replace(plan.arrangement, rows=(3, 1), microbatch=3, microbatches=2)
     trained(replace(plan, arrangement=unlike), tmp_path, *keeping(tmp_path), "--eval-every", "9")
     (found,) = told(tmp_path, "evaluated")
-    expected = plain_loss(file, tmp_path / "kept" / f"step-{STEPS}")
+    expected = plain_loss(gpt2[0], tmp_path / "kept" / f"step-{STEPS}")
     assert abs(found["loss"] - expected) < 1e-10
 
 

@@ -25,8 +25,8 @@ Job = tuple[Path, int, int]  # a script, the rank and how many there are
 
 # torch's own checkpoint, too, aborts the process on a device that is written in Python.
 NOTHING_RUNS_AGAIN = (RecomputePin(modules="*", mode=Recompute.NONE),)
-VARIED = ("zero3", "zero_bubble_v", "all")
-MORE = ("zero1", "vocab")
+VARIED = ("zero_bubble_v", "all")  # whose ranks shard parameters as those of zero3 do
+MORE = ("zero1", "zero3", "vocab")
 
 
 def dry_runs(jobs: Sequence[Job]) -> list[dict[str, Any]]:

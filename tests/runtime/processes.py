@@ -19,7 +19,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -46,6 +45,11 @@ PRELOADED = (
     "torch.utils.data",
     "transformers.modeling_utils",  # of which many models in tests are made
     "autopar.codegen.proof.script_rank",
+    "autopar.runtime.pipeline",
+    # Test modules import these. Without them, each new rank would spend a second on imports.
+    "pytest",
+    "hypothesis",
+    "tests.field.trial",
     __name__,
 )
 
@@ -95,17 +99,20 @@ def _run(
     timeout_seconds: float,
     backend: str,
 ) -> list[Result]:
-    pool = _pool(size)
-    if pool.calls == MOST_CALLS:
-        pool.kill()
-        _pool.cache_clear()
-        pool = _pool(size)
+    pool = POOLS.get(size)
+    if pool is None or pool.calls == MOST_CALLS:
+        _end(size)
+        pool = POOLS[size] = Pool(size)
     try:
         return pool.run(function, args, timeout_seconds, backend=backend)
     except RankError:
-        pool.kill()  # a rank that failed alone leaves the others inside a collective
-        _pool.cache_clear()
+        _end(size)  # a rank that failed alone leaves the others inside a collective
         raise
+
+
+def _end(size: int) -> None:
+    if pool := POOLS.pop(size, None):
+        pool.kill()
 
 
 class Pool:
@@ -183,9 +190,7 @@ class Pool:
             process.join()
 
 
-@cache
-def _pool(size: int) -> Pool:
-    return Pool(size)
+POOLS: dict[int, Pool] = {}
 
 
 def _stack_file(folder: Path, rank: int) -> Path:

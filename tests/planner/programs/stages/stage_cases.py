@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 from random import Random
@@ -172,14 +172,36 @@ def _even(row: tuple[Modes, ...], arrangement: Arrangement) -> Iterator[tuple[Mo
     return (row[first:stop] for first, stop in pairwise(borders))
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one way to run all stages comes to."""
+
+    seconds: float
+    needed_bytes: int  # of the fullest rank
+
+
 def brute_force(case: StageCase) -> Truth:
+    """Return the best of all ways to run a case's stages."""
+    return best_within(case, prices(case))
+
+
+def best_within(case: StageCase, priced: Iterable[Price]) -> Truth:
+    """Return the best of these ways that fits into the memory of a case."""
+    best, least = math.inf, 1 << 60
+    for one in priced:
+        least = min(least, one.needed_bytes)
+        if one.needed_bytes <= case.question.limit_bytes[0]:
+            best = min(best, one.seconds)
+    return Truth(seconds=best, least_bytes=least)
+
+
+def prices(case: StageCase) -> Iterator[Price]:
     """Price every cut in every mix of modes with every size of buckets, by the prediction.
 
     Of equal layers in a stage those that keep most come first, or last where a step is one pass:
     the order is no choice of a plan.
     """
     question = case.question
-    best, least = math.inf, 1 << 60
     count, stages = len(question.allowed), question.shape.stages
     for inner in combinations(range(1, count), stages - 1):
         cut = (0, *inner, count)
@@ -193,11 +215,7 @@ def brute_force(case: StageCase) -> Truth:
                     model_flops=1,
                     tied_gradient_bytes=question.tied_gradient_bytes,
                 )
-                needed = found.peak_memory.device_bytes
-                least = min(least, needed)
-                if needed <= question.limit_bytes[0]:
-                    best = min(best, found.step_seconds)
-    return Truth(seconds=best, least_bytes=least)
+                yield Price(found.step_seconds, found.peak_memory.device_bytes)
 
 
 def _ways(question: StageQuestion, first: int, stop: int) -> list[list[LayerCost]]:
