@@ -17,7 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import (
+    PackageNotFoundError,
+    distribution,
+    packages_distributions,
+    version,
+)
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -340,12 +345,23 @@ def _owners() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
+_INSTALLED = ("site-packages", "dist-packages")
+
+
 def _libraries() -> Iterator[tuple[str, str]]:
-    """Yield the installed libraries that have a loaded module."""
+    """Yield the installed libraries that have a loaded module.
+
+    Leaves out copies inside another library (setuptools/_vendor), which only some processes find.
+    """
     loaded = {name.partition(".")[0] for name in list(sys.modules)}
     for package, owners in _owners().items():
         if package in loaded:
-            yield from ((owner, _version(owner)) for owner in owners)
+            yield from ((owner, _version(owner)) for owner in owners if not _is_vendored(owner))
+
+
+def _is_vendored(library: str) -> bool:
+    place = Path(str(distribution(library).locate_file("")))
+    return any(folder.name in _INSTALLED for folder in place.parents)
 
 
 def _of_path(path: str) -> str:

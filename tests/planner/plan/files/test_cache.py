@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -302,3 +303,17 @@ def test_files_of_others_are_never_removed(store: Cache, monkeypatch: pytest.Mon
     monkeypatch.setattr(cache, "MOST_BYTES", 0)
     store.keep(CachedScript(text="pass", notes=()), "key")
     assert [one.name for one in store.folder.iterdir()] == ["data.json"]
+
+
+def test_copies_inside_another_library_are_no_sources(tmp_path: Path) -> None:
+    model_file = tmp_path / "model.py"
+    model_file.write_text("")
+    code = (
+        "import sys, setuptools, more_itertools; from pathlib import Path; "
+        "from autopar.planner.plan.files.cache import Sources; "
+        "found = Sources.of(Path(sys.argv[1])).libraries; "
+        "print('setuptools' in found, 'more-itertools' in found)"
+    )
+    command = [sys.executable, "-c", code, str(model_file)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "True False\n"
