@@ -149,6 +149,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "optimizer": StepPart.COMPUTE,
         "tensor communication": StepPart.COMMUNICATION,
         "exposed data parallel": StepPart.COMMUNICATION,
+        "tied weights": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
 )
