@@ -61,7 +61,7 @@ def _is_taken(port: int) -> bool:
     return False
 
 
-# a rank that has begun prints everything to the first file
+# once a rank has imported the runtime, its stderr goes to its stdout (`join_streams`)
 _LOGS = ("stdout.log", "stderr.log")
 _COARSE_SECONDS = 1.0  # a file's time may be this much older than the clock
 _END_BYTES = 2**17  # read from the end of a log
@@ -185,7 +185,7 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
     end = End(
         state=state,
         code=EXIT_CODES[state],
-        last=f"after step {step['step']:,}" if step else "before its first line",
+        last=f"after step {step['step']:,}" if step else "before its first logged step",
         leftovers=ended.leftovers,
     )
     return _with_reason(end, ended, lines, folder, since) if state is RunState.FAILED else end

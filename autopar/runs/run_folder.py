@@ -107,11 +107,11 @@ def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nod
     own = folder / CHECKPOINTS
     is_taken = bool(checkpoints_in(own))
     if nodes.rank == 0:
-        _refuse_running(folder)
+        _refuse_running(folder, "give another --name")
     if resume == NEVER and is_taken:
         raise InputError(
             f"the run {folder.name} has checkpoints, which are not written over",
-            fix="give another --name, or leave --resume never out to go on",
+            fix="give another --name, or, to go on from them, drop `--resume never`",
         )
     if is_taken and resume in (None, AUTO):
         return Start(checkpoints=own, goes_on_from=folder)
@@ -122,12 +122,12 @@ def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nod
     return _named(location(resume).resolve(), own)
 
 
-def _refuse_running(folder: Path) -> None:
+def _refuse_running(folder: Path, otherwise: str) -> None:
     record = read_record(folder)
     if record is not None and record.state is RunState.RUNNING:
         raise RunningError(
             f"the run {folder.name} is still running (process {record.process} on {record.host})",
-            fix="wait until it ends, or give another --name",
+            fix=f"wait until it ends, or {otherwise}",
         )
 
 
@@ -137,7 +137,7 @@ def _newest(plan: StoredPlan, runs: Path, own: Path) -> Start:
         is_same = (record.model, record.arguments) == (plan.model.spec, plan.model.arguments)
         place = record.checkpoints_in(path) if is_same else None
         if place is not None and checkpoints_in(place):
-            _refuse_running(path)
+            _refuse_running(path, "leave --resume out")
             return Start(checkpoints=place, goes_on_from=path)
     return Start(checkpoints=own)
 
@@ -147,7 +147,7 @@ def _named(path: Location, own: Path) -> Start:
         return Start(checkpoints=own, goes_on_from=path, copied=path)
     place = path
     if isinstance(path, Path) and (record := read_record(path)) is not None:
-        _refuse_running(path)
+        _refuse_running(path, "leave --resume out")
         place = record.checkpoints_in(path) or path
     if not checkpoints_in(place):
         raise InputError(
@@ -186,8 +186,8 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
 def copy_checkpoint(checkpoint: Location, to: Location) -> None:
     """Copy a checkpoint into a run's folder, with hard links if possible.
 
-    The run may delete its copy later; the earlier training keeps its checkpoint. A restarted run
-    finds its own newer checkpoints beside the copy.
+    The run may delete its copy later without touching the earlier training's checkpoint. When it is
+    restarted, `--resume auto` looks in one folder only, which has the copy and newer checkpoints.
     """
     name = checkpoint.name
     place = to / name if is_step(name) else step_folder(to, read_moment(checkpoint).step)
@@ -208,7 +208,11 @@ def copy_checkpoint(checkpoint: Location, to: Location) -> None:
 def script_arguments(
     settings: Mapping[str, Any], folder: Path, start: Start, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the script's arguments: paths in the run's folder, unless ARGS name them, and ARGS."""
+    """Return the script's arguments: where to keep its files, and then `given`.
+
+    The files are checkpoints, the export and the metrics. Where the script or `given` names a place
+    for one of them, no other is added.
+    """
     own: list[str] = []
     if keeps_in_run(settings, given):
         own += ["--checkpoint", str(start.checkpoints), "--resume", AUTO]

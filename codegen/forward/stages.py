@@ -159,7 +159,9 @@ class _Printer:
         if not self.last:
             title = described(self.opening, ROOT)
         if is_shared and draft.form is not None and draft.bounds is not None:
-            title = f"A stage between the first and the last of {base}: layers `first` to `end`."
+            title = (
+                f"A stage between the first and the last of {base}: layers `first` to `end - 1`."
+            )
             printed, name = draft.form, MIDDLE_STAGE
             bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
         fields = tuple(f"{key}: int" for key, _ in bounds)

@@ -81,9 +81,9 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 class Widely(TorchFunctionMode):
     """Ignores casts of float64 to float32.
 
-    A model that pins its logits to float32 would round away the differences to be compared: sums in
-    another order differ by 1e-7 there. In a float64 training new tensors are float64, too, and
-    literals have the values of a float32 training.
+    If a model casts its logits to float32, sums in another order differ by 1e-7, and differences
+    below that cannot be told from real ones. In a float64 training new tensors are float64, too,
+    and literals have the values of a float32 training.
 
     Optimizer steps run without this mode. AdamW's fused kernel on a GPU reads its step count as
     float32, whatever the tensor's dtype is.

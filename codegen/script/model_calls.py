@@ -37,6 +37,7 @@ from autopar.codegen.text.values import (
     tuple_of,
 )
 from autopar.planner.cluster.cluster import Backend
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InputError
 from autopar.planner.findings.rows import meeting_rows, parts_have_weights
 from autopar.planner.graph.graph import Graph, batch_key
@@ -46,6 +47,7 @@ from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.limits import least_rows
 from autopar.planner.plan.plan import Plan
+from autopar.planner.rules.rule import is_random
 from autopar.runtime.ranks.user_code import source_digest
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -228,6 +230,24 @@ def _reading_weights(plan: Plan, opened: OpenedSource) -> Iterator[str]:
             yield f"divisor={DIVISOR}"
     elif sums_rows(plan):
         yield "sums_rows=True"
+
+
+def waits_for_last(arrangement: Arrangement) -> Source:
+    """Return a comment on what waits for a step's last microbatch, or "" if nothing does."""
+    if min(arrangement.data, arrangement.microbatches) == 1 or arrangement.zero.divides_parameters:
+        return Source()
+    if arrangement.zero.keeps_gathered:
+        return Source("parameters stay gathered until the last one")
+    return Source("data ranks average gradients in the last one")
+
+
+def seeding(plan: Plan) -> Source:
+    """Return a comment on the ranks with random numbers of their own, or "" if no two differ."""
+    arranged = plan.arrangement
+    degrees = (("data", arranged.data), ("pipeline", arranged.pipeline))
+    axes = " and ".join(axis for axis, degree in degrees if degree > 1)
+    draws = axes and any(is_random(op) for op in plan.graph.ops)
+    return Source(f"  # each {axes} rank has its own dropout masks" if draws else "")
 
 
 def why_weighed(plan: Plan, opened: OpenedSource) -> Source:

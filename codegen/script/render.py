@@ -208,16 +208,17 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 
 _LINE = re.compile(
-    r"^# Written by autopar (\S+), [^\n]*: ([0-9a-f]{16})(?:, plan ([0-9a-f]{16}))?\.$",
+    r"^# Written by autopar (\S+)(?:, [^\n]*:| \(checksum) ([0-9a-f]{16})"
+    r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.)$",
     re.MULTILINE,
-)
+)  # with a colon: as earlier versions wrote it
 
 
 def with_checksum(script: str, plan: Plan) -> Source:
     """Return a script with a checksum line after its docstring."""
     head, mark, body = script.partition('\n"""\n')
-    own = f"{_digest(script)}, plan {plan_digest(plan)}"
-    line = remark(f"Written by autopar {plan.autopar}, which keeps changes by hand: {own}.")
+    own = f"checksum {_digest(script)}, plan {plan_digest(plan)}"
+    line = remark(f"Written by autopar {plan.autopar} ({own}); edits are kept.")
     return Source(f"{head}{mark}{line}\n{body}")
 
 

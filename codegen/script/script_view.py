@@ -85,6 +85,7 @@ class TrainingView:
     plainly: Source  # the call `Plainly(…)`: a loss in plain PyTorch
     first_step: Source  # the call that compares the first loss
     scales_loss: bool  # fp16
+    seeding: Source  # a comment on which ranks draw their own random numbers
     kept: Source  # what a checkpoint contains
     measures: bool  # with metrics() of the model file
     units: Source  # the constant with the samples or tokens of a step

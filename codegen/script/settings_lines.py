@@ -11,15 +11,15 @@ from textwrap import wrap
 from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose, remark
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
-from autopar.planner.costs.prediction import Arrangement, Provenance
+from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
-    TERM_PARTS,
-    StepPart,
+    part_words,
+    shares_of,
     simpler_words,
 )
 from autopar.planner.plan.telling.words import (
@@ -157,7 +157,7 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
-        per_rank = "stages of consecutive layers on each rank"
+        per_rank = "stages on each rank; the layers of a stage are consecutive"
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
@@ -313,8 +313,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     for one in shown:
         times = f"{one.count:,} × {one.collective} " if one.count else ""
         size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
-        waits = f"waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else "hidden"
-        took = f"{size}{seconds_text(one.seconds)}, {waits}"
+        took = f"{size}{seconds_text(one.seconds)}, {_overlap(one)}"
         yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
     rank, memory = plan.fullest
     limit = plan.limit_bytes(rank)
@@ -326,6 +325,15 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     yield from _shares(sizes, memory.device_bytes, bytes_text)
 
 
+def _overlap(term: CommunicationTerm) -> str:
+    """Return how much of a communication runs beside computation."""
+    if not term.exposed_seconds:
+        return "all of it overlapped"
+    if term.exposed_seconds >= term.seconds:
+        return "none of it overlapped"
+    return f"{seconds_text(term.exposed_seconds)} not overlapped"
+
+
 def _shares(
     parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
 ) -> Iterator[str]:
@@ -335,31 +343,29 @@ def _shares(
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    proof, found = plan.proof, plan.prediction
-    parts: dict[StepPart, float] = dict.fromkeys(StepPart, 0.0)
-    for term in found.terms:
-        parts[TERM_PARTS.get(term.name, StepPart.OVERHEAD)] += term.seconds
-    most = max(parts, key=lambda part: parts[part])
-    fastest = found.step_seconds if plan.fastest is None else plan.fastest.step_seconds
-    than = "" if plan.fastest is None else f" than {seconds_text(fastest)}"
-    by = "" if proof.gap <= 0 else f" by over {proof.gap:.2%}"
-    certainty = f"none is faster{than}{by}"
-    yield from _wrapped(
-        f"Why this plan: {_ways(proof.enumerated)} {certainty}; "
-        f"{most} takes {parts[most] / found.step_seconds:.0%} of its step."
-    )
+    found = plan.prediction
+    most = max(shares_of(found), key=lambda share: share.seconds).part
+    yield from _wrapped(f"Why this plan: {_certainty(plan)}; {part_words(found, most)}.")
     if plan.fastest is not None:
         yield from _wrapped(f"{simpler_words(plan)}.")
     for other in plan.runners_up[:1]:
         slower = other.step_seconds / found.step_seconds - 1
+        of = "" if plan.fastest is None else " of another kind"
         yield from _wrapped(
-            f"The next best, {other_words(other.arrangement, plan.arrangement)}, takes "
+            f"The next best{of}, {other_words(other.arrangement, plan.arrangement)}, takes "
             f"{seconds_text(other.step_seconds)} ({slower:+.1%}): {other.difference}."
         )
 
 
-def _ways(count: int) -> str:
-    return f"of {count:,} ways to arrange the training" if count > 1 else "as pinned,"
+def _certainty(plan: Plan) -> str:
+    """Return what is proved about the plan, or about the fastest one if this one is simpler."""
+    count, gap = plan.proof.enumerated, plan.proof.gap
+    ways = f"{count:,} arrangements" if count > 1 else "plans for the pinned arrangement"
+    by = f"over {gap:.2%} faster" if gap > 0 else "faster"
+    if plan.fastest is None:
+        return f"none of the {ways} is {by}"
+    fastest = seconds_text(plan.fastest.step_seconds)
+    return f"the fastest takes {fastest}, none of the {ways} is {by}"
 
 
 def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:

@@ -28,6 +28,8 @@ from autopar.codegen.script.model_calls import (
     model_source,
     plainly,
     reading,
+    seeding,
+    waits_for_last,
     why_weighed,
 )
 from autopar.codegen.script.parameter_tables import (
@@ -176,7 +178,7 @@ def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: Script
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
         loss=_loss(opened, calls),
         counting=Source(_counting(opened)),
-        waits_for_last=Source(_waits_for_last(plan.arrangement)),
+        waits_for_last=waits_for_last(plan.arrangement),
         scales_loss=scales,
         scaling=Source(", scale=loss_scale.value" if scales else ""),
         parts=_parts(plan),
@@ -204,6 +206,7 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
         plainly=plainly(plan, subject),
         first_step=first_step(plan, subject),
         scales_loss=scales_loss(plan),
+        seeding=seeding(plan),
         kept=_kept(plan),
         measures=subject.file.metrics is not None,
         units=units_per_step(plan.model),
@@ -376,15 +379,6 @@ def _optimizer(plan: Plan) -> Source:
     """Return the call that builds the optimizer of this rank's parameters."""
     given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
     return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
-
-
-def _waits_for_last(arrangement: Arrangement) -> str:
-    """Return a comment on what waits for a step's last microbatch, or "" if nothing does."""
-    if arrangement.data == 1 or arrangement.zero.divides_parameters:
-        return ""
-    if arrangement.zero.keeps_gathered:
-        return "parameters stay gathered until the last one" if arrangement.microbatches > 1 else ""
-    return "gradients are averaged with the last one's"
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:

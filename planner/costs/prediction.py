@@ -40,7 +40,8 @@ class Recompute(StrEnum):
     runs_again: bool
     keeps_products: bool  # results of matrix products and of fused attention
     compiles: bool  # torch.compile takes layers in this mode
-    table: str  # the constant of scripts that lists its layers; they are called as modules
+    # the script's constant with the paths of these layers; the script calls each as a module
+    table: str
 
     NONE = "none", False, True, True, ""
     # runs all but those products again; inside compiled code, inductor would decide that itself
@@ -131,7 +132,8 @@ class Arrangement:
     precision: Precision
     compile: Compile = Compile.NONE
     rows: tuple[Rows, ...] = ()
-    order: Number = 0  # index among the tried orders of unlike nodes; a plan has its own order
+    # index into the tried orders of unlike nodes; 0 in a plan, whose cluster is in the chosen order
+    order: Number = 0
 
     @property
     def ranks(self) -> int:
@@ -194,9 +196,12 @@ class LayerCost:
     replicated_gradient_bytes: int
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     trainable_tensors: int = 0  # tensors that contain the trainable elements
-    learning_bytes: int = 0  # like transient_bytes, while the largest weight gradient is computed
-    learned_gradient_bytes: int = 0  # size of this largest weight gradient
-    waiting_gradient_bytes: int = 0  # of weights shared by layers; later layers have computed them
+    # peak of the backward of an op with weights: the op for which this plus its weight's gradient
+    # is the largest
+    learning_bytes: int = 0
+    learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
+    # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
+    waiting_gradient_bytes: int = 0
     deferred_bytes: int = 0  # held by a split backward from its first half to its second
     statistics: Statistics = NO_STATISTICS  # of batch norms synchronised over data ranks
 

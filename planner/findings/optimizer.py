@@ -113,7 +113,10 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     ends = None
     if model_file.build_scheduler is not None:
         check_step(
-            scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
+            scheduler,
+            "build_scheduler",
+            "a scheduler whose step() needs no argument, such as LambdaLR",
+            where,
         )
         ends = schedule_end(model_file, model_file.build_scheduler(optimizer))
     check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
@@ -160,7 +163,8 @@ def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) 
     raise InputError(
         f"{name} takes sparse gradients alone",
         where=where,
-        expected="an optimizer for dense gradients: ranks add these up, also where sparse=True",
+        expected="an optimizer for dense gradients: ranks sum all gradients as dense tensors, "
+        "also those of nn.Embedding(sparse=True)",
         fix="AdamW, Adagrad or SGD",
     )
 
@@ -180,7 +184,7 @@ def _can_step(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool
 def _is_mistake(cause: BaseException | None) -> bool:
     """Whether code would fail with any parameters, not just because stand-ins lack attributes.
 
-    Without a cause, the code has ended the process.
+    An error without a cause is autopar's own (the code called sys.exit, say): also a mistake.
     """
     if isinstance(cause, AttributeError):
         return not isinstance(cause.obj, nn.Parameter)
@@ -188,7 +192,7 @@ def _is_mistake(cause: BaseException | None) -> bool:
 
 
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
-    """Whether wrong values also fail with the model's own parameters, not just stand-ins.
+    """Whether build_optimizer also finds wrong values with the model's own parameters.
 
     The model's parameters are on meta. If an optimizer reads their values, torch raises an error of
     another type, which does not count.

@@ -204,6 +204,9 @@ def _check_degrees(
 
 
 def _is_rented(cluster: Cluster, training: Training) -> bool:
-    """Whether to plan for fewer devices: not on CPUs, which are for tests, nor for least memory."""
+    """Whether planning for fewer devices can save money.
+
+    CPUs are for tests and cost nothing. If the objective is the least memory, money is no matter.
+    """
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and training.constraints.objective is not Objective.MEMORY

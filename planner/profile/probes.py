@@ -27,7 +27,7 @@ _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError,
 def strides_of(
     graph: Graph, *, batch: int, precision: Precision, device: str
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the strides of every tensor; torch determines those that depend on a kernel.
+    """Return the strides of every tensor, as torch gives them when each op runs on fake tensors.
 
     If an op cannot run without values, its results are assumed to be contiguous.
     """
@@ -211,7 +211,7 @@ def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSpli
 
 
 def _moves_nothing(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
-    """Whether an op only takes its dispatch, or other code runs a rank's part of it.
+    """Whether an op needs no probe: its device time is 0 (a view), or the plain op is not run.
 
     For a split table or a split loss, ranks call functions of the runtime, whose time differs from
     the plain op's.

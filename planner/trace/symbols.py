@@ -29,11 +29,11 @@ _MAX_POWER = 3
 
 
 class Symbols:
-    """Reads the sizes of a trace: every symbol is the batch, because only batch dims are symbolic.
+    """Reads the sizes of a trace: symbols are the batch, as only batch dims are symbolic.
 
-    Sizes that depend on data (unbacked symbols) have no value while planning. `counters` names the
-    tensor, such as a mask, whose entries such a size counts. `bounds` are upper limits: the number
-    of this tensor's elements.
+    Others are sizes that depend on data (unbacked symbols), and have no value while planning. For
+    each of them, `counters` names the tensor whose entries it counts (a mask, say), and `bounds`
+    has an upper limit: how many elements that tensor has, or the shape to which it is broadcast.
     """
 
     def __init__(self, *, fixed_batch: int | None) -> None:

@@ -94,7 +94,7 @@ class Keeper:
             return int(self._options.steps)
         return moment.step + self._epochs.steps_until(self._options.epochs, moment.rows)
 
-    def take(
+    def restore(
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer,

@@ -67,8 +67,8 @@ class ForwardAction:
 def orders(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[ForwardAction, ...], ...]:
     """Return the actions of each rank, from the rank of each stage.
 
-    A send and its receive are at the same place of both lists, so that two ranks start all messages
-    of their group in the same order, as nccl needs.
+    A send and its receive are appended together, in one order for all ranks, so that two ranks
+    start the messages of their group in the same order, as nccl needs.
     """
     found: list[list[ForwardAction]] = [[] for _ in range(max(rank_of) + 1)]
     made = [0] * len(rank_of)  # microbatches that each stage has run
@@ -296,7 +296,7 @@ class Pipeline:
 
     @cached_property
     def tied(self) -> TiedWeights:
-        """The weights that several stages hold; they are looked up once these have their values."""
+        """The weights that several stages hold; first used when parameters have left meta."""
         return TiedWeights(self.stages[0].mesh, self.parts, self.ties)
 
     @property

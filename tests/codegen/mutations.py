@@ -58,7 +58,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
-_SEEDING = "    seed_all(options.seed, mesh)  # each data rank has dropout of its own\n"
+_SEEDING = "    seed_all(options.seed, mesh)"
 _CLIP = "    norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
 _CLIP_WHOLE = "    norm = clip_by_global_norm([model], clip, mesh)\n"
 _STEP = "    optimizer.step()\n"
@@ -131,7 +131,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("parameters that are whole count twice in the norm", "split=SPLITS",
                  'split=[n for n, _ in model.named_parameters()]'),
             Edit("clipped after the step", _CLIP + _STEP, _STEP + _CLIP),
-            Edit("data ranks draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
+            Edit("data ranks draw alike", _SEEDING, "    torch.manual_seed(options.seed)"),
         ),
         "tp, sequence": (
             Edit("gradients are kept", "    optimizer.zero_grad()\n"),
@@ -156,12 +156,13 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         "pp": (
             Edit("gradients of tied weights not summed", "    model.tied.sum_gradients()\n"),
             Edit("tied weights count twice in the norm", ", tied=model.tied.not_owned"),
-            Edit("stages draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
+            Edit("stages draw alike", _SEEDING, "    torch.manual_seed(options.seed)"),
             Edit("nothing is seeded", _SEEDING),
             Edit("no dropout after the embedding", "self.drop(self.wte(input_ids) + x)",
                  "self.wte(input_ids) + x"),
-            Edit("the loss of microbatches added up", "rows = list(islice(data, MICROBATCHES))",
-                 "rows = [(b, torch.ones_like(s)) for b, s in islice(data, MICROBATCHES)]"),
+            Edit("the loss of microbatches added up",
+                 "microbatches = list(islice(data, MICROBATCHES))",
+                 "microbatches = [(b, torch.ones_like(s)) for b, s in islice(data, MICROBATCHES)]"),
             Edit("a stage takes no step", _STEP,
                  "    if mesh.pipeline.rank == 0:\n        optimizer.step()\n"),
         ),
@@ -201,7 +202,7 @@ HARMLESS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         ),
         "pp": (
             Edit("another line of log", _LOG, _LOG + "            print(step)\n"),
-            Edit("a print", _SEEDING, _SEEDING + "    print(model.parts)\n"),
+            Edit("a print", _SEEDING, "    print(model.parts)\n" + _SEEDING),
         ),
         "ZeRO-1": (
             Edit("fewer lines of log", "LOG_EVERY = 10", "LOG_EVERY = 50"),

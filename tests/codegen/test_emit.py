@@ -241,6 +241,11 @@ def test_a_script_that_was_changed_by_hand_is_not_overwritten(tmp_path: Path) ->
     path = write_script(data_parallel(), tmp_path)
     written = path.read_text()
     assert is_unchanged(written)
+    earlier = re.sub(
+        r" \(checksum (.*)\); edits are kept\.", r", which keeps changes by hand: \1.", written
+    )
+    assert earlier != written
+    assert is_unchanged(earlier), "as versions before wrote the line"
     write_script(data_parallel(), tmp_path)  # as it was: no harm
     changed = written.replace("STEPS = 100", "STEPS = 101")
     path.write_text(changed)

@@ -128,5 +128,8 @@ def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_
     assert f"{still}rank 1 does not answer, and may be stopped; {waits}" in told
     assert "; rank 1 after step 2, in main (train.py" in told
     assert "time.sleep(1000)" in error
-    assert f"the training failed before its first line: {still.removeprefix('error: ')}" in error
+    assert (
+        f"the training failed before its first logged step: {still.removeprefix('error: ')}"
+        in error
+    )
     wait_until_gone(script, 5)

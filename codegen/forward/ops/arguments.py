@@ -122,7 +122,7 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
         case _, LayoutKind.SPLIT:
             return f"each rank takes its shard of {target}"
         case LayoutKind.WHOLE, LayoutKind.REPLICATED:
-            return f"{use}: gradients are partial sums"
+            return f"{use}: the backward adds up the ranks' gradients"
         case _, LayoutKind.PARTIAL:
             return "counted once among the partial sums"
         case _:

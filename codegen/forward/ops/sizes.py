@@ -1,8 +1,8 @@
 """Prints sizes as the author would: read from tensors, or computed from them.
 
-Sizes that vary with the lengths of rows become arithmetic on available lengths. Two traces with
-different lengths show each number twice. The simplest arithmetic that gives both numbers is taken
-for the model's.
+Sizes that vary with the lengths of rows become arithmetic on available lengths. The model is traced
+twice, with different lengths, so each number has two values. The simplest arithmetic that gives
+both is taken to be the model's.
 """
 
 from __future__ import annotations
@@ -307,9 +307,10 @@ class SizesAtHand:
         return call("local_size", self.listed(size.dim, size.axis), self.axis)
 
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
-        """Return the parts of a dim that is split along an axis; outer factors repeat them.
+        """Return the expression of a split dim's parts, `((count, unit), …)`.
 
-        With `unit`, their sizes are counted in this unit: channels in groups, say.
+        If the dim has factors outside the axis, `* n` repeats the parts. With `unit`, their sizes
+        are counted in this unit: channels in groups, say.
         """
         parts, others = parts_of_dim(dim, axis), parts_of_dim(self.split.lengths.dim(dim), axis)
         pairs = tuple(zip(parts.listed, others.listed, strict=True))
@@ -330,9 +331,10 @@ class SizesAtHand:
     def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
         """Whether the runtime can infer how a dim is cut, so that `parts` is not needed.
 
-        It can if the cut is between single elements of a dim that it has whole (`is_whole`). With
-        fixed lengths it also can if all ranks have equally many elements; with varying lengths, if
-        it has cut this length before.
+        It can if the dim is one part of single elements, and the runtime has it whole (`is_whole`).
+        With fixed lengths it also can if all ranks have equally many elements, of any unit. With
+        varying lengths it also can if the length of the dim varies, because it has remembered the
+        whole length (runtime/tensor/slices.py).
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:

@@ -111,8 +111,8 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 def _learning(flow: LayerFlow) -> tuple[int, int]:
     """Return the peak while an op with weights runs its backward, and this weight's gradient.
 
-    Tensors that only later ops keep have been freed by then. The gradient has the weight's dtype
-    and is copied to fp32, so one and a half times its bytes count.
+    Tensors that only later ops keep have been freed by then. The gradient is computed in
+    the weight's dtype (16 bits) and copied to fp32: 1.5 times its fp32 bytes count.
     """
     keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
     kept = Counter[int]()  # bytes, by the first op that keeps them
@@ -173,7 +173,7 @@ def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return an op's working set: results and gradients; a loss has its log-probabilities' too."""
+    """Return the bytes of an op's results and of gradients of its inputs; a loss needs more."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -193,9 +193,10 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
 def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
     """Return a loss's memory in addition to the gradient of its logits.
 
-    This is the gradient of the log-probabilities, in the logits' dtype, unless the loss computes in
-    fp32. It does if the classes are split (runtime/tensor/vocabulary.py); then the gradient of the
-    logits is in fp32, too.
+    If the classes are split (runtime/tensor/vocabulary.py), the gradient of the logits is computed
+    in fp32 before it is cast. Otherwise this is the gradient of the log-probabilities, in the dtype
+    in which the loss keeps them. If that is wider than the logits', the gradient of the logits is
+    first made in it, too.
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)

@@ -1,8 +1,8 @@
 """Turns the ops and conversions of a graph into seconds and bytes.
 
 Seconds are those of the device. The host also takes time to dispatch ops. Whether that is hidden
-behind the device is only known for a region of many ops, and does not depend on how ops are split,
-so the layer adds it (layer.py). A CPU dispatches and computes in turn.
+behind the device is only known for a region of many ops, so the layer adds it (layer.py). A CPU
+dispatches and computes in turn.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers: those of several ops that are modules."""
+        """What torch.compile makes of the layers that it takes: modules with more than one op."""
         if not self.compiles:
             return Fusion()
         calls, around = self.graph.calls, self.graph.index.around
@@ -372,7 +372,8 @@ class OpPricer:
         if not names or op.name in self.fusion.views:
             return 0.0
         shapes = self.shapes(op, split)
-        passes = 1 if op.name in self.fusion.saved else 3  # a kernel that is there anyway reads
+        # in compiled layers a kernel that runs anyway adds the gradient: one more read
+        passes = 1 if op.name in self.fusion.saved else 3
         return sum(
             memory_seconds(
                 passes * shapes.numel(name)

@@ -1,6 +1,7 @@
 """Turns an op on one rank into seconds: one table row per kind of op.
 
-An op without a row is a kernel that moves its inputs and results.
+An op without a row is priced by its rule: as matrix products if it contracts, as a computation if
+it computes, else as a kernel that moves its inputs and results.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def _convolution(case: OpCase) -> OpSeconds:
     source, weight = next(refs(case.argument("input"))), next(refs(case.argument("weight")))
     shape = _convolution_shape(case, source, weight)
     rates = case.rates.of_convolution(case.element_bytes(case.result))
-    is_as_wanted = case.rates.is_cpu or bool(case.graph.images)  # which scripts pass on
+    is_as_wanted = case.rates.is_cpu or bool(case.graph.images)  # passed in channels_last
     transposes = shape.element_bytes < 4 and not is_as_wanted
     extra = kernels.layout_change_seconds(shape, rates=rates) if transposes else 0.0
     own = learned = 0.0

@@ -123,8 +123,12 @@ def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
 
 
 def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: int) -> float:
-    """Return the seconds to sum gradients of weights shared by the first and the last stage."""
-    if arrangement.pipeline == 1:
+    """Return the seconds to sum gradients of weights shared by the first and the last stage.
+
+    One rank may hold both stages, as in a V of stages. It sends nothing.
+    """
+    last = pipeline_shape(arrangement).stages - 1
+    if _rank(last, arrangement) == _rank(0, arrangement):
         return 0.0
     return summed_seconds(groups.ends, gradient_bytes * sent_share(arrangement))
 

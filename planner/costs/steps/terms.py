@@ -72,21 +72,18 @@ class Busiest:
 def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     """Return the terms of the busiest rank; the rest of the pipeline's time is its bubble."""
     busiest = busiest_rank(step)
-    exposed = (
-        busiest.data_seconds
-        + step.first_gather_seconds
-        + step.last_reduction_seconds
-        + step.tied_seconds
-    )
+    exposed = busiest.data_seconds + step.first_gather_seconds + step.last_reduction_seconds
     source = _provenance(busiest)
     host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
     net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
+    tied = [("tied weights", step.tied_seconds, net)] if step.tied_seconds else []
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
         ("tensor communication", busiest.tensor_seconds, net),
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel", exposed, net),
+        *tied,
         ("optimizer", step.optimizer_seconds, host),
         ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
     )
@@ -148,7 +145,7 @@ def communication_terms(
         _pipeline_term(step, busiest),
         CommunicationTerm(
             reason="weights that the first and the last stage share",
-            collective=Collective.ALL_REDUCE,
+            collective=Collective.POINT_TO_POINT,
             ranks=2,
             count=1,
             payload_bytes=tied_gradient_bytes,

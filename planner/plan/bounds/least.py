@@ -3,8 +3,9 @@
 Includes a lower bound of the time for recomputation. Rank r saves the tensors of K_r microbatches
 and holds the state of its layers within M bytes, so
 
-    Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K        A: saved bytes, S: state
+    Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K
 
+where A_r are the bytes that one microbatch saves on rank r, and S = Σ S_r those of all state.
 Whatever the stages, the layers together must save no more than that. The cheapest way is to
 recompute layers in order of price per byte, the last one in part (a fractional knapsack).
 """
@@ -43,7 +44,8 @@ class Ladder:
     """The most that a microbatch saves, and the steps that reduce it, the cheapest first.
 
     `transient_bytes` is the least need, beside saved tensors, of the layer that needs most while it
-    runs. `last_transient_bytes` is that of the last layer, before which nothing is freed.
+    runs. `last_transient_bytes` is that of the last layer, whose backward is the first, before any
+    saved tensor is freed.
     """
 
     saved_bytes: int

@@ -142,7 +142,8 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
 def _difference(other: Prediction, best: Prediction) -> str:
     """Return the term that makes a plan slower or faster, or the memory that it saves."""
     ours = {term.name: term.seconds for term in best.terms}
-    more = {term.name: term.seconds - ours.get(term.name, 0.0) for term in other.terms}
+    theirs = {term.name: term.seconds for term in other.terms}
+    more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in ours | theirs}
     is_faster = other.step_seconds < best.step_seconds
     name = (min if is_faster else max)(more, key=lambda term: more[term])
     saved = best.peak_memory.device_bytes - other.peak_memory.device_bytes

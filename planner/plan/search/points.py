@@ -1,7 +1,7 @@
 """Lists the points of the search space, their variants, and orders of unlike nodes.
 
-Also distributes a batch over unlike devices. A step has m microbatches of B rows over all data
-ranks; each of the n_k devices of kind k has r_k of them:
+Also distributes a batch over unlike devices. A step has m microbatches, each of B rows over all
+data ranks; each of the n_k devices of kind k takes r_k of these rows:
 
     Σ_k n_k · r_k  =  B        r_k ≥ 1
 
@@ -158,7 +158,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return a sort key for equal values: simpler ones first, then fewer parts."""
+    """Return the key that orders arrangements that are equally good: the simplest, fewest parts."""
     return (
         *complexity(arrangement, recomputes=False),
         arrangement.pipeline,
@@ -287,10 +287,10 @@ class Points:
         )
 
     def _most_tensor(self) -> int:
-        """Return the largest tensor degree: the devices of a node, unless a larger one is demanded.
+        """Return the largest tensor degree: the largest node's devices, unless one is demanded.
 
-        Beyond a node's links the tensor axis would wait for the network in every layer, unless it
-        may split the batch.
+        Beyond a node's links the tensor axis would wait for the network in every layer. If it may
+        split the batch, it may have all devices.
         """
         wanted = self.constraints.tensor or self.constraints.max_tensor
         if wanted is None and self.constraints.shares_rows:

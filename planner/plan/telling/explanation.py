@@ -36,7 +36,7 @@ def class_layouts(
     axes: GraphAxes,
     layers: Layers,
 ) -> tuple[ClassLayouts, ...]:
-    """Return a plan's splits in each class of layers, from its first layer."""
+    """Return a plan's splits in each class of layers, as the class's first layer has them."""
     produced = _produced(layouts, parameters, axes, layers)
     return tuple(
         _class(one.name, len(one.layers), layers.layers[one.layers[0]], own, produced, axes)
@@ -106,7 +106,7 @@ def _produced(
 ) -> Mapping[str, Layout]:
     """Return the layout of every tensor before conversions, with names of axes.
 
-    The axes of equal layers are different leaves with the same names, so names can be compared.
+    Equal layers have axes of their own with the same names, so layouts are compared by name.
     """
     produced = {one.name: _named(one.layout, axes) for one in parameters}
     for layer in layers.layers:
@@ -149,6 +149,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "optimizer": StepPart.COMPUTE,
         "tensor communication": StepPart.COMMUNICATION,
         "exposed data parallel": StepPart.COMMUNICATION,
+        "tied weights": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
 )
@@ -275,7 +276,7 @@ def _reasons(plan: StoredPlan, shares: tuple[StepShare, ...]) -> tuple[str, ...]
     most = max(shares, key=lambda share: share.seconds)
     rank, memory = plan.fullest
     used, limit = memory.device_bytes, plan.limit_bytes(rank)
-    reasons = [f"{_part_words(plan.prediction, most.part)}: {_help(plan.prediction, most.part)}"]
+    reasons = [f"{part_words(plan.prediction, most.part)}: {_help(plan.prediction, most.part)}"]
     state = "so memory bounds the choice too" if used > _TIGHT * limit else "so memory is no limit"
     reasons.append(
         f"the fullest device holds {bytes_text(used)} of {bytes_text(limit)} "
@@ -286,7 +287,7 @@ def _reasons(plan: StoredPlan, shares: tuple[StepShare, ...]) -> tuple[str, ...]
     return tuple(reasons)
 
 
-def _part_words(prediction: Prediction, part: StepPart) -> str:
+def part_words(prediction: Prediction, part: StepPart) -> str:
     """Return a part's percentage of the step, and its terms."""
     own = [
         (term, percent)
@@ -341,7 +342,7 @@ def simpler_words(plan: StoredPlan) -> str:
     """Return how a plan compares with the fastest one, which is less simple."""
     assert plan.fastest is not None
     if plan.fastest.arrangement == plan.arrangement:
-        by = f"{plan.slower_by:.2%} slower"
-        return f"Layers are laid out more simply than in the fastest way, {by}"
+        by = f"{plan.slower_by:.2%} longer"
+        return f"This plan has simpler layouts than the fastest one, and its step is {by}"
     other = other_words(plan.fastest.arrangement, plan.arrangement)
     return f"The chosen plan is simpler than the fastest ({other}) and {plan.slower_by:.1%} slower"

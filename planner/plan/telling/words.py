@@ -320,15 +320,14 @@ def chosen(plan: StoredPlan) -> Iterator[str]:
         yield f"{rows:,} rows a step{tokens} (--global-batch)"
     if not plan.model.has_optimizer:
         yield (
-            f"AdamW with a rate of {ADAMW.learning_rate:g}, betas of {ADAMW.betas[0]:g} and "
-            f"{ADAMW.betas[1]:g}, and a decay of {ADAMW.weight_decay:g} for matrices alone "
-            "(build_optimizer)"
+            f"AdamW, learning rate {ADAMW.learning_rate:g}, betas {ADAMW.betas}, weight "
+            f"decay {ADAMW.weight_decay:g} on matrices only (no build_optimizer in the model file)"
         )
     if is_scheduled_here(plan):
         yield (
-            f"a warm-up to that rate over {ADAMW.warmup_steps:,} steps, a tenth of all at most, "
-            f"and a cosine from it down to {ADAMW.final_share:g} of it (build_scheduler)"
+            f"linear warm-up over {ADAMW.warmup_steps:,} steps, at most a tenth of all, then a "
+            f"cosine down to {ADAMW.final_share:g} of that rate (no build_scheduler)"
         )
-    yield f"gradients clipped to a norm of {CLIP_NORM:g} (CLIP_NORM)"
+    yield f"gradients clipped to norm {CLIP_NORM:g} (CLIP_NORM)"
     if not plan.model.has_dataset:
         yield "one random batch, which the model learns by heart (build_dataset)"

@@ -53,7 +53,7 @@ FIRST, LAST = RANKS.format(0, 0), RANKS.format(1, 0)
         (
             {f"{FIRST}/{VERDICT}": json.dumps({**REFUSED, "code": 7})},
             7,
-            "the training failed before its first line: no rows",
+            "the training failed before its first logged step: no rows",
         ),
         (
             {
@@ -65,11 +65,11 @@ FIRST, LAST = RANKS.format(0, 0), RANKS.format(1, 0)
             6,
             "no data",  # it was the first to leave
         ),
-        ({f"{FIRST}/{VERDICT}": "{"}, 7, "the training failed before its first line"),
+        ({f"{FIRST}/{VERDICT}": "{"}, 7, "the training failed before its first logged step"),
         (
             {f"{FIRST}/{VERDICT}": json.dumps(REFUSED), f"{LAST}/stderr.log": ""},
             7,
-            "the training failed before its first line",  # that was the attempt before
+            "the training failed before its first logged step",  # that was the attempt before
         ),
         (
             {
@@ -78,12 +78,12 @@ FIRST, LAST = RANKS.format(0, 0), RANKS.format(1, 0)
                 f"{RANKS.format(0, 1)}/stderr.log": f"Traceback (most recent call last):\n{GLOO}\n",
             },
             7,
-            "the training failed before its first line: ValueError: broken here",
+            "the training failed before its first logged step: ValueError: broken here",
         ),
         (
             {"metrics.jsonl": '{"event": "stopped", "step": 3, "why": "the loss is nan"}\n'},
             7,
-            "the training failed before its first line: the loss is nan",
+            "the training failed before its first logged step: the loss is nan",
         ),
     ],
 )

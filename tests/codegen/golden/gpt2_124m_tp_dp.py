@@ -7,28 +7,28 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
-Defaults: gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 49.52 ms per step, 1,323,401 tokens/s, 14.6% of the peak FLOPs
     compute 42.68 ms, tensor communication 2.595 ms, exposed data parallel 1.957 ms, optimizer
       566.4 us, framework 1.72 ms
 Communication of the busiest rank in a step:
-    activations split over the tensor axis: over 2 ranks, 2.595 ms, waits 2.595 ms
+    activations split over the tensor axis: over 2 ranks, 2.595 ms, none of it overlapped
     parameters gathered from the ranks that share them: 3 × all-gather over 4 ranks, 217.1 MiB,
-      577.9 us, waits 577.9 us
+      577.9 us, none of it overlapped
     gradients summed over the ranks that share the data: 3 × reduce-scatter over 4 ranks, 434.1 MiB,
-      1.1 ms, waits 1.1 ms
+      1.1 ms, none of it overlapped
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
-      243.4 MiB, 769.2 us, waits 769.2 us
+      243.4 MiB, 769.2 us, none of it overlapped
 Memory of the fullest device: 12.71 GiB of 68.8 GiB (18%)
     parameters 217.1 MiB, gradients 434.1 MiB, optimizer 325.6 MiB, activations 4.27 GiB, work space
       3.068 GiB, fragments 679.3 MiB, context 3.75 GiB
 
-Why this plan: of 5 ways to arrange the training none is faster than 48.89 ms; compute takes 87% of
-its step.
-Layers are laid out more simply than in the fastest way, 1.29% slower.
+Why this plan: the fastest takes 48.89 ms, none of the 5 arrangements is faster; compute (compute +
+optimizer) takes 87% of the step.
+This plan has simpler layouts than the fastest one, and its step is 1.29% longer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: c56e6c7d78cd2c1f, plan 29bf355c39fc572f.
+# Written by autopar 0.2.0 (checksum 846d10333e2aaef9, plan 29bf355c39fc572f); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
-from autopar.runtime.data_parallel import set_last, wrap
+from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.model import shard_parameters, take_classes
 from autopar.runtime.optimizer import (
@@ -191,7 +191,7 @@ REPLICATED = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build the model without memory, and the recipe of its weights."""
+    """Build the model on the meta device; the recipe makes its weights later."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
     shard_parameters(model, SPLITS, mesh.tensor)
     take_classes(model, CLASSES, mesh.tensor)
@@ -215,8 +215,7 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    for number, (batch, scale) in enumerate(microbatches, start=1):
-        set_last(model, number == MICROBATCHES)  # gradients are averaged with the last one's
+    for batch, scale in microbatches:
         loss = scale_loss(loss_of(model, batch, mesh.tensor), scale)
         loss.backward()
         total += loss.detach()
@@ -237,9 +236,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # The training goes on from the newest checkpoint, if there is one.
+    # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # or as many as --epochs needs
+    options.steps = keeper.steps  # --steps, or what --epochs comes to
     # The loss is a mean over valid targets: microbatches with more count more.
     data = read_batches(
         new_batch,
@@ -263,13 +262,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             options,
             mesh,
         )
-    seed_all(options.seed, mesh)  # each data rank has dropout of its own
-    keeper.take([model], optimizer, recipe, scheduler=scheduler)
+    seed_all(options.seed, mesh)  # each data rank has its own dropout masks
+    keeper.restore([model], optimizer, recipe, scheduler=scheduler)
     losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        rows = list(islice(data, MICROBATCHES))
-        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
+        microbatches = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, microbatches, mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(progress.log(step, loss, norm))

@@ -5,31 +5,32 @@ The plan: pp 4 · dp 2 · tp 2, ZeRO-3, 1f1b, 16 microbatches of 1 row.
 Run it on each of 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_8b_tp_pp_dp.py
 
-Defaults: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for matrices alone
-(build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most, and a cosine
-from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: AdamW, learning rate 0.0003, betas (0.9, 0.95), weight decay 0.1 on matrices only (no
+build_optimizer in the model file); linear warm-up over 2,000 steps, at most a tenth of all, then a
+cosine down to 0.1 of that rate (no build_scheduler); gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 16 × h100-sxm: 1.094 s per step, 239,550 tokens/s, 37.1% of the peak FLOPs
     compute 768.1 ms, tensor communication 63.93 ms, pipeline bubble 172.8 ms, exposed data parallel
       71.77 ms
 Communication of the busiest rank in a step:
-    activations split over the tensor axis: over 2 ranks, 63.93 ms, waits 63.93 ms
+    activations split over the tensor axis: over 2 ranks, 63.93 ms, none of it overlapped
     parameters gathered from the ranks that share them: 128 × all-gather over 2 ranks, 26 GiB,
-      44.51 ms, waits 18.16 ms
+      44.51 ms, 18.16 ms not overlapped
     gradients summed over the ranks that share the data: 64 × reduce-scatter over 2 ranks, 26 GiB,
-      42.3 ms, waits 53.61 ms
+      42.3 ms, none of it overlapped
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks, 128 KiB,
-      10.75 us, waits 10.75 us
+      10.75 us, none of it overlapped
     activations and their gradients between stages: 32 × point-to-point over 2 ranks, 1 GiB,
-      33.89 ms, waits 33.89 ms
+      33.89 ms, none of it overlapped
 Memory of the fullest device: 23.73 GiB of 68.8 GiB (34%)
     gradients 1.588 GiB, optimizer 4.764 GiB, activations 8.46 GiB, in passing 2.936 GiB, fragments
       1.425 GiB, context 4.5 GiB
 
-Why this plan: as pinned, none is faster than 1.087 s; compute takes 71% of its step.
-Layers are laid out more simply than in the fastest way, 0.65% slower.
+Why this plan: the fastest takes 1.087 s, none of the plans for the pinned arrangement is faster;
+compute (compute + optimizer) takes 71% of the step.
+This plan has simpler layouts than the fastest one, and its step is 0.65% longer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 1dc8610044fc4366, plan 6021a0ca12f11f87.
+# Written by autopar 0.2.0 (checksum 24ca72a7dee04b3d, plan 6021a0ca12f11f87); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -123,7 +124,7 @@ MICROBATCH = 1  # rows of a microbatch on each data rank
 MICROBATCHES = 16  # per step; gradients are accumulated over them
 ZERO = 3  # each data rank has a part of the parameters, gradients and optimizer states
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # stages of consecutive layers on each rank
+STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutive
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 tokens per row
 PREDICTED = ("h100-sxm", 1.094, 0.3708)  # device, seconds per step, MFU
@@ -179,7 +180,7 @@ class FirstStage(Llama):
 
 
 class MiddleStage(Llama):
-    """A stage between the first and the last of Llama: layers `first` to `end`."""
+    """A stage between the first and the last of Llama: layers `first` to `end - 1`."""
 
     first: int
     end: int
@@ -247,7 +248,7 @@ STAGES = (
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, and the recipe of their weights."""
+    """Build this rank's stages on the meta device; the recipe makes their weights later."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -291,9 +292,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # The training goes on from the newest checkpoint, if there is one.
+    # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # or as many as --epochs needs
+    options.steps = keeper.steps  # --steps, or what --epochs comes to
     # The loss is a mean over valid targets: microbatches with more count more.
     data = read_batches(
         new_batch,
@@ -315,13 +316,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch)  # the model on one device
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
-    seed_all(options.seed, mesh)  # each data rank has dropout of its own
-    keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
+    seed_all(options.seed, mesh)
+    keeper.restore(model.parts, optimizer, recipe, scheduler=scheduler)
     losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        rows = list(islice(data, MICROBATCHES))
-        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
+        microbatches = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, microbatches, mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(progress.log(step, loss, norm))

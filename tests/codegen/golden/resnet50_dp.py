@@ -7,24 +7,24 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST resnet50_dp.py
 
-Defaults: gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 8 × h100-sxm: 23.47 ms per step, 21,811 samples/s, 6.7% of the peak FLOPs
     compute 19.88 ms, exposed data parallel 1.794 ms, framework 1.72 ms
 Communication of the busiest rank in a step:
     parameters gathered from the ranks that share them: 2 × all-gather over 8 ranks, 48.75 MiB,
-      198.5 us, waits 198.5 us
+      198.5 us, none of it overlapped
     gradients summed over the ranks that share the data: 4 × reduce-scatter over 8 ranks, 97.49 MiB,
-      397.1 us, waits 103.6 us
+      397.1 us, 103.6 us not overlapped
     statistics of batch norms over the ranks that share the data: 106 × all-gather over 8 ranks,
-      1.825 MiB, 1.492 ms, waits 1.492 ms
+      1.825 MiB, 1.492 ms, none of it overlapped
 Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
     gradients 105.3 MiB, activations 2.608 GiB, fragments 231.8 MiB, context 2.25 GiB
 
-Why this plan: of 4 ways to arrange the training none is faster; compute takes 85% of its step.
+Why this plan: none of the 4 arrangements is faster; compute takes 85% of the step.
 The next best, dp 8, no sharding, takes 23.75 ms (+1.2%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: d9fdf3590bb7dccf, plan ed928b16adca8068.
+# Written by autopar 0.2.0 (checksum b29ac48a2a1ae7d4, plan ed928b16adca8068); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.checkpointing import Keeper
 from autopar.runtime.data import Batch, Weighed, in_float32, read_batches, read_dataset, scale_loss
-from autopar.runtime.data_parallel import set_last, wrap
+from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
 from autopar.runtime.ranks import (
@@ -98,7 +98,7 @@ MODEL_DIGEST = "28733290967f22f2"  # of this code
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build the model without memory, and the recipe of its weights."""
+    """Build the model on the meta device; the recipe makes its weights later."""
     model, recipe = record(new_model, seed=seed, dtype=dtype)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, sync_batch_norm=SYNC_BATCH_NORM)
     return model, recipe
@@ -120,8 +120,7 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    for number, (batch, scale) in enumerate(microbatches, start=1):
-        set_last(model, number == MICROBATCHES)  # gradients are averaged with the last one's
+    for batch, scale in microbatches:
         loss = scale_loss(loss_of(model, batch), scale)
         loss.backward()
         total += loss.detach()
@@ -141,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     warn_if_changed(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # The training goes on from the newest checkpoint, if there is one.
+    # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # or as many as --epochs needs
+    options.steps = keeper.steps  # --steps, or what --epochs comes to
     # The loss is a mean over valid targets: microbatches with more count more.
     data = read_batches(
         new_batch,
@@ -164,13 +163,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         data = first_step_checked(
             data, one_by_one(partial(loss_of, model)), [model], plainly, options, mesh
         )
-    seed_all(options.seed, mesh)  # each data rank has dropout of its own
-    keeper.take([model], optimizer, recipe, scheduler=scheduler)
+    seed_all(options.seed, mesh)
+    keeper.restore([model], optimizer, recipe, scheduler=scheduler)
     losses = []
     progress = keeper.progress(GLOBAL_BATCH, "samples", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        rows = list(islice(data, MICROBATCHES))
-        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
+        microbatches = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, microbatches, mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(progress.log(step, loss, norm))

@@ -7,24 +7,25 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
-Defaults: AdamW with a rate of 0.0003, betas of 0.9 and 0.95, and a decay of 0.1 for matrices alone
-(build_optimizer); a warm-up to that rate over 2,000 steps, a tenth of all at most, and a cosine
-from it down to 0.1 of it (build_scheduler); gradients clipped to a norm of 1 (CLIP_NORM).
+Defaults: AdamW, learning rate 0.0003, betas (0.9, 0.95), weight decay 0.1 on matrices only (no
+build_optimizer in the model file); linear warm-up over 2,000 steps, at most a tenth of all, then a
+cosine down to 0.1 of that rate (no build_scheduler); gradients clipped to norm 1 (CLIP_NORM).
 
 Predicted on 2 × h100-sxm: 48.77 ms per step, 335,961 tokens/s, 14.3% of the peak FLOPs
     compute 36 ms, pipeline bubble 7.559 ms, optimizer 2.644 ms, framework 2.24 ms
 Communication of the busiest rank in a step:
     activations and their gradients between stages: 2 × point-to-point over 2 ranks, 29.34 MiB,
-      170 us, waits 170 us
-    weights that the first and the last stage share: 1 × all-reduce over 2 ranks, 94.12 MiB,
-      320.4 us, waits 320.4 us
+      170 us, none of it overlapped
+    weights that the first and the last stage share: 1 × point-to-point over 2 ranks, 94.12 MiB,
+      320.4 us, none of it overlapped
 Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
     parameters 256.2 MiB, gradients 512.3 MiB, optimizer 1.501 GiB, activations 5.712 GiB, in
       passing 141.2 MiB, fragments 663.8 MiB, context 2.25 GiB
 
-Why this plan: of 5 ways to arrange the training none is faster; compute takes 79% of its step.
+Why this plan: none of the 5 arrangements is faster; compute (compute + optimizer) takes 79% of the
+step.
 """
-# Written by autopar 0.2.0, which keeps changes by hand: 6058a4cf12424122, plan 8e67db38722c41c0.
+# Written by autopar 0.2.0 (checksum 3e8f5a9376619628, plan 8e67db38722c41c0); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,7 +94,7 @@ PIPELINE = 2  # pipeline-parallel ranks: each has some of the layers
 MICROBATCH = 16  # rows of a microbatch
 MICROBATCHES = 2  # per step; gradients are accumulated over them
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # stages of consecutive layers on each rank
+STAGES_PER_RANK = 1  # stages on each rank; the layers of a stage are consecutive
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES  # 32 rows per step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 tokens per row
 PREDICTED = ("h100-sxm", 0.04877, 0.1433)  # device, seconds per step, MFU
@@ -144,7 +145,7 @@ TIES = (Tie(("shared.weight",), (0, 1)),)
 
 
 def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
-    """Build this rank's stages without memory, and the recipe of their weights."""
+    """Build this rank's stages on the meta device; the recipe makes their weights later."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
         model, recipe = record(new_model, seed=seed, dtype=dtype)  # one copy for each stage
@@ -186,9 +187,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # the classes above were written for it
     model, recipe = build_model(mesh, options.dtype, options.seed)
     dataset = read_dataset(new_dataset, options, mesh)
-    # The training goes on from the newest checkpoint, if there is one.
+    # Finds the newest checkpoint, if there is one; restore() below continues from it.
     keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    options.steps = keeper.steps  # or as many as --epochs needs
+    options.steps = keeper.steps  # --steps, or what --epochs comes to
     # The loss is a mean over valid targets: microbatches with more count more.
     data = read_batches(
         new_batch,
@@ -210,13 +211,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch)  # the model on one device
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
-    seed_all(options.seed, mesh)  # each data rank has dropout of its own
-    keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
+    seed_all(options.seed, mesh)  # each pipeline rank has its own dropout masks
+    keeper.restore(model.parts, optimizer, recipe, scheduler=scheduler)
     losses = []
     progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        rows = list(islice(data, MICROBATCHES))
-        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
+        microbatches = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, microbatches, mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(progress.log(step, loss, norm))

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     words = ("--checkpoint", str(tmp_path), "--checkpoint-minutes", "1")
     keeper, model = Keeper(options(*words), mesh, rows_per_step=1, model=""), nn.Linear(2, 2)
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
-    keeper.take([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
+    keeper.restore([model], optimizer, Recipe(shapes={}, source=no_weights, dtypes={}))
     keeper.after(1)
     keeper._begun_at -= 61
     keeper._wish._steps_between = 1

@@ -200,7 +200,30 @@ def test_shared_weights_are_summed_between_the_ends_of_a_pipeline() -> None:
         )
         for size in (0, 10**9)
     )  # fmt: skip
-    assert tied.step_seconds > apart.step_seconds + 1e-3
+    more = tied.step_seconds - apart.step_seconds
+    assert more > 1e-3
+    assert seconds_of(tied) == {**seconds_of(apart), "tied weights": pytest.approx(more)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_sent"),
+    [(ScheduleKind.INTERLEAVED_1F1B, True), (ScheduleKind.ZERO_BUBBLE_V, False)],
+)
+def test_shared_weights_are_sent_only_if_two_ranks_hold_them(
+    kind: ScheduleKind, is_sent: bool
+) -> None:
+    # Stages 0 and 3 are on rank 0 in a V, and on ranks 0 and 1 in turn.
+    arrangement = replace(ARRANGEMENT, pipeline=2, microbatches=4, schedule=kind, stages_per_rank=2)
+    cluster = choose_cluster(2, "h100-sxm")
+    apart, tied = (
+        predict(
+            [[LAYER]] * 4, arrangement, cluster,
+            constants=SILENT, model_flops=1, tied_gradient_bytes=size,
+        )
+        for size in (0, 10**9)
+    )  # fmt: skip
+    assert (tied.step_seconds > apart.step_seconds) is is_sent
+    assert (tied.communication != apart.communication) is is_sent
 
 
 @pytest.mark.parametrize("zero", list(Zero))
