@@ -24,9 +24,9 @@ def main() -> None:
     except SystemExit as leaving:
         waiting = [one for one in threading.enumerate() if _is_endless(one)]
         if waiting:
-            from autopar.console import tell_note
+            from autopar.console import print_note
 
-            tell_note(f"a thread of the model file still runs ({waiting[0].name}); it is ended")
+            print_note(f"a thread of the model file still runs ({waiting[0].name}); it is ended")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(leaving.code if isinstance(leaving.code, int) else 0)

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 import autopar
 from autopar.command_line import Command, CommandGroup
-from autopar.console import tell_error, telling_what_takes_long
+from autopar.console import noting_slow_phases, print_error
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
@@ -160,22 +160,22 @@ def main(command: typer.Typer = app) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # replaces characters that the console cannot show
     try:
-        with telling_what_takes_long():
+        with noting_slow_phases():
             command()
     except AutoparError as error:
-        tell_error(error)
+        print_error(error)
         sys.exit(int(error.exit_code))
     except MemoryError:
-        tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
+        print_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
     except OSError as error:
         where = str(error.filename or "")
         # errors of object stores are always EIO
         if error.errno in _UNWRITABLE and "://" not in where:
             found = f"the output cannot be written: {error.strerror}"
-            tell_error(InputError(found, where=where, fix="make room where it goes"))
+            print_error(InputError(found, where=where, fix="make room where it goes"))
         elif where or error.errno in _IMPASSABLE:
-            tell_error(InputError(f"{error.strerror}", where=where))
+            print_error(InputError(f"{error.strerror}", where=where))
         else:
             raise
         sys.exit(int(ExitCode.USAGE))

@@ -52,17 +52,17 @@ def print_json(data: object, *, indent: int | None = 2) -> None:
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
     """Say on a terminal what is being done; elsewhere say nothing."""
-    with reported(doing):
+    with status_line(doing):
         yield
 
 
-def tell_note(text: str, *, on: TextIO | None = None) -> None:
+def print_note(text: str, *, on: TextIO | None = None) -> None:
     """Print a note on stderr, or on the given stream."""
     console = PlainConsole(stderr=True, file=on, soft_wrap=True)
     console.print(Text.assemble(("note: ", "bold"), plain(text)))
 
 
-def tell_error(error: AutoparError) -> None:
+def print_error(error: AutoparError) -> None:
     """Print an error on stderr: what was found, where, what was expected, what to do."""
     console = PlainConsole(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), _short(error.found)))
@@ -81,7 +81,7 @@ _MOST_CHARACTERS = 4_000
 
 
 @contextmanager
-def reported(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
+def status_line(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
     """Show what is being done in a line on a terminal; the yielded function replaces its text.
 
     The line appears after `after_seconds`.
@@ -119,7 +119,7 @@ _OTHERS_FACTOR = 3  # until the first note on another phase, times _FIRST_SECOND
 
 
 @contextmanager
-def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
+def noting_slow_phases(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
     """Print notes on what this thread is doing if it takes long; each pause doubles."""
     ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
@@ -132,7 +132,7 @@ def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[N
             doing = _doing(frame)
             is_late = waited >= _OTHERS_FACTOR * first_seconds or doing.startswith("importing")
             if is_late and doing:
-                tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
+                print_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
                 pause *= 2
 
     watching = threading.Thread(target=watch, daemon=True)

@@ -15,7 +15,7 @@ from autopar.planner.errors import AutoparError, InputError, text_of
 from autopar.planner.graph.graph import Graph, batch_key
 from autopar.planner.model.guard import guarded
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.outside import outside_of
+from autopar.planner.model.outside import state_scope
 from autopar.planner.plan.plan import Model
 from autopar.planner.rules.signature import leaves
 from autopar.planner.trace.build import TracedSubject, build
@@ -213,7 +213,7 @@ def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:
 @torch.no_grad()
 def _outputs(subject: TracedSubject) -> Any:
     """Return the model's outputs in evaluation mode, and undo its side effects."""
-    before = outside_of(subject.path, subject.model).snapshot()
+    before = state_scope(subject.path, subject.model).snapshot()
     subject.model.eval()
     try:
         given = {key: value for key, value in subject.batch.items() if key in subject.step.keys}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.console import tell_note
+from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
@@ -49,7 +49,7 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     """Print notes about the model's rows, before the search."""
     if graph.fixed_batch is not None:
         place = f" at {graph.fixed_at} or in code called there" if graph.fixed_at else ""
-        tell_note(
+        print_note(
             f"the model treats its number of rows as a constant{place}, so it was traced for "
             f"{graph.fixed_batch} rows, and every microbatch has as many. Whether rows depend on "
             "each other is unknown."
@@ -60,19 +60,19 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
         _note_statistics(graph, constraints)
     nearly = nearly_a_mean(graph) if met is None else None
     if nearly is not None:
-        tell_note(
+        print_note(
             f"{is_nearly(nearly)}: if the batch is split, each part has its own value there, and "
             "the loss is the mean over the parts. For the loss of one process, "
             f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
         )
     if met is not None and splits_batch(constraints):
-        tell_note(
+        print_note(
             f"{rows_meet(met)}: as pinned, each microbatch of each data rank compares its "
             "own rows only. For the loss of one process, pin neither dp nor microbatch: tensor "
             "ranks may share the rows."
         )
     elif met is not None:
-        tell_note(
+        print_note(
             f"{rows_meet(met)}, so the batch stays whole, in one microbatch of one data rank. "
             "Tensor ranks may share its rows, and exchange what all rows need. To compare only the "
             "rows of each part, pin dp or microbatch."
@@ -86,7 +86,7 @@ def _note_expected(graph: Graph) -> None:
         return
     shares = sorted({f"{share:.1%}" for share in parted.values()})
     where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
-    tell_note(
+    print_note(
         f"{len(parted)} masks part rows among experts (the first at {where}): each expert is "
         f"priced with its even share of them, {' or '.join(shares)}. If one gets more, its "
         "layer takes more time and memory than predicted."
@@ -98,7 +98,7 @@ def _note_statistics(graph: Graph, constraints: Constraints) -> None:
     norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
     if norm is None:
         return
-    tell_note(
+    print_note(
         f"{named(norm)} takes statistics of all rows, so each data rank has one microbatch of all "
         "of its rows, and data ranks share statistics. For several microbatches, each with its own "
         "statistics, set microbatch_statistics = true in [choices] of a constraints file, or pin "
@@ -110,19 +110,19 @@ def note_parts_apart(plan: Plan) -> None:
     """Print a note if a script deliberately trains differently from one process."""
     for why in (parts_apart(plan), statistics_apart(plan)):
         if why:
-            tell_note(why)
+            print_note(why)
 
 
 def note_plan(plan: Plan) -> None:
     """Print notes on what may surprise in a plan, and on memory above the default limit."""
     for note in meaning_notes(plan):
         if note and note != parts_apart(plan):  # otherwise printed before the search
-            tell_note(note)
+            print_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
     usual = DEFAULT_MEMORY.bytes_of(whole)
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
-        tell_note(
+        print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
             f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
             "fit (docs/accuracy.md). If it does not fit, leave --memory out."
@@ -132,7 +132,7 @@ def note_plan(plan: Plan) -> None:
 def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
     """Print a note on each significant op without a formula: no figure has its FLOPs."""
     for one in unpriced(graph, axes):
-        tell_note(
+        print_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
             "FLOPs are not counted: it is priced by the bytes that it moves, "
             f"{one.share:.1%} of all that a step moves. If it multiplies matrices, the step takes "
@@ -153,7 +153,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
         device=plan.cluster.nodes[0].device,
     )
     if one is not None:
-        tell_note(
+        print_note(
             f"{one.size:,} is no multiple of 8, so matrix products of that size ({one.location}) "
             f"run at {one.aligned_seconds / one.seconds:.0%} of the speed: they take "
             f"{seconds_text(one.seconds)} of the {seconds_text(one.total_seconds)} that a "
@@ -173,7 +173,7 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
     step = plan.prediction.step_seconds
     saved = seconds_saved_by_compiling(plan, axes, layers)
     if saved > _WORTH_COMPILING * step:
-        tell_note(
+        print_note(
             f"torch.compile would save about {seconds_text(saved)} of the {seconds_text(step)} of "
             "a step: --compile layers (its first step takes longer)."
         )
@@ -186,7 +186,7 @@ def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision)
     if any(key.device in devices and key.precision is precision for key in keys):
         return
     kinds = sorted({f"{key.device} in {key.precision}" for key in keys})
-    tell_note(
+    print_note(
         f"the profile has ops on {' and '.join(kinds) or 'no device'}, but the plan is "
         f"for {' and '.join(devices)} in {precision}: formulas price its ops. Profile on that "
         "device, with that --precision (docs/profile.md)."
@@ -202,7 +202,7 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
     )
     given = objects_given(again, plan.graph)
     if given:
-        tell_note(
+        print_note(
             f"layers that are recomputed are given a {' and a '.join(given)}. Its contents "
             "stay in memory until the backward, which predictions do not count: build the model "
             "without it if training does not need it (Hugging Face: use_cache=False)."
@@ -212,7 +212,7 @@ def note_objects_kept(plan: Plan, layers: Layers) -> None:
 def note_devices(graph: Graph, cluster: Cluster) -> None:
     """Print a note if a model would only run on CPUs."""
     if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
-        tell_note(
+        print_note(
             "the model creates a tensor on the CPU and combines it with others at "
             f"{graph.devices_meet_at}, which fails on a GPU: create it on the device of an input, "
             "as in torch.arange(n, device=x.device)."
@@ -222,13 +222,13 @@ def note_devices(graph: Graph, cluster: Cluster) -> None:
 def note_own_choices(graph: Graph) -> None:
     """Print a note if the model itself recomputes activations or chooses precisions."""
     if graph.autocast_at:
-        tell_note(
+        print_note(
             f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
             "The plan does not price that, and printed code does not have it: better leave it out, "
             "and choose with --precision."
         )
     if graph.recomputed_at:
-        tell_note(
+        print_note(
             f"the model computes activations again by itself, by torch.utils.checkpoint at "
             f"{graph.recomputed_at}. The plan counts neither the memory that this saves nor its "
             "time, and itself chooses layers to recompute: better leave it out (Hugging Face: "
@@ -241,7 +241,7 @@ def note_own_gradients(graph: Graph) -> None:
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     own = next(taken, None)
     if own is not None:
-        tell_note(
+        print_note(
             f"{gradient_words(own)}. Scripts run this code unchanged, so the model is split over "
             "data ranks only, with ZeRO-1 at most. The FLOPs of that gradient and of the backward "
             "through it are not counted, so a step takes longer than predicted."
@@ -251,18 +251,18 @@ def note_own_gradients(graph: Graph) -> None:
 def note_optimizer(traits: OptimizerTraits | None) -> None:
     """Print notes on a schedule's end, an optimizer's tensors outside its state, its draws."""
     if traits is not None and traits.ends is not None:
-        tell_note(
+        print_note(
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
             f"{traits.ends.where}): give the script fewer --steps."
         )
     if traits is not None and traits.own_tensors:
-        tell_note(
+        print_note(
             f"{traits.name} keeps tensors outside its state, in {', '.join(traits.own_tensors)}: "
             "checkpoints do not have them, so a resumed training starts with new ones, and no plan "
             "shards them. Keep them in self.state[parameter]."
         )
     if traits is not None and traits.draws:
-        tell_note(
+        print_note(
             f"{traits.name} draws random numbers in its steps: each rank draws those for the "
             "parameters that it updates. The noise is as large as on one device, but has other "
             "values. No two ranks may update copies of a parameter, so plans have ZeRO-1, 2 or 3, "
@@ -275,7 +275,7 @@ def note_fewer(plan: Plan, fewer: Fewer) -> None:
     ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
     all_of_them = plan.machines.devices
     how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"
-    tell_note(
+    print_note(
         f"{fewer.devices} of these {all_of_them} devices need {seconds_text(theirs)} or less for "
         f"the same step, which takes {seconds_text(ours)} on all of them ({how}): "
         f"--gpus 1..{all_of_them} compares them."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.console import progress, reported, tell_note
+from autopar.console import print_note, progress, status_line
 from autopar.notes import (
     note_compiling,
     note_devices,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 def cache_of(uses_cache: bool) -> Cache:
     """Return the user's cache, or one that keeps nothing."""
-    return Cache(cache_folder(), told=tell_note) if uses_cache else NO_CACHE
+    return Cache(cache_folder(), told=print_note) if uses_cache else NO_CACHE
 
 
 def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:
@@ -214,7 +214,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
         looks_at_fewer=looks_at_fewer,
     )
     check_demands(demands)
-    with reported("tracing the model") as report:
+    with status_line("tracing the model") as report:
         traced = read_model(request)
         report("finding its axes and layers")
         training = training_of(traced, demands)
@@ -267,7 +267,7 @@ def _tell_findings(traced: TracedModel, training: Training, request: Request) ->
     """Print notes about a model before the search for its plan."""
     graph = traced.graph
     for note in traced.notes or ():
-        tell_note(note)
+        print_note(note)
     note_own_choices(graph)
     note_own_gradients(graph)
     note_optimizer(traced.optimizer)
@@ -297,17 +297,17 @@ def scripted(
         precision, rows = request.constraints.precision, rows_at_once(request.constraints)
         question = _question(request.model, request.arguments, precision, rows)
         question.forget(cache_of(uses_cache=True))
-        tell_note(f"planned again without the cache: {changed.found}")
+        print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
         why = "its code has to stand in its caller's"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise
-        tell_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
+        print_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
         return scripted(replace(request, constraints=rest), destination, plans=plans)
     for note in made.notes:
-        tell_note(note)
+        print_note(note)
     return found, made.text
 
 
@@ -345,7 +345,7 @@ def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | Non
         why = error.found
     except Exception as error:  # the model may raise anything on CPUs
         why = f"{type(error).__name__}: {error}"
-    tell_note(f"the plan could not be verified on the CPUs here: {why}")
+    print_note(f"the plan could not be verified on the CPUs here: {why}")
     return None
 
 

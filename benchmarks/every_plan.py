@@ -38,7 +38,7 @@ from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
-from autopar.planner.profile.profile import ProfileRequest, place_at_hand, profile
+from autopar.planner.profile.profile import ProfileRequest, local_device, profile
 from benchmarks.every_plan_ranks import RANKS, step_seconds
 from benchmarks.profile_truth import Case, Known, known
 from benchmarks.validation.scoring import kendall_tau
@@ -169,7 +169,7 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
         op_seconds=budget_seconds / 10,
     )
     found = profile(subject.graph, subject.axes, subject.layers, request).measured
-    place = place_at_hand()
+    place = local_device()
     net = measure_net(
         device_name=place.device.name,
         device=place.torch_name,

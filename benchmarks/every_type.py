@@ -22,7 +22,7 @@ from tests.field.cells import KINDS as FIELD_KINDS
 from tests.field.cells import Kind, Subject
 from tests.field.libraries import kinds_of, subject_of
 from tests.field.models.any_type import TASKS
-from tests.field.trial import Cell, Verdict, cell
+from tests.field.trial import Cell, ExitReason, cell
 
 RESULTS = Path(__file__).parent / "results" / "every_type.md"
 CELLS = RESULTS.with_suffix(".jsonl")
@@ -72,7 +72,7 @@ def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[Place, 
     plain, cached = subject_of(task, kind), subject_of(task, kind, cache=True)
     fault = _fault(plain)
     if fault:
-        yield (task, kind, NOT_MADE), Cell(verdict=Verdict.REFUSED, detail=fault)
+        yield (task, kind, NOT_MADE), Cell(verdict=ExitReason.REFUSED, detail=fault)
         return
     again = plain if _fault(cached) else cached
     for name in names:
@@ -102,7 +102,7 @@ def kept_cells() -> Mapping[Place, Cell]:
     for line in CELLS.read_text(encoding="utf-8").splitlines() if CELLS.exists() else ():
         row = json.loads(line)
         task, kind, name = row.pop("place")
-        found[task, kind, name] = Cell(**{**row, "verdict": Verdict(row["verdict"])})
+        found[task, kind, name] = Cell(**{**row, "verdict": ExitReason(row["verdict"])})
     return found
 
 

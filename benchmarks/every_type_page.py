@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeAlias
 
-from tests.field.trial import Cell, Verdict
+from tests.field.trial import Cell, ExitReason
 
 Place: TypeAlias = tuple[str, str, str]  # task, type, kind of plan
 NOT_MADE = "not made"
 _LEAST_SHARE = 0.6
-_OTHERS = (Verdict.REFUSED, Verdict.TOLD, Verdict.WRONG)
+_OTHERS = (ExitReason.REFUSED, ExitReason.TOLD, ExitReason.WRONG)
 
 
 def page(cells: Mapping[Place, Cell]) -> str:
@@ -35,9 +35,9 @@ def page(cells: Mapping[Place, Cell]) -> str:
         "refused | told | wrong |",
         f"|---|--:|{'--:|' * len(kinds)}--:|--:|--:|",
         *(_row(task, cells, kinds) for task in tasks),
-        *_reasons("Refused", cells, Verdict.REFUSED),
-        *_reasons("Told by `autopar plan`", cells, Verdict.TOLD),
-        *_reasons("Wrong", cells, Verdict.WRONG),
+        *_reasons("Refused", cells, ExitReason.REFUSED),
+        *_reasons("Told by `autopar plan`", cells, ExitReason.TOLD),
+        *_reasons("Wrong", cells, ExitReason.WRONG),
         *_not_made(cells),
     ]
     return "\n".join(told) + "\n"
@@ -58,14 +58,14 @@ def _count(cells: Sequence[Cell], *, of: int) -> str:
     """Return how many are equal, and of how many where not all types were run so."""
     if not cells:
         return "–"
-    equal = [one for one in cells if one.verdict is Verdict.EQUAL]
+    equal = [one for one in cells if one.verdict is ExitReason.EQUAL]
     shares = [one.divided for one in equal if one.divided is not None]
     divided = sum(share >= _LEAST_SHARE for share in shares)
     count = str(len(equal)) if len(cells) == of else f"{len(equal)} of {len(cells)}"
     return f"{count} ({divided})" if shares else count
 
 
-def _reasons(title: str, cells: Mapping[Place, Cell], verdict: Verdict) -> Iterator[str]:
+def _reasons(title: str, cells: Mapping[Place, Cell], verdict: ExitReason) -> Iterator[str]:
     """Yield each reason once, with the types and kinds that it is told of."""
     found = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
     for (task, kind, name), one in cells.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.field_trial_page import Cells, page
 from tests.field.cells import KINDS, SUBJECTS
-from tests.field.trial import Cell, Verdict, cell
+from tests.field.trial import Cell, ExitReason, cell
 
 RESULTS = Path(__file__).parent / "results" / "field_trial.md"
 CELLS = RESULTS.with_suffix(".jsonl")
@@ -54,7 +54,7 @@ def kept_cells() -> Cells:
         row = json.loads(line)
         subject, kind = row.pop("subject"), row.pop("kind")
         if subject in SUBJECTS and kind in KINDS:
-            found[subject, kind] = Cell(**{**row, "verdict": Verdict(row["verdict"])})
+            found[subject, kind] = Cell(**{**row, "verdict": ExitReason(row["verdict"])})
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.field.cells import AWKWARD, FAMILIES, KINDS
-from tests.field.trial import HALF_TOLERANCE, STEPS, TOLERANCE, Cell, Verdict
+from tests.field.trial import HALF_TOLERANCE, STEPS, TOLERANCE, Cell, ExitReason
 
 Cells = Mapping[tuple[str, str], Cell]
 
@@ -15,7 +15,7 @@ REAL_SPLIT = 0.6  # of the matrix FLOPs
 def page(cells: Cells) -> str:
     """Return the page of the cells that are there."""
     reasons = list(
-        dict.fromkeys(c.detail for c in cells.values() if c.verdict is not Verdict.EQUAL)
+        dict.fromkeys(c.detail for c in cells.values() if c.verdict is not ExitReason.EQUAL)
     )
     lines = [
         "# Field trial: models that nobody here wrote",
@@ -52,7 +52,7 @@ def _table(subjects: Sequence[str], cells: Cells, reasons: Sequence[str]) -> Ite
 def _shown(cell: Cell | None, reasons: Sequence[str]) -> str:
     if cell is None:
         return ""
-    if cell.verdict is not Verdict.EQUAL:
+    if cell.verdict is not ExitReason.EQUAL:
         return f"{cell.verdict} {reasons.index(cell.detail) + 1}"
     share = "" if cell.divided is None else f" ({cell.divided:.0%})"
     return f"{cell.detail}{share}"
@@ -61,14 +61,14 @@ def _shown(cell: Cell | None, reasons: Sequence[str]) -> str:
 def _counts(subjects: Sequence[str], cells: Cells) -> Iterator[str]:
     yield "| | equal | refused | told | wrong | really split |"
     yield "|---|--:|--:|--:|--:|--:|"
-    totals = dict.fromkeys(Verdict, 0)
+    totals = dict.fromkeys(ExitReason, 0)
     for kind in KINDS:
         own = [cells[s, kind] for s in subjects if (s, kind) in cells]
-        counts = {verdict: sum(c.verdict is verdict for c in own) for verdict in Verdict}
+        counts = {verdict: sum(c.verdict is verdict for c in own) for verdict in ExitReason}
         totals = {verdict: totals[verdict] + count for verdict, count in counts.items()}
         split = ""
         if KINDS[kind].tensor is not None and own:
-            real = [c for c in own if c.verdict is Verdict.EQUAL and _is_split(c)]
+            real = [c for c in own if c.verdict is ExitReason.EQUAL and _is_split(c)]
             split = f"{len(real)} of {len(own)}"
         yield f"| {kind} | " + " | ".join(map(str, counts.values())) + f" | {split} |"
     yield "| all | " + " | ".join(map(str, totals.values())) + " | |"

@@ -37,7 +37,7 @@ from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.profile import (
     ProfileRequest,
     as_in_training,
-    place_at_hand,
+    local_device,
     profile,
 )
 from autopar.planner.trace import trace
@@ -169,7 +169,7 @@ def predicted(subject: Known, measured: MeasuredFile | None) -> Prediction:
 
 def steps(known_: Known) -> list[tuple[float, float]]:
     """Run training steps; return each one's seconds of the thread and of the wall."""
-    with as_in_training(place_at_hand(), Precision.FP32):
+    with as_in_training(local_device(), Precision.FP32):
         torch.set_num_threads(1)
         subject = build(known_.model_file, device="cpu", dtype=None, batch_size=known_.case.batch)
         optimizer = torch.optim.AdamW(subject.step.parameters(), fused=True)

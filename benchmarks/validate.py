@@ -15,7 +15,7 @@ import typer
 import autopar
 from autopar.cli import main
 from autopar.command_line import Command
-from autopar.console import reported, results
+from autopar.console import results, status_line
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.files import check_writable, refuse_others, write_whole
 from benchmarks.validation.outcome import validate_rows
@@ -47,7 +47,7 @@ def validate(
         check_writable(output)
         refuse_others(output, beginning=predictions_csv(()))
     rows = read_tables(tables)
-    with reported("predicting") as say:
+    with status_line("predicting") as say:
         outcomes, skipped = validate_rows(
             rows,
             zoo_folder(),

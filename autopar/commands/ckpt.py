@@ -21,7 +21,7 @@ from autopar.checkpoints import (
     whole_checkpoint,
 )
 from autopar.command_line import Command, CommandGroup
-from autopar.console import print_json, progress, results, tell_note
+from autopar.console import print_json, print_note, progress, results
 from autopar.pages.other_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode, InputError
 from autopar.runtime.ranks.locations import Location, location
@@ -110,7 +110,7 @@ def export_checkpoint(
         checkpoint = whole_checkpoint(location(folder))
         weights = export_weights(checkpoint, to)
     if weights.rounded:
-        tell_note(
+        print_note(
             f"{', '.join(weights.rounded[:4])}: the training had these only in 16 bits, so they "
             "are exported rounded; the script's own --export does not round them"
         )

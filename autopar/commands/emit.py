@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
-from autopar.console import results, tell_note
+from autopar.console import print_note, results
 from autopar.options import CACHE
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.files import refuse_replacing, write_whole
@@ -82,7 +82,7 @@ def emit_script(
     made = script_of(found, path, folder=beside, uses_cache=cache)
     write_whole(path, made.text, what="the script")
     for note in made.notes:
-        tell_note(note)
+        print_note(note)
     results().print(f"Written: {path}", soft_wrap=True)
 
 

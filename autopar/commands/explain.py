@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from autopar.console import print_json, reported, results
+from autopar.console import print_json, results, status_line
 from autopar.options import CACHE, whole
 from autopar.pages.explanation_page import (
     analysis_page,
@@ -160,7 +160,7 @@ def _why_not(
 
     def solved(_: StoredPlan, constraints: Constraints) -> RunnerUp | str:
         model = traced()
-        with reported("solving the other plan"):
+        with status_line("solving the other plan"):
             return solve_point(model, constraints, measured=measured)
 
     return why_not(plan, pins, solved)

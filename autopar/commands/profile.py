@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from autopar.console import print_json, reported, results
+from autopar.console import print_json, results, status_line
 from autopar.options import ARG, MODEL, seconds, whole
 from autopar.pages.other_pages import profile_page, profile_summary
 from autopar.planner.axes.infer import infer_axes
@@ -25,7 +25,7 @@ from autopar.planner.profile.measured import (
     write_measurements,
 )
 from autopar.planner.profile.net import measure_net
-from autopar.planner.profile.profile import ProfileRequest, place_at_hand
+from autopar.planner.profile.profile import ProfileRequest, local_device
 from autopar.planner.profile.profile import profile as measure_ops
 from autopar.planner.trace import trace
 
@@ -79,14 +79,14 @@ def profile(
     check_writable(output)
     before = read_measurements(output) if output.exists() else MeasuredFile()
     model_file = load_model_file(model, arg or ())
-    with reported("tracing the model") as report:
+    with status_line("tracing the model") as report:
         graph = trace(model_file, precision=request.precision)
         axes = infer_axes(graph)
         profiled = measure_ops(graph, axes, find_layers(graph, axes), request, report=report)
         found = profiled.measured
         if net:
             report("measuring collectives")
-            place = place_at_hand()
+            place = local_device()
             link = measure_net(
                 device_name=place.device.name,
                 device=place.torch_name,

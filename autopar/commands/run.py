@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from autopar.commands.emit import PLAN
-from autopar.console import print_json, results, tell_note
+from autopar.console import print_json, print_note, results
 from autopar.options import whole
 from autopar.pages.other_pages import time_text
 from autopar.pages.plan_page import plain_table
@@ -22,7 +22,7 @@ from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.launching import (
     End,
-    check_meeting_place,
+    check_rendezvous,
     recorded,
     script_help,
     torchrun_text,
@@ -54,12 +54,12 @@ from autopar.runs.run_record import (
     as_data,
     awaited,
     left_in,
-    made_ahead,
     own_process,
     planned_again,
+    planned_in_advance,
     read_record,
+    relative_to_folder,
     runs_in,
-    told_from,
 )
 from autopar.runtime.texts import masked
 
@@ -112,7 +112,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
     try:
         return last_step(last_lines(metrics)) or {}
     except InputError as error:
-        tell_note(error.found)
+        print_note(error.found)
         return {}
 
 
@@ -214,7 +214,7 @@ def run(
     chosen = _chosen(plan, script, gpus, nodes)
     if not {"-h", "--help"}.isdisjoint(given):
         raise typer.Exit(script_help(chosen.script))
-    check_meeting_place(nodes)
+    check_rendezvous(nodes)
     place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
     refuse_named_as_file(place, option="--runs")
     folder = place / run_name(chosen.plan, place, name)
@@ -283,7 +283,7 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
             f"--script is for the {ranks} devices of the plan, and --gpus says {devices}",
             fix="leave one of them out",
         )
-    ahead = made_ahead(found, devices)
+    ahead = planned_in_advance(found, devices)
     found = found if ahead is None else ahead
     found.refuse_another_plan()
     return found
@@ -341,8 +341,8 @@ def _record(
         plan=arrangement_words(plan.arrangement),
         predicted_step_seconds=plan.prediction.step_seconds,
         command=command,
-        checkpoints=None if start is None else told_from(folder, start.checkpoints),
-        metrics=told_from(folder, metrics),
+        checkpoints=None if start is None else relative_to_folder(folder, start.checkpoints),
+        metrics=relative_to_folder(folder, metrics),
         goes_on_from=None if goes_on is None else masked(str(goes_on)),
         host=host,
         process=process,
@@ -374,7 +374,7 @@ def _tell_start(
 def _tell_end(end: End, folder: Path) -> None:
     """Print how a run ended, as the last line, and exit with its code."""
     if end.leftovers:
-        tell_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
+        print_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
     if end.state is RunState.FAILED:
         raise TrainingFailedError(
             end.why or "the training failed",

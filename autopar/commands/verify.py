@@ -24,7 +24,7 @@ from autopar.codegen.proof.verification import (
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.codegen.subject import subject_of
 from autopar.commands.emit import MODEL, PLAN
-from autopar.console import print_json, progress, results, tell_note
+from autopar.console import print_json, print_note, progress, results
 from autopar.notes import note_parts_apart
 from autopar.options import ARG, CACHE, difference, whole
 from autopar.pages.plan_page import plain_table
@@ -96,7 +96,7 @@ def verify_plan(
             given = _carried_over(given, large, found, folder, Path(name))
         check_fits(found, memory_bytes())
         if found.step_flops > MANY_FLOPS:
-            tell_note(
+            print_note(
                 f"a step computes about {found.step_flops / 1e12:,.0f} TFLOP, on CPUs and in "
                 "float64: verify a smaller model instead (--arg; see build_model in the model file)"
             )
@@ -149,7 +149,7 @@ def _smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
         more = ", …" * (len(smaller.unlike) > _MOST_SHOWN)
         shown = ", ".join(smaller.unlike[:_MOST_SHOWN]) + more
         alike = f"only the given plan splits {shown}"
-    tell_note(
+    print_note(
         f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
         f"degrees: {arrangement_words(arranged)}; {alike}"
     )
@@ -194,7 +194,7 @@ def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
     if comparison.half is not None:
         _tell_half(comparison.half)
     for note in comparison.notes:
-        tell_note(note)
+        print_note(note)
     losses = ", ".join(f"{loss:.6f}" for loss in comparison.losses)
     results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}")
 

@@ -30,7 +30,7 @@ from autopar.runtime.ranks.mesh import stop_with_parent
 from autopar.runtime.ranks.metrics import Event
 
 
-def check_meeting_place(nodes: Nodes) -> None:
+def check_rendezvous(nodes: Nodes) -> None:
     """Raise InputError if the first machine is not found, or its port is in use.
 
     torchrun would search a missing host for minutes, and report a port in use with a traceback.

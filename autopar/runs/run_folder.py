@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from autopar.console import tell_note
+from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import refuse_in_checkpoint, write_whole
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
@@ -166,7 +166,7 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        own = claim(folder, note=tell_note) if nodes.rank == 0 else None
+        own = claim(folder, note=print_note) if nodes.rank == 0 else None
     except TakenError as error:
         raise RunningError(
             f"the run {folder.name} is still running ({error.holder})",

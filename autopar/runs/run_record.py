@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.codegen.script.render import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.script.render import is_of_another_plan, is_unchanged
-from autopar.console import tell_note
+from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_whole
 from autopar.planner.model.model_file import model_path
@@ -119,7 +119,7 @@ def own_process() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
-def told_from(folder: Path, place: Location) -> str:
+def relative_to_folder(folder: Path, place: Location) -> str:
     """Return a path relative to the record's folder if it is inside."""
     if isinstance(place, Path) and folder in place.parents:
         return str(place.relative_to(folder))
@@ -166,7 +166,7 @@ def _runs_in(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
         try:
             record = read_record(path) if path.is_dir() else None
         except AutoparError as error:
-            tell_note(f"{path.name} is left out: {str(error).splitlines()[0]} ({error.where})")
+            print_note(f"{path.name} is left out: {str(error).splitlines()[0]} ({error.where})")
             continue
         if record is not None:
             yield path, record
@@ -223,7 +223,7 @@ class PlanToTrain:
             write_plan(self.plan, self.file)
 
 
-def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
+def planned_in_advance(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
     """Return a plan of the same training for so many devices that was made in advance, or None.
 
     Its folder has the plan's name with the number of devices: `out-4` beside `out`.
@@ -231,7 +231,7 @@ def made_ahead(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
     folder = _ahead(trained, devices)
     found = _written_in(folder)
     if found is not None and (unlike := _differences(trained, devices, found)):
-        tell_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
+        print_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
         return None
     return found
 
@@ -246,7 +246,7 @@ def left_in(folder: Path, trained: PlanToTrain, devices: int, machines: int) -> 
 
 def awaited(trained: PlanToTrain, devices: int, folder: Path, machines: int) -> PlanToTrain:
     """Wait for the first machine's plan in the run's folder, and return it."""
-    tell_note(f"waiting for the plan for {devices} devices that the first machine makes")
+    print_note(f"waiting for the plan for {devices} devices that the first machine makes")
     until = time.monotonic() + _LONGEST_SECONDS
     while time.monotonic() < until:
         if (found := left_in(folder, trained, devices, machines)) is not None:
@@ -309,7 +309,7 @@ def planned_again(
     resized = resized_constraints(plan, devices)
     if resized.dropped:
         told = ", ".join(map(str, resized.dropped))
-        tell_note(f"dropped from the constraints of the plan for --gpus {devices}: {told}")
+        print_note(f"dropped from the constraints of the plan for --gpus {devices}: {told}")
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.planner.cluster.cluster import Device
-from autopar.planner.profile.profile import place_at_hand
+from autopar.planner.profile.profile import local_device
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.report import Cell, Row
 from benchmarks.on_gpu.timing import median_seconds
@@ -50,7 +50,7 @@ def ops(context: Context) -> Iterator[Row]:
 
 
 def _timed_group(name: str, divided: int, device: str) -> list[dict[str, Cell]]:
-    sheet = place_at_hand().device
+    sheet = local_device().device
     found = []
     for kernel in GROUPS[name](divided, device):
         try:

@@ -25,7 +25,7 @@ from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.profile.profile import ProfileRequest, place_at_hand, profile
+from autopar.planner.profile.profile import ProfileRequest, local_device, profile
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace
@@ -92,7 +92,7 @@ def planned_by_profile(case: Case, device: str, seconds: float) -> Planned:
 
 def device_here() -> str:
     """Return what the planner calls the device at hand."""
-    return place_at_hand().device.name
+    return local_device().device.name
 
 
 def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:

@@ -16,7 +16,7 @@ from autopar.codegen.forward.ops.special_ops import PrintedPlace, base_name, giv
 from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
 from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.reading.split import parts_of_dim
-from autopar.codegen.forward.scope import AtHand
+from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
     Binding,
     Expression,
@@ -39,7 +39,7 @@ from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.table import kind_of, rule_of
 
 
-def rewritten(op: Op, body: AtHand) -> SourceForm | None:
+def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
     """Return the special form of an op under its split, or None if the usual form is correct."""
     split = body.split
     rule = rule_of(op.target)
@@ -62,7 +62,7 @@ def rewritten(op: Op, body: AtHand) -> SourceForm | None:
     return None
 
 
-def _squeezed(op: Op, body: AtHand) -> SourceForm:
+def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
     """Name the squeezed dims, because another dim may have size one on a rank."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
@@ -72,25 +72,25 @@ def _squeezed(op: Op, body: AtHand) -> SourceForm:
     return method(body.inputs(op)[0], "squeeze", dims[0] if len(dims) == 1 else joined(tuple(dims)))
 
 
-def _is_whole_numbered(op: Op, body: AtHand) -> bool:
+def _is_whole_numbered(op: Op, body: AvailableValues) -> bool:
     return body.graph.tensors[op.inputs[0]].is_whole_numbered
 
 
-def _histogram(op: Op, body: AtHand) -> SourceForm:
+def _histogram(op: Op, body: AvailableValues) -> SourceForm:
     """Count integers as floats, which every device supports."""
     borders = tuple((key, body.plain_size(op.argument(key))) for key in ("bins", "min", "max"))
     counted = call("torch.histc", method(body.inputs(op)[0], "float"), keywords=borders)
     return method(counted, "to", text(f"torch.{body.graph.tensors[op.outputs[0]].dtype}"))
 
 
-def _are_alike(op: Op, body: AtHand) -> bool:
+def _are_alike(op: Op, body: AvailableValues) -> bool:
     """Whether all parts have one size, so that `chunk` needs only their number on every rank."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
 
 
-def _embedding(op: Op, body: AtHand) -> SourceForm:
+def _embedding(op: Op, body: AvailableValues) -> SourceForm:
     weight, indices = body.inputs(op)
     keywords = _parts(op, body)
     if op.argument("padding_idx") != -1:
@@ -98,7 +98,7 @@ def _embedding(op: Op, body: AtHand) -> SourceForm:
     return call("vocab_parallel_embedding", indices, weight, body.axis, keywords=tuple(keywords))
 
 
-def _bag(op: Op, body: AtHand) -> SourceForm:
+def _bag(op: Op, body: AvailableValues) -> SourceForm:
     given = dict(zip(op.inputs, body.inputs(op), strict=True))
     mode, offsets = op.argument("mode"), op.argument("offsets")
     weight, indices = op.argument("weight"), op.argument("indices")
@@ -127,7 +127,7 @@ def _bag(op: Op, body: AtHand) -> SourceForm:
 _IGNORED = -100  # F.cross_entropy's default
 
 
-def _loss(op: Op, body: AtHand) -> SourceForm:
+def _loss(op: Op, body: AvailableValues) -> SourceForm:
     logits, target, *_ = body.inputs(op)
     if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # dim 1 has the classes
         logits = method(logits, "movedim", literal(1), literal(-1))
@@ -144,12 +144,12 @@ def _loss(op: Op, body: AtHand) -> SourceForm:
     return call("vocab_parallel_cross_entropy", logits, target, body.axis, keywords=tuple(keywords))
 
 
-_SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AtHand], SourceForm]] = MappingProxyType(
+_SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AvailableValues], SourceForm]] = MappingProxyType(
     {OpKind.LOOKUP: _embedding, OpKind.BAG: _bag, OpKind.CROSS_ENTROPY: _loss}
 )
 
 
-def part_of_mean(op: Op, mean: SourceForm, body: AtHand) -> SourceForm:
+def part_of_mean(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
     """Return a mean; over a split dim, multiplied by the rank's share of the dim.
 
     The weighted means of all ranks add up to the mean of the whole. Partial sums instead would be
@@ -167,14 +167,14 @@ def part_of_mean(op: Op, mean: SourceForm, body: AtHand) -> SourceForm:
     return binary(mean, "*", share, Binding.PRODUCT)
 
 
-def _parts(op: Op, body: AtHand) -> list[tuple[str, Expression]]:
+def _parts(op: Op, body: AvailableValues) -> list[tuple[str, Expression]]:
     """Return how the vocabulary of an op's first input is cut, unless evenly."""
     layout = body.split.need(op, 0)
     dim = body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis
     return [] if body.sizes.are_even(*dim) else [("parts", body.sizes.listed(*dim))]
 
 
-def late_bias(op: Op, body: AtHand) -> str | None:
+def late_bias(op: Op, body: AvailableValues) -> str | None:
     """Return the bias of a row-parallel linear, if it may be added after the sum of partials.
 
     Added after the sum, the bias counts once; before it, only one rank could add the bias. The
@@ -222,7 +222,7 @@ def _counts_from_zero(op: Op) -> bool:
     return kind_of(op) is OpKind.RANGE and is_whole
 
 
-class BodyBuilder(AtHand):
+class BodyBuilder(AvailableValues):
     """Builds the body of a call from its ops; incoming values are bound first."""
 
     def __init__(

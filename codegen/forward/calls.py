@@ -9,12 +9,12 @@ from autopar.codegen.forward.opening.opening import is_changed, is_split_random
 from autopar.codegen.forward.reading.forward_source import as_tuple, is_mapping, pairs
 from autopar.codegen.forward.reading.modules import (
     Imported,
-    functions_at_hand,
     is_free,
     is_number,
+    named_functions,
     size_reading_functions,
 )
-from autopar.codegen.forward.scope import AtHand, NeedsInlineError
+from autopar.codegen.forward.scope import AvailableValues, NeedsInlineError
 from autopar.codegen.text.expressions import (
     Expression,
     LocalTensor,
@@ -53,7 +53,7 @@ def _reject(value: Value) -> Expression:
 def printed_argument(
     value: Value,
     other: Value,
-    body: AtHand,
+    body: AvailableValues,
     *,
     tensor: Callable[[str], Expression],
     rest: Callable[[Value], Expression] = _reject,
@@ -91,7 +91,7 @@ _Needs = dict[str, tuple[str, Layout, Op | None]]
 _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
 
 
-def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Line | None:
+def function_line(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> Line | None:
     """Return the call of a function that runs some ops, or None if they must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
@@ -127,7 +127,7 @@ def _imported(function: FunctionCall) -> Imported:
     return Imported(module=function.module, qualname=function.name, name=function.name)
 
 
-def _reads_sizes(function: FunctionCall, body: AtHand) -> bool:
+def _reads_sizes(function: FunctionCall, body: AvailableValues) -> bool:
     if (function.module, function.name) == LOSS_FUNCTION:
         return True
     return _imported(function) in size_reading_functions(body.split.modules)
@@ -140,11 +140,11 @@ def _has_size(value: Value) -> bool:
     return isinstance(value, Extent) or type(value) is int
 
 
-def _name(function: FunctionCall, body: AtHand) -> str:
+def _name(function: FunctionCall, body: AvailableValues) -> str:
     """Return a function's name in the script, or "" if it cannot be imported."""
     if (function.module, function.name) == LOSS_FUNCTION:
         return LOSS
-    known, place = functions_at_hand(body.split.modules), _imported(function)
+    known, place = named_functions(body.split.modules), _imported(function)
     others = [one for one in known if one.name == place.name and one != place]
     is_taken = others or place.name in (*body.arguments.values(), *body.unpacked)
     return place.name if place in known and not is_taken and is_free(place.name) else ""
@@ -161,7 +161,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
     return [item for _, item in pairs(value)] if isinstance(value, Mapped) else value
 
 
-def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
+def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> bool:
     """Whether the unchanged function does on this rank what its ops are planned to do."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
@@ -184,7 +184,7 @@ def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AtHand)
     return read_outside <= set(refs(function.result))
 
 
-def _is_special(op: Op, body: AtHand) -> bool:
+def _is_special(op: Op, body: AvailableValues) -> bool:
     """Whether an op needs a special form that the function does not have."""
     return (
         is_changed(op, body.split)
@@ -196,7 +196,7 @@ def _is_special(op: Op, body: AtHand) -> bool:
     )
 
 
-def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | None:
+def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> _Needs | None:
     """Return for each argument the tensor to pass, its layout, and an op that reads it.
 
     An argument that no op reads only gives a dtype, a device, or a size, so any similar tensor
@@ -231,7 +231,7 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | 
     return found
 
 
-def _like(name: str, body: AtHand, *, needs_sizes: bool) -> str | None:
+def _like(name: str, body: AvailableValues, *, needs_sizes: bool) -> str | None:
     """Return an available value with a tensor's dtype, and with its sizes if these matter."""
     tensors = body.graph.tensors
     if name not in tensors:
@@ -243,7 +243,9 @@ def _like(name: str, body: AtHand, *, needs_sizes: bool) -> str | None:
     return None
 
 
-def _function_argument(value: Value, needs: _Needs, body: AtHand, other: Value) -> Expression:
+def _function_argument(
+    value: Value, needs: _Needs, body: AvailableValues, other: Value
+) -> Expression:
     def tensor(name: str) -> Expression:
         own, layout, reader = needs[name]
         return LocalTensor(own, layout) if reader is None else body.value(own, layout, reader)
@@ -251,7 +253,7 @@ def _function_argument(value: Value, needs: _Needs, body: AtHand, other: Value) 
     return printed_argument(value, other, body, tensor=tensor)
 
 
-def _function_pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
+def _function_pattern(value: Value, made: set[str], body: AvailableValues) -> Pattern:
     if isinstance(value, Ref):
         is_new = value.tensor in made and value.tensor in body.graph.tensors
         return LocalTensor(value.tensor, body.split.made(value.tensor)) if is_new else None
@@ -260,7 +262,7 @@ def _function_pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
     return None
 
 
-def call_line(unit: str, body: AtHand) -> Line:
+def call_line(unit: str, body: AvailableValues) -> Line:
     """Return the line that calls a module or an autograd Function."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
@@ -289,7 +291,7 @@ def call_line(unit: str, body: AtHand) -> Line:
     )
 
 
-def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
+def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
     """Yield a call's arguments, except defaults and unread ones; positional ones are named ""."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
@@ -306,7 +308,7 @@ def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
             yield name, value
 
 
-def _target(unit: str, body: AtHand) -> SourceForm:
+def _target(unit: str, body: AvailableValues) -> SourceForm:
     """Return the callee: a module of the owner, or an autograd Function by its name."""
     record = body.graph.calls[unit]
     if not record.is_function:
@@ -329,7 +331,7 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
     )
 
 
-def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
+def _is_left_out(name: str, value: Value, unit: str, body: AvailableValues) -> bool:
     """Whether a keyword argument may be left out: it is the default, or training does not need it.
 
     Training does not need empty caches for later calls, nor arguments that the module's printed
@@ -346,7 +348,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
     return is_opened and is_number(value)  # its printed code contains the number
 
 
-def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression:
+def _argument(value: Value, unit: str, body: AvailableValues, other: Value) -> Expression:
     return printed_argument(
         value,
         other,
@@ -356,7 +358,7 @@ def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression
     )
 
 
-def _object(value: Value, unit: str, body: AtHand) -> Expression:
+def _object(value: Value, unit: str, body: AvailableValues) -> Expression:
     """Print a string, or an object: a module of the owner by its path, any other one as None."""
     if is_mapping(value):
         raise NeedsInlineError(unit, reason="a mapping that is no dict")
@@ -372,7 +374,7 @@ def _object(value: Value, unit: str, body: AtHand) -> Expression:
     return literal(value)
 
 
-def _handed(tensor: str, unit: str, body: AtHand) -> Expression:
+def _handed(tensor: str, unit: str, body: AvailableValues) -> Expression:
     origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
     if origin is None:  # the loss does not depend on it, so it is not computed
         if unit not in body.opening.opened:
@@ -383,7 +385,7 @@ def _handed(tensor: str, unit: str, body: AtHand) -> Expression:
     return body.value(tensor, body.opening.entry(unit, tensor))
 
 
-def _pattern(value: Value, unit: str, body: AtHand) -> Pattern:
+def _pattern(value: Value, unit: str, body: AvailableValues) -> Pattern:
     if isinstance(value, Ref):
         maker = body.graph.index.made_by.get(value.tensor)
         if maker is None or not body.tree.is_inside(maker, unit):

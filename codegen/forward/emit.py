@@ -25,7 +25,7 @@ from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.opening.opening import Opening, splits_rows, with_own_rows
 from autopar.codegen.forward.reading.forward_source import LOSS, ROOT, CallTree, call_tree, is_plain
-from autopar.codegen.forward.reading.modules import Imported, functions_at_hand, is_free
+from autopar.codegen.forward.reading.modules import Imported, is_free, named_functions
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.forward.scope import NeedsInlineError
 from autopar.codegen.forward.stages import printed_stages
@@ -158,7 +158,7 @@ def _open(split: SplitGraph, tree: CallTree, places: dict[str, int], state: _Sta
 
 def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
     """Yield the functions of the model's files that the printed sources call."""
-    for one in sorted(functions_at_hand(split.modules)):
+    for one in sorted(named_functions(split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
         if is_free(one.name) and any(map(called.search, sources)):
             yield one

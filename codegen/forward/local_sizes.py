@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
 from autopar.codegen.forward.reading.split import parts_of_dim
-from autopar.codegen.forward.scope import AtHand
+from autopar.codegen.forward.scope import AvailableValues
 from autopar.codegen.text.expressions import (
     Binding,
     Expression,
@@ -28,7 +28,7 @@ from autopar.planner.rules.signature import Dim, FlattenedDims, leaves, product,
 from autopar.planner.rules.table import kind_of, rule_of
 
 
-def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
+def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> SourceForm:
     """Return the sizes of a view or expand: -1 as in the model, others from shapes if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
@@ -63,22 +63,22 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: AtHand) -> SourceForm:
     return joined(tuple(shown))
 
 
-def _computed(size: Wanted, body: AtHand) -> Expression:
+def _computed(size: Wanted, body: AvailableValues) -> Expression:
     return body.sizes.local(size) if size.axis else body.sizes.whole(size.extent, size.other)
 
 
-def _numbers(op: Op, body: AtHand) -> tuple[tuple[str, int | float], ...]:
+def _numbers(op: Op, body: AvailableValues) -> tuple[tuple[str, int | float], ...]:
     if op.call not in body.graph.calls:
         return ()
     module = body.split.modules.get(body.graph.calls[op.call].path)
     return module.numbers if module is not None else ()
 
 
-def _owner(op: Op, body: AtHand) -> str:
+def _owner(op: Op, body: AvailableValues) -> str:
     return "self" + body.owner.steps(body.graph.calls[op.call].path)
 
 
-def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
+def local_arguments(op: Op, body: AvailableValues) -> dict[str, Expression]:
     """Return the arguments that are smaller on a rank: groups, repetitions, bounds, sizes."""
     split = body.split
     own = split.ops.get(op.name)
@@ -97,7 +97,7 @@ def local_arguments(op: Op, body: AtHand) -> dict[str, Expression]:
     return _local_cut(op, layout, body)
 
 
-def _local_groups(op: Op, groups: int, body: AtHand) -> Expression:
+def _local_groups(op: Op, groups: int, body: AvailableValues) -> Expression:
     """Return a rank's number of groups of channels; ranks may differ."""
     split = body.split
     channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
@@ -110,7 +110,7 @@ def _local_groups(op: Op, groups: int, body: AtHand) -> Expression:
     return call("local_size", printed, body.axis)
 
 
-def _local_cut(op: Op, layout: Layout, body: AtHand) -> dict[str, Expression]:
+def _local_cut(op: Op, layout: Layout, body: AvailableValues) -> dict[str, Expression]:
     split, rule = body.split, rule_of(op.target)
 
     def size_of_output(tensor: str) -> Expression:
@@ -130,7 +130,7 @@ def _local_cut(op: Op, layout: Layout, body: AtHand) -> dict[str, Expression]:
     return {key: joined(sizes) if isinstance(op.argument(key), tuple) else sizes[0]}
 
 
-def _local_repeats(op: Op, body: AtHand) -> dict[str, Expression]:
+def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
     """Return how often a dim is repeated on a rank: the repetitions may be split."""
     split = body.split
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
@@ -166,7 +166,7 @@ def _is_split(dim: Dim, axis: str, count: Extent) -> bool:
     return size_of(dim) == count and any(leaf.name == axis for leaf in leaves(dim))
 
 
-def _unflattened(op: Op, body: AtHand) -> SourceForm:
+def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     """Print -1 for the split size, even if the model has -1 for another."""
     given = op.argument("sizes")
     assert isinstance(given, tuple)
@@ -183,7 +183,7 @@ def _unflattened(op: Op, body: AtHand) -> SourceForm:
     return joined(tuple(shown))
 
 
-def _local_bound(op: Op, key: str, layout: Layout, body: AtHand) -> Expression:
+def _local_bound(op: Op, key: str, layout: Layout, body: AvailableValues) -> Expression:
     """Return a rank's bound of a slice in a fused dim, whose parts are cut evenly."""
     bound = whole_number(op.argument(key))
     if bound >= 2**62:

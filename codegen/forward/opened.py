@@ -65,7 +65,7 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
     return builder.value(tensor, WHOLE if tensor == builder.graph.loss else need)
 
 
-def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
+def store_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
     """Add a line that stores the outputs for evaluations; return the parts that are unavailable.
 
     A forward that includes the loss returns only the loss.

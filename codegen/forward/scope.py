@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.ops import arguments as conversions
-from autopar.codegen.forward.ops.sizes import SizesAtHand
+from autopar.codegen.forward.ops.sizes import ReadableSizes
 from autopar.codegen.forward.reading.author_names import attributes_given, caller
 from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.reading.modules import Container
@@ -193,7 +193,7 @@ class Owner:
         return None
 
 
-class AtHand:
+class AvailableValues:
     """The values that a call's code has so far, and access to its module's tensors."""
 
     def __init__(
@@ -209,7 +209,7 @@ class AtHand:
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
         self.axis = text(axis)
-        self.sizes = SizesAtHand(self.split, self.axis)
+        self.sizes = ReadableSizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}
         self.same: dict[
             LocalTensor, LocalTensor

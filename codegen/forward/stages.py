@@ -26,7 +26,7 @@ from autopar.codegen.forward.opened import (
     OpenedClass,
     StageClass,
     returned,
-    show_outputs,
+    store_outputs,
 )
 from autopar.codegen.forward.opening.cutting import Cutter, StagePiece
 from autopar.codegen.forward.opening.opening import Opening
@@ -284,7 +284,7 @@ class _Printer:
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()
-        return show_outputs(builder, self.graph.calls[ROOT].result)
+        return store_outputs(builder, self.graph.calls[ROOT].result)
 
     def _crossing(self, held: LocalTensor) -> CrossingTensor:
         tensor = self.graph.tensors[held.tensor]

@@ -63,7 +63,7 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
     return whole
 
 
-def begins_otherwise(names: Iterable[str]) -> Iterator[str]:
+def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each kind among `names`, the tensors with other initial values."""
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -175,7 +175,7 @@ def compared(
         parameter=largest_of(apart([rank.parameters for rank in ranks], expected.parameters)),
         losses=expected.losses,
         faults=(
-            *begins_otherwise(name for name, apart in initial.items() if apart != 0),
+            *initial_value_faults(name for name, apart in initial.items() if apart != 0),
             *dict.fromkeys(fault for rank in ranks for fault in rank.faults),
             *draw_faults([rank.draws for rank in ranks], expected.draws, axes),
         ),
@@ -240,7 +240,7 @@ def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: Plain
         initial=largest_of(initial),
         loss=times.pop(LOSSES),
         weights=largest_of(times),
-        faults=(*begins_otherwise(name for name, far in initial.items() if far != 0), *types),
+        faults=(*initial_value_faults(name for name, far in initial.items() if far != 0), *types),
     )
 
 

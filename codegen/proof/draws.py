@@ -246,7 +246,7 @@ def draw_faults(
     return tuple(_joined(faults))
 
 
-def drawn_otherwise_again(ranks: Sequence[Sequence[NotedDraw]]) -> tuple[str, ...]:
+def recompute_draw_faults(ranks: Sequence[Sequence[NotedDraw]]) -> tuple[str, ...]:
     """Return a sentence for each layer that draws other numbers when it is recomputed."""
     return tuple(_joined(_drawn_differently(ranks)))
 

@@ -30,7 +30,12 @@ from autopar.planner.plan.telling.words import ADAMW, AdamWDefaults, narrowed_bu
 from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.data.epochs import Dealing, Epochs
 from autopar.runtime.ranks.mesh import start, stop
-from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers, seeded
+from autopar.runtime.ranks.randomness import (
+    cpu_generators_restored,
+    mixed_seed,
+    seed_cpu_generators,
+    seeded,
+)
 from autopar.runtime.weights.plain_model import plain_model
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -67,8 +72,8 @@ def _row(
     dataset: Any, example: Mapping[str, Tensor], place: tuple[int, int], seed: int
 ) -> Mapping[str, Tensor]:
     """Return the model's inputs from a row, with the example's dtypes."""
-    with kept_numbers():
-        seed_numbers(mixed_seed(seed, *place))
+    with cpu_generators_restored():
+        seed_cpu_generators(mixed_seed(seed, *place))
         row = dataset[place[1]]
     return {key: torch.as_tensor(row[key], dtype=one.dtype) for key, one in example.items()}
 

@@ -39,7 +39,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from autopar.codegen.proof.draws import Drawing, NotedDraw, drawn_otherwise_again, settings_of
+from autopar.codegen.proof.draws import Drawing, NotedDraw, recompute_draw_faults, settings_of
 from autopar.codegen.proof.dryrun.rank import FirstStep, run_first_step
 from autopar.codegen.proof.dryrun.watching import sizes_of_numbers
 from autopar.runtime.ranks import mesh
@@ -284,7 +284,7 @@ def main(script: str, *ranks: str) -> None:
 def _send_faults(script: str, rank: str, device: PretendedDevice, to: Connection) -> None:
     os.environ[mesh.DRY_RUN] = rank
     with MadeOnDevice():
-        to.send(list(drawn_otherwise_again([draws_of(Path(script), device)])))
+        to.send(list(recompute_draw_faults([draws_of(Path(script), device)])))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         return OptimizerTraits(
             name=type(optimizer).__name__,
             reach=_reach(make, sizes),
-            groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
+            groups_by_position=_groups_by_place(make, model_file.build_scheduler, sizes),
             moments=kept,
             draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
             own_tensors=own_tensors(optimizer),

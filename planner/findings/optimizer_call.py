@@ -23,7 +23,7 @@ from autopar.planner.findings.traits import ScheduleEnd
 from autopar.planner.graph.graph import Graph
 from autopar.planner.model.guard import user_location
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.outside import outside_of
+from autopar.planner.model.outside import state_scope
 
 
 def learning_parameters(graph: Graph) -> frozenset[str]:
@@ -139,7 +139,7 @@ TRIED_STEPS = 100  # a script's default
 
 def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:
     """Step a schedule; return where it fails, or None. Raises if the first step fails."""
-    before = outside_of(model_file.path).snapshot()
+    before = state_scope(model_file.path).snapshot()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an optimizer that is not stepped

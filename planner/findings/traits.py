@@ -29,7 +29,7 @@ class OptimizerTraits:
 
     name: str
     reach: Reach
-    groups_by_place: bool  # groups depend on positions in the list of parameters
+    groups_by_position: bool  # groups depend on positions in the list of parameters
     moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
     draws: bool = False  # its step draws random numbers
     own_tensors: tuple[str, ...] = ()  # attributes that hold tensors outside of its state

@@ -237,9 +237,9 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
     A step can set such state if the optimizer holds the model, or is a global of the file.
     """
-    from autopar.planner.model.outside import outside_of  # here alone: torch takes seconds
+    from autopar.planner.model.outside import state_scope  # here alone: torch takes seconds
 
-    outside = outside_of(path, model)
+    outside = state_scope(path, model)
     before = outside.snapshot()
     try:
         with warnings.catch_warnings():

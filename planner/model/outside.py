@@ -50,7 +50,7 @@ _CACHED = type(cache(int))
 ABSENT = object()
 
 
-class OutsideValue(NamedTuple):
+class StateValue(NamedTuple):
     """A value in comparable form, and whether it is compared by value or by identity."""
 
     told_by: Any
@@ -91,10 +91,10 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class OutsideSnapshot:
+class StateSnapshot:
     """Recorded state: plain values and tensors by place, and the objects that hold them."""
 
-    leaves: dict[str, OutsideValue] = field(default_factory=dict)
+    leaves: dict[str, StateValue] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
     caches: list[Any] = field(default_factory=list)  # functions with a cache of results
 
@@ -105,7 +105,7 @@ class OutsideSnapshot:
         for function in self.caches:
             function.cache_clear()
 
-    def changes_to(self, after: OutsideSnapshot) -> Mapping[str, bool]:
+    def changes_to(self, after: StateSnapshot) -> Mapping[str, bool]:
         """Map each place that changed to whether it is compared by value."""
         return {
             place: leaf.is_number
@@ -115,24 +115,24 @@ class OutsideSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class StateScope:
     """The scope of recording: a model's files, and its modules by path."""
 
     files: tuple[ModuleType, ...]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
-    def around(self, path: str) -> Outside:
+    def around(self, path: str) -> StateScope:
         """Return the scope of a module's call: the modules inside it and around it."""
         names = path.split(".")
         above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
         outer = {name: self.modules[name] for name in above if name in self.modules}
         return replace(self, modules=outer | dict(self.modules[path].named_modules(prefix=path)))
 
-    def snapshot(self) -> OutsideSnapshot:
+    def snapshot(self) -> StateSnapshot:
         """Record the current state."""
         walk = _OutsideWalk({file.__name__ for file in self.files})
         for name, value in os.environ.items():
-            walk.found.leaves[f"os.environ[{name!r}]"] = OutsideValue(value, is_number=True)
+            walk.found.leaves[f"os.environ[{name!r}]"] = StateValue(value, is_number=True)
         with torch._C.DisableTorchFunction():  # a trace's modes would record this as an op
             for file in self.files:
                 walk.look_into(vars(file), Path(str(file.__file__)).name)
@@ -150,11 +150,11 @@ class Outside:
             before.put_back()
 
 
-def outside_of(path: Path, model: nn.Module | None = None) -> Outside:
+def state_scope(path: Path, model: nn.Module | None = None) -> StateScope:
     """Return the scope of a model that a file builds."""
     modules = {} if model is None else dict(model.named_modules())
     classes = {kind for module in modules.values() for kind in type(module).__mro__}
-    return Outside(files=tuple(loaded_sources(path, classes)), modules=modules)
+    return StateScope(files=tuple(loaded_sources(path, classes)), modules=modules)
 
 
 class _OutsideWalk:
@@ -162,7 +162,7 @@ class _OutsideWalk:
 
     def __init__(self, files: Set[str]) -> None:
         self.files = files
-        self.found = OutsideSnapshot()
+        self.found = StateSnapshot()
         self.met: set[int] = set()
 
     def look_into(self, owner: Any, name: str) -> None:
@@ -181,30 +181,28 @@ class _OutsideWalk:
         """Record a value, or walk into it."""
         if isinstance(value, PLAIN):
             told_by = repr(value) if isinstance(value, _COMPARED_BY_REPR) else (type(value), value)
-            self.found.leaves[place] = OutsideValue(told_by, is_number=True)
+            self.found.leaves[place] = StateValue(told_by, is_number=True)
         elif isinstance(value, torch.Tensor):
             self._look_at_tensor(place, value)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGEST_BYTES:
-                self.found.leaves[place] = OutsideValue(value.tobytes(), is_number=True)
+                self.found.leaves[place] = StateValue(value.tobytes(), is_number=True)
         elif id(value) not in self.met:
             self.met.add(id(value))
             if isinstance(value, Iterator):
-                self.found.leaves[place] = OutsideValue(_progress(value), is_number=True)
+                self.found.leaves[place] = StateValue(_progress(value), is_number=True)
             if isinstance(value, _CACHED) and value.__module__ in self.files:
                 self.found.caches.append(value)
-                self.found.leaves[place] = OutsideValue(
-                    value.cache_info().currsize, is_number=False
-                )
+                self.found.leaves[place] = StateValue(value.cache_info().currsize, is_number=False)
             for name, inner in self._inside(value):
                 self.look(_joined(place, name), inner)
 
     def _look_at_tensor(self, place: str, tensor: torch.Tensor) -> None:
         """Record a tensor's identity, and its version counter if it has values."""
-        self.found.leaves[place] = OutsideValue(id(tensor), is_number=False, held=tensor)
+        self.found.leaves[place] = StateValue(id(tensor), is_number=False, held=tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
             written = (id(tensor), tensor._version)
-            self.found.leaves[_joined(place, "[:]")] = OutsideValue(
+            self.found.leaves[_joined(place, "[:]")] = StateValue(
                 written, is_number=True, held=tensor
             )
 

@@ -65,7 +65,7 @@ class ProfiledDevice:
     torch_name: str
 
 
-def place_at_hand() -> ProfiledDevice:
+def local_device() -> ProfiledDevice:
     """Return the first GPU of this machine, else its CPU."""
     found = local_devices()
     if found:
@@ -83,7 +83,7 @@ def profile(
 ) -> Profiled:
     """Measure the host and every distinct op of a model; batches share the time equally."""
     began = time.perf_counter()
-    place = place_at_hand()
+    place = local_device()
     with as_in_training(place, request.precision):
         report("measuring dispatch and the optimizer")
         times = measure_host(graph, place.torch_name)

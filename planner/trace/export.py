@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError, text_of
 from autopar.planner.model.guard import contained
-from autopar.planner.model.outside import outside_of
+from autopar.planner.model.outside import state_scope
 from autopar.planner.trace.build import TracedSubject
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import failing_place
@@ -42,9 +42,9 @@ from autopar.planner.trace.running import (
     TracedRun,
     Traces,
     expressions_noted,
+    note_gradient_use,
     saving_noted,
     traced_step,
-    worked_on,
 )
 from autopar.planner.trace.scalar_questions import (
     AT_RANDOM,
@@ -55,7 +55,12 @@ from autopar.planner.trace.scalar_questions import (
     tensor_of_numbers,
 )
 from autopar.planner.trace.traps import no_foreign_randomness
-from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError, unchecked, unnoticed
+from autopar.planner.trace.unlike_types import (
+    NoKernelError,
+    UnlikeTypesError,
+    trace_hidden,
+    unchecked,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +109,7 @@ def export(
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
-    traces, outside = Traces(), outside_of(subject.path, subject.model)
+    traces, outside = Traces(), state_scope(subject.path, subject.model)
     try:
         with (
             _quiet(),
@@ -119,7 +124,7 @@ def export(
             grouped_products_traced(),
             inference_without_gradients(),
             own_weights_alone(),
-            contextlib.nullcontext() if is_noticed else unnoticed(),
+            contextlib.nullcontext() if is_noticed else trace_hidden(),
             saving_noted(recording),
             outside.kept(),  # the exporter gives modules copies of their containers
             _OnMeta(recording, found or LeftBehind()),
@@ -172,7 +177,7 @@ class _OnMeta(TorchFunctionMode):
         if self.recording.is_running:
             refuse_learning_outside(args)
         self.found.note_read((args, kwargs))
-        taken = worked_on(func, args, kwargs, self.recording)
+        taken = note_gradient_use(func, args, kwargs, self.recording)
         if taken is not None:
             return taken
         answer = answered(func, args)

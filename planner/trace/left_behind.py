@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.model.outside import ABSENT, Holder, OutsideSnapshot, OutsideValue
+from autopar.planner.model.outside import ABSENT, Holder, StateSnapshot, StateValue
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class LeftBehind:
             self.read = any(id(one) in self.replaced for one in pytree.tree_leaves(given))
 
 
-def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[OutsideValue, ...]:
+def left_by_call(before: StateSnapshot, after: StateSnapshot) -> tuple[StateValue, ...]:
     """Return the values that a call changed, except tensors made of constants alone."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
     tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
@@ -48,7 +48,7 @@ def left_by_call(before: OutsideSnapshot, after: OutsideSnapshot) -> tuple[Outsi
     return (*(one for one in changed if one.is_number), *made)
 
 
-def left_behind(before: OutsideSnapshot, after: OutsideSnapshot) -> LeftBehind:
+def left_behind(before: StateSnapshot, after: StateSnapshot) -> LeftBehind:
     """Return a step's changes between two snapshots; the trace must still be running."""
     left = LeftBehind()
     for key, holder in before.holders.items():

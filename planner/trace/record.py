@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.planner.graph.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
 from autopar.planner.model.functions import has_backward_hooks, has_hooks
-from autopar.planner.model.outside import Outside, OutsideSnapshot, OutsideValue
+from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
 from autopar.planner.trace.left_behind import left_by_call
@@ -67,7 +67,7 @@ class Border:
 class TraceRecording:
     """The record of a trace; filled while the exporter runs, then read by `convert`."""
 
-    outside: Outside
+    outside: StateScope
     blocks: Mapping[str, Hashable]
     counts: Counter[str] = field(default_factory=Counter)
     open_calls: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class TraceRecording:
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
-    kept: dict[str, tuple[OutsideValue, ...]] = field(
+    kept: dict[str, tuple[StateValue, ...]] = field(
         default_factory=dict
     )  # the Python state that each call changed
     modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
@@ -111,7 +111,7 @@ class TraceRecording:
         """The modules of the model, by their paths."""
         return self.outside.modules
 
-    def seen_by(self, call: str) -> OutsideSnapshot:
+    def seen_by(self, call: str) -> StateSnapshot:
         """Return the current state that a call may change."""
         return self.outside.around(self.paths[call]).snapshot()
 
@@ -152,7 +152,7 @@ class TraceRecording:
 
 
 @contextmanager
-def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[TraceRecording]:
+def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[TraceRecording]:
     """Wrap the modules of a model during a trace."""
     modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}

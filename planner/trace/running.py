@@ -55,7 +55,7 @@ _SAVING = "torch.autograd.graph.saved_tensors_hooks"
 _TAKING = "torch.autograd.grad"
 
 
-def worked_on(
+def note_gradient_use(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -153,7 +153,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextmanager
-def unnoticed() -> Iterator[None]:
+def trace_hidden() -> Iterator[None]:
     """Tell all code but torch that nothing is compiled or exported, and that tensors are real."""
     with ExitStack() as patches:
         for name in ("is_compiling", "is_exporting"):

@@ -40,7 +40,7 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.loading import Begun
+from autopar.runtime.weights.loading import WeightsOrigin
 from autopar.runtime.weights.saving.saved_form import (
     SavedFile,
     SavedForm,
@@ -162,7 +162,7 @@ def _form(recipe: Recipe) -> SavedForm | None:
 def export(
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
-    begun: Begun,
+    begun: WeightsOrigin,
     to: Exporting | None,
     mesh: Mesh,
 ) -> None:
@@ -218,7 +218,7 @@ class _Whole:
         owned: Sequence[Owned],
         here: Here,
         exported: Mapping[str, ExportedWeight],
-        begun: Begun,
+        begun: WeightsOrigin,
         mesh: Mesh,
     ) -> None:
         self.rounded: list[str] = []  # names of weights that exist only rounded to 16 bits

@@ -43,7 +43,7 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up, refuse
 from autopar.runtime.ranks.user_code import note_device
 from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.loading import Begun
+from autopar.runtime.weights.loading import WeightsOrigin
 
 
 class Keeper:
@@ -190,7 +190,7 @@ class Keeper:
             self._refuse_broken(self._last_step, told)
             self._exporting = None
         self._go_back_to_best()
-        begun = Begun(self._recipe, self._options.weights)
+        begun = WeightsOrigin(self._recipe, self._options.weights)
         export(self._parts, self._optimizer, begun, self._exporting, self._mesh)
         self._give_back()
         self._metrics.add(event=Event.FINISHED, step=self._last_step)

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.watch import place_of_main_thread
-from autopar.runtime.ranks.leaving import FAILED, Verdict, say, tell
+from autopar.runtime.ranks.leaving import FAILED, ExitReason, say, tell
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 
@@ -132,7 +132,7 @@ class StopWish:
                     f"rank {self._mesh.rank} was asked to stop, and no step has ended for "
                     f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}"
                 )
-                tell(Verdict(FAILED, found, "--resume auto goes on from the last checkpoint"))
+                tell(ExitReason(FAILED, found, "--resume auto goes on from the last checkpoint"))
                 os._exit(FAILED)
 
     def _note(self, number: int, _: FrameType | None) -> None:

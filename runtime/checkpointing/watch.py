@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.checkpointing.owners import every_rank
-from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
+from autopar.runtime.ranks.leaving import FAILED, ExitReason, tell
 from autopar.runtime.ranks.mesh import Mesh
 
 _STANDARD = sysconfig.get_path("stdlib")
@@ -324,7 +324,7 @@ class Watch:
         if found.teller == self._mesh.rank:
             told = f"no step has ended for {waited:,.0f} s: {found.told}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            tell(Verdict(FAILED, told, fix))
+            tell(ExitReason(FAILED, told, fix))
             self._tell(self._step, told)
             with suppress(RuntimeError):
                 RollCall(_store(), word, nodes, self._mesh.rank).note_told()

@@ -38,16 +38,21 @@ from autopar.runtime.data.rows import (
     Row,
     RowPlace,
     built_collate,
+    exit_on_row_error,
     few,
     is_streamed,
     row_of,
     rows_like,
     stacked,
     tell,
-    told_of_row,
 )
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers, seeded
+from autopar.runtime.ranks.randomness import (
+    cpu_generators_restored,
+    mixed_seed,
+    seed_cpu_generators,
+    seeded,
+)
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
 from autopar.runtime.ranks.transport import agreed, check_same_length
 from autopar.runtime.ranks.user_code import told
@@ -88,9 +93,9 @@ class StreamedRows(IterableDataset[Row]):
             number = -1
             stream = self._opened(epoch)
             for number in count():
-                with kept_numbers():
-                    seed_numbers(mixed_seed(self.seed, epoch, number))
-                    with told_of_row(self.dataset):
+                with cpu_generators_restored():
+                    seed_cpu_generators(mixed_seed(self.seed, epoch, number))
+                    with exit_on_row_error(self.dataset):
                         row = next(stream, _END)
                 self._check_length(number, is_end=row is _END)
                 if row is _END:
@@ -112,9 +117,9 @@ class StreamedRows(IterableDataset[Row]):
     def _opened(self, epoch: int) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):  # Hugging Face's streams are reshuffled by it
             self.dataset.set_epoch(epoch)
-        with kept_numbers():
-            seed_numbers(mixed_seed(self.seed, epoch))
-            with told_of_row(self.dataset):
+        with cpu_generators_restored():
+            seed_cpu_generators(mixed_seed(self.seed, epoch))
+            with exit_on_row_error(self.dataset):
                 return iter(self.dataset)
 
 

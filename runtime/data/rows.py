@@ -23,7 +23,11 @@ from autopar.runtime.data.row_faults import (
 )
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
+from autopar.runtime.ranks.randomness import (
+    cpu_generators_restored,
+    mixed_seed,
+    seed_cpu_generators,
+)
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import told
 
@@ -75,8 +79,8 @@ class Collated:
     def __call__(self, placed: Sequence[tuple[tuple[int, int], Any]]) -> Row:
         """Return a batch of rows; each row comes with its position."""
         rows = [row for _, row in placed]
-        with kept_numbers():
-            seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
+        with cpu_generators_restored():
+            seed_cpu_generators(mixed_seed(self.seed, *placed[0][0], 1))
             with told("build_collate()'s function"):
                 batch = self.collate(rows)
         fault = fault_of_batch(batch, self.columns, len(rows))
@@ -141,10 +145,10 @@ class RawRows(Dataset[Any]):
 
     def __getitems__(self, places: list[RowPlace]) -> list[Any]:
         """Return several rows, in one call if the dataset supports it."""
-        with kept_numbers():
+        with cpu_generators_restored():
             if self.reads_at_once:
                 self._seed_by(places[0])
-                with told_of_row(self.dataset):
+                with exit_on_row_error(self.dataset):
                     found = self.dataset.__getitems__([place.row for place in places])
                 return list(map(self.made, places, found))
             return [self._read(place) for place in places]
@@ -155,12 +159,12 @@ class RawRows(Dataset[Any]):
 
     def _read(self, place: RowPlace) -> Any:
         self._seed_by(place)
-        with told_of_row(self.dataset):
+        with exit_on_row_error(self.dataset):
             row = self.dataset[place.row]
         return self.made(place, row)
 
     def _seed_by(self, place: RowPlace) -> None:
-        seed_numbers(mixed_seed(self.seed, *place))
+        seed_cpu_generators(mixed_seed(self.seed, *place))
 
 
 class DatasetRows(RawRows):
@@ -210,7 +214,7 @@ def rows_like(
     numbers in a row that the example lacks, for other shapes, and for fewer rows than `at_once`,
     which the data ranks train on at once.
     """
-    with told_of_row(dataset):
+    with exit_on_row_error(dataset):
         first = dataset[0]
     columns = columns_of(example)
     check_row(first, columns, dataset)
@@ -218,7 +222,7 @@ def rows_like(
     return DatasetRows(dataset, columns, seed=seed)
 
 
-def told_of_row(dataset: Any) -> AbstractContextManager[None]:
+def exit_on_row_error(dataset: Any) -> AbstractContextManager[None]:
     """Exit if reading a row fails; all ranks print the same message, although their rows differ."""
     return told(f"reading a row of the dataset ({type(dataset).__name__})")
 

@@ -48,9 +48,9 @@ class ComingMean:
         self._part = ComingPart(self._wire, averaging.shard, operation=averaging.operation)
         self._over_copies: ComingSum | None = None
         if averaging.shard.size == 1:
-            self.sum_over_copies()
+            self.sum_over_replicas()
 
-    def sum_over_copies(self) -> None:
+    def sum_over_replicas(self) -> None:
         """Wait for the part, and start its sum over the ranks that get the same part."""
         if self._over_copies is None:
             axis, operation = self._averaging.replica, self._averaging.operation
@@ -58,7 +58,7 @@ class ComingMean:
 
     def value(self) -> Tensor:
         """Wait, and return the part in the memory of the flat tensor."""
-        self.sum_over_copies()
+        self.sum_over_replicas()
         assert self._over_copies is not None
         part = self._over_copies.value()
         if self._wire is self._flat:

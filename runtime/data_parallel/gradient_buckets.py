@@ -150,7 +150,7 @@ class GradientBuckets:
             self._launch(bucket)
         for bucket in self.buckets:
             if bucket.coming is not None:
-                bucket.coming.sum_over_copies()
+                bucket.coming.sum_over_replicas()
         for bucket in self.buckets:
             bucket.settle()
         self._reset()

@@ -21,7 +21,12 @@ from autopar.runtime.data.loss import Counting, Divisor, Exact, as_counted, scal
 from autopar.runtime.evaluation.metrics import Measure, RowMetrics, once, over_ranks
 from autopar.runtime.evaluation.rows import EvaluationRows
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.randomness import Undrawn, kept_numbers, seed_all, seed_numbers
+from autopar.runtime.ranks.randomness import (
+    NoRandomness,
+    cpu_generators_restored,
+    seed_all,
+    seed_cpu_generators,
+)
 from autopar.runtime.recompute.written_buffers import kept_buffers
 
 
@@ -40,7 +45,7 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 
     Batch norms use their running statistics: those of a batch would need the rows of all ranks.
     """
-    with untouched(parts, mesh, seed), Undrawn():
+    with untouched(parts, mesh, seed), NoRandomness():
         for part in parts:
             for module in part.modules():
                 module.training &= not isinstance(module, _NormBase)
@@ -57,11 +62,11 @@ def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[Non
     modes = [(module, module.training) for part in parts for module in part.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(kept_numbers())
+        stack.enter_context(cpu_generators_restored())
         stack.enter_context(torch.random.fork_rng(devices=devices))
         for part in parts:
             stack.enter_context(kept_buffers(part))
-        seed_numbers(seed)
+        seed_cpu_generators(seed)
         seed_all(seed, mesh)
         try:
             yield

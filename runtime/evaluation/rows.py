@@ -30,12 +30,12 @@ from autopar.runtime.data.rows import (
     RawRows,
     RowPlace,
     built_collate,
+    exit_on_row_error,
     is_streamed,
     rows_like,
     stacked,
     tell,
     to_device,
-    told_of_row,
 )
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
@@ -151,7 +151,7 @@ def _built(new_dataset: Callable[[], Any]) -> Any:
         dataset = new_dataset()
     if not is_streamed(dataset, maker=MAKER):
         return dataset
-    with told_of_row(dataset):
+    with exit_on_row_error(dataset):
         rows = list(islice(dataset, MOST_STREAMED + 1))
     if len(rows) > MOST_STREAMED:
         refuse(

@@ -30,7 +30,7 @@ from autopar.runtime.optimizer.pieces import (
     state_of,
 )
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.randomness import kept_numbers
+from autopar.runtime.ranks.randomness import cpu_generators_restored
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import failing_at, place_of, said_of, told
 from autopar.runtime.tensor.shards import made_like
@@ -338,7 +338,7 @@ def build_scheduler(
         found = f"{_NAME} returns a {type(scheduler).__name__}, which has no step()"
         refuse(found, fix="return a schedule of steps, as those of torch.optim.lr_scheduler")
     if mesh.rank == 0 and not mesh.is_dry_run:
-        with kept_numbers(), warnings.catch_warnings():
+        with cpu_generators_restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about an optimizer that is not stepped
             _rehearse(factory, optimizer, steps)
     return scheduler

@@ -69,7 +69,7 @@ _CLEANING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ExitReason:
     """Why a rank leaves. `autopar run` reads it from the rank's log folder."""
 
     code: int
@@ -83,18 +83,18 @@ class Verdict:
 class LeavingError(SystemExit):
     """Ends this process after its message has been printed."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: ExitReason) -> None:
         super().__init__(verdict.code)
         self.verdict = verdict
 
 
-def leave(verdict: Verdict) -> NoReturn:
+def leave(verdict: ExitReason) -> NoReturn:
     """Print a message, and end this process and, under torchrun, all other ranks.
 
     If several ranks leave, only the first one's message is printed, once per node. Every rank
     watches torchrun's store for it.
     """
-    atexit.unregister(tell_early_end)
+    atexit.unregister(end_all_if_early)
     room = _room()
     verdict = _announce(verdict, room)
     if room is not None:
@@ -110,15 +110,15 @@ def leave(verdict: Verdict) -> NoReturn:
 def leave_interrupted() -> NoReturn:
     """End all ranks without a message, after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second SIGINT
-    leave(Verdict(INTERRUPTED, "", ""))
+    leave(ExitReason(INTERRUPTED, "", ""))
 
 
-def tell(verdict: Verdict) -> None:
+def tell(verdict: ExitReason) -> None:
     """Print why this rank leaves, for a thread that ends the process itself."""
     _announce(verdict, _room())
 
 
-def _announce(verdict: Verdict, room: Room | None) -> Verdict:
+def _announce(verdict: ExitReason, room: Room | None) -> ExitReason:
     """Print why this rank leaves, once per node; return the first rank's message."""
     is_told = False
     if room is not None:
@@ -126,13 +126,13 @@ def _announce(verdict: Verdict, room: Room | None) -> Verdict:
             verdict = room.first_of(verdict)
             is_told = not room.is_first_here()
     if verdict.found:
-        leave_beside_logs(VERDICT, json.dumps({"time": time.time(), **asdict(verdict)}))
+        write_beside_logs(VERDICT, json.dumps({"time": time.time(), **asdict(verdict)}))
     if verdict.found and not is_told:
         say(verdict)
     return verdict
 
 
-def leave_beside_logs(name: str, text: str) -> None:
+def write_beside_logs(name: str, text: str) -> None:
     """Write a file beside this rank's logs, if `autopar run` has started it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if RUN_TOKEN in os.environ and error_file:
@@ -140,18 +140,20 @@ def leave_beside_logs(name: str, text: str) -> None:
             Path(error_file).with_name(name).write_text(masked(text), encoding="utf-8")
 
 
-def tell_early_end() -> None:
+def end_all_if_early() -> None:
     """End all ranks if this process exits on its own before its training is over."""
     if not dist.is_initialized():  # before start() or after stop()
         return
     found = "the process ends before its training is over, without an error"
     try:
-        leave(Verdict(FAILED, found, "look for sys.exit() in the model file, or in what it calls"))
+        leave(
+            ExitReason(FAILED, found, "look for sys.exit() in the model file, or in what it calls")
+        )
     except LeavingError as left:
         _end(left.verdict.code)
 
 
-def leave_with_others() -> None:
+def watch_for_leaving_ranks() -> None:
     """Start a thread that ends this process when another rank leaves.
 
     The main thread may be waiting for that rank in a collective, with nccl for ever. Connections
@@ -175,18 +177,18 @@ class Room:
     rank: int
     ranks: int
 
-    def first_of(self, own: Verdict) -> Verdict:
+    def first_of(self, own: ExitReason) -> ExitReason:
         """Return the verdict of the first rank to leave: `own`, if no other rank has one yet."""
         found = self.store.compare_set(_REASON, "", json.dumps(asdict(own)))
-        return Verdict(**json.loads(found))
+        return ExitReason(**json.loads(found))
 
     def has_verdict(self) -> bool:
         """Whether any rank leaves."""
         return bool(self.store.check([_REASON]))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ExitReason:
         """Return the first rank's verdict."""
-        return Verdict(**json.loads(self.store.get(_REASON)))
+        return ExitReason(**json.loads(self.store.get(_REASON)))
 
     def is_first_here(self) -> bool:
         """Whether this is the first rank of its node to leave."""
@@ -246,7 +248,7 @@ def _watch(room: Room) -> None:
 
 def _clean_up() -> None:
     """Run the exit handlers of the interpreter, to release resources."""
-    for own in (_end, tell_early_end):
+    for own in (_end, end_all_if_early):
         atexit.unregister(own)
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()

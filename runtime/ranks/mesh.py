@@ -29,7 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from autopar.runtime.ranks.leaving import RUN_TOKEN, leave_with_others
+from autopar.runtime.ranks.leaving import RUN_TOKEN, watch_for_leaving_ranks
 from autopar.runtime.ranks.network import joining_nodes, store_of
 from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
@@ -152,7 +152,7 @@ def start(
     device_mesh = _device_mesh(device, sizes)
     if owns_processes:
         _set_timeouts(message_timeout)
-        leave_with_others()
+        watch_for_leaving_ranks()
     axes = {name: _axis(device_mesh[name]) if size > 1 else ALONE for name, size in sizes.items()}
     return Mesh(
         device=device,

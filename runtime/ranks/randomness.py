@@ -60,7 +60,7 @@ def mixed_seed(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-def seed_numbers(seed: int) -> None:
+def seed_cpu_generators(seed: int) -> None:
     """Seed the CPU generators: torch, Python and, if it is imported, numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -69,7 +69,7 @@ def seed_numbers(seed: int) -> None:
 
 
 @contextmanager
-def kept_numbers() -> Iterator[None]:
+def cpu_generators_restored() -> Iterator[None]:
     """Restore the CPU generators after the body."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -87,9 +87,9 @@ def seeded(seed: int) -> Iterator[None]:
     """Seed all generators for the body, those of devices too, and restore them afterwards."""
     has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if has_device else []
-    with kept_numbers(), torch.random.fork_rng(devices=devices):
+    with cpu_generators_restored(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        seed_numbers(seed)
+        seed_cpu_generators(seed)
         yield
 
 
@@ -152,7 +152,7 @@ _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
 _RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
-class Undrawn(TorchFunctionMode):
+class NoRandomness(TorchFunctionMode):
     """A region without randomness."""
 
     def __torch_function__(

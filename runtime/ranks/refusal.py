@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from autopar.runtime.ranks.leaving import FAILED, MISMATCH, USAGE, Verdict, leave
+from autopar.runtime.ranks.leaving import FAILED, MISMATCH, USAGE, ExitReason, leave
 
 _Value = TypeVar("_Value")
 
@@ -25,7 +25,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print an error, and exit."""
-        leave(Verdict(USAGE, message, f"{self.prog} --help lists the options"))
+        leave(ExitReason(USAGE, message, f"{self.prog} --help lists the options"))
 
 
 def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class RefusedInWorkerError(Exception):
 
 def refuse(found: str, *, fix: str) -> NoReturn:
     """Print what was found and what to do, and end all ranks; in a DataLoader worker, raise."""
-    verdict = Verdict(MISMATCH, found, fix)
+    verdict = ExitReason(MISMATCH, found, fix)
     if get_worker_info() is not None:
         raise RefusedInWorkerError(str(verdict))
     leave(verdict)
@@ -64,7 +64,7 @@ def refuse(found: str, *, fix: str) -> NoReturn:
 
 def give_up(found: str, *, fix: str) -> NoReturn:
     """Print why the training cannot go on, and end all ranks."""
-    leave(Verdict(FAILED, found, fix))
+    leave(ExitReason(FAILED, found, fix))
 
 
 @contextmanager
@@ -75,4 +75,4 @@ def refusals_of_workers() -> Iterator[None]:
     except RefusedInWorkerError as error:  # torch has put the worker's traceback before the text
         told = str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
         found, _, fix = told.removeprefix("error: ").partition("\n  fix: ")
-        leave(Verdict(MISMATCH, found, fix))
+        leave(ExitReason(MISMATCH, found, fix))

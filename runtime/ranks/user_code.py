@@ -24,13 +24,13 @@ import torch.distributed as dist
 
 from autopar.runtime.ranks.leaving import (
     FAILED,
+    ExitReason,
     LeavingError,
-    Verdict,
+    end_all_if_early,
     leave,
-    leave_beside_logs,
     leave_interrupted,
     say,
-    tell_early_end,
+    write_beside_logs,
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
@@ -115,32 +115,34 @@ def tell_errors_once() -> None:
             leave_interrupted()
 
     sys.excepthook = tell
-    atexit.register(tell_early_end)
+    atexit.register(end_all_if_early)
 
 
 def _tell(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         raise error
     text = "".join(traceback.format_exception(error)).rstrip()
-    leave_beside_logs("traceback.txt", text)
+    write_beside_logs("traceback.txt", text)
     if os.environ.get(SHOWS_TRACEBACK):
         say(text)
     leave(verdict_of(error))
 
 
-def verdict_of(error: BaseException) -> Verdict:
+def verdict_of(error: BaseException) -> ExitReason:
     """Return the message for an error that ends a training."""
     first = _first_cause(error)
     said = said_of(first)
     for words, found, fix in _KNOWN:
         if any(word in said for word in words):
-            return Verdict(FAILED, found, fix)
+            return ExitReason(FAILED, found, fix)
     has_others = dist.is_initialized() and dist.get_world_size() > 1
     found = f"rank {dist.get_rank()}: {said}" if has_others else said
     is_ours = any(one.whose is _Of.RUNTIME for one in _lines(first))
     maybe = "this may be a fault of autopar's: " if is_ours else ""
     place = failing_at(first) or f"{maybe}{_place(first)}"
-    return Verdict(FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows how it came there")
+    return ExitReason(
+        FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows how it came there"
+    )
 
 
 def _first_cause(error: BaseException) -> BaseException:

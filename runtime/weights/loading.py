@@ -111,7 +111,7 @@ def load_weights(
     note_left(left, mesh)
 
 
-class Begun:
+class WeightsOrigin:
     """The origin of weights: files, if any were given, or the constructor."""
 
     def __init__(self, recipe: Recipe, weights: StartingWeights | None) -> None:

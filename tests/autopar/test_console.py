@@ -9,7 +9,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from autopar.console import PlainConsole, reported
+from autopar.console import PlainConsole, status_line
 from autopar.runtime.texts import visible
 
 HOSTILE = "a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"
@@ -50,7 +50,7 @@ def test_a_terminal_shows_what_is_being_done_where_that_takes_long(
     takes: float, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with reported("searching", after_seconds=0.1) as report:
+    with status_line("searching", after_seconds=0.1) as report:
         report("solving dp 8")
         time.sleep(takes)
     told = capsys.readouterr()
@@ -58,6 +58,6 @@ def test_a_terminal_shows_what_is_being_done_where_that_takes_long(
 
 
 def test_elsewhere_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with reported("searching", after_seconds=0.0) as report:
+    with status_line("searching", after_seconds=0.0) as report:
         report("solving dp 8")
     assert capsys.readouterr().err == ""

@@ -22,7 +22,7 @@ from autopar.commands.run import _tell_start
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.launching import ENVIRONMENT, Ended, check_meeting_place, ended_as
+from autopar.runs.launching import ENVIRONMENT, Ended, check_rendezvous, ended_as
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
@@ -284,13 +284,13 @@ def test_bad_input_is_told_before_anything_is_made(
 
 def test_machines_that_cannot_meet_are_told_before_anything_is_started() -> None:
     with pytest.raises(InputError, match=r"no\.invalid is not found from this machine"):
-        check_meeting_place(Nodes(count=2, rank=1, address="no.invalid"))
+        check_rendezvous(Nodes(count=2, rank=1, address="no.invalid"))
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        check_meeting_place(Nodes(count=2, rank=1, address="127.0.0.1", port=port))
+        check_rendezvous(Nodes(count=2, rank=1, address="127.0.0.1", port=port))
         with pytest.raises(InputError, match=f"--master-port {port} is in use on this machine"):
-            check_meeting_place(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
-    check_meeting_place(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
+            check_rendezvous(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
+    check_rendezvous(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
 
 
 # ------------------------------------------------------------------------- real torchrun jobs

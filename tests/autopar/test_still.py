@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.console import telling_what_takes_long
+from autopar.console import noting_slow_phases
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import import_file
 
@@ -25,7 +25,7 @@ def test_an_import_that_takes_long_is_told_with_its_line(
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "slow_model.py"
     path.write_text("import time\ntime.sleep(0.5)\nraise ValueError\n")
-    with pytest.raises(InputError), telling_what_takes_long(0.2):
+    with pytest.raises(InputError), noting_slow_phases(0.2):
         import_file(path)
     told = capsys.readouterr().err
     assert "note: still importing slow_model.py, at line 2 after 0 s; Ctrl-C ends it" in told
@@ -55,6 +55,6 @@ def test_an_import_that_never_ends_is_ended_by_the_key_in_one_line(tmp_path: Pat
 def test_it_is_told_where_people_read_though_the_trace_sends_stderr_elsewhere(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with telling_what_takes_long(0.02), redirect_stderr(StringIO()):
+    with noting_slow_phases(0.02), redirect_stderr(StringIO()):
         time.sleep(0.5)
     assert "note: still at work after 0 s" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cells import cells
-from tests.codegen.idioms.outcomes import WAYS, Verdict
+from tests.codegen.idioms.outcomes import WAYS, ExitReason
 from tests.codegen.idioms.runs import ByScript, Refusal, by_script, plain, written
 from tests.codegen.idioms.table import IDIOMS
 
@@ -37,7 +37,7 @@ STAND = {
     (name, way)
     for number, (name, way) in enumerate(TURNS)
     if number % 7 == 0
-    or (name not in ELSEWHERE and IDIOMS[name].outcome(way).verdict is not Verdict.EQUAL)
+    or (name not in ELSEWHERE and IDIOMS[name].outcome(way).verdict is not ExitReason.EQUAL)
 }
 
 
@@ -60,12 +60,12 @@ def test_an_idiom_trains_as_on_one_device_or_is_refused_or_told(
     expected = one.outcome(way)
     path = written(one, folder)
     found = by_script(one, path, way, folder)
-    if expected.verdict is Verdict.REFUSED:
+    if expected.verdict is ExitReason.REFUSED:
         assert isinstance(found, Refusal)
         assert expected.message in " ".join(found.message.split())
         return
     assert isinstance(found, ByScript), found
-    if expected.verdict is Verdict.TOLD:
+    if expected.verdict is ExitReason.TOLD:
         assert expected.message in found.notes
         return
     alone, own = plain(path, one.options), found.trained

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cells import cells
 from tests.field.cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind
-from tests.field.trial import Verdict, cell
+from tests.field.trial import ExitReason, cell
 
 ONCE_WRONG = {
     ("Llama", "tp 2"): "a result that is an object",
@@ -126,5 +126,5 @@ def with_microbatch(subject: str, kind: Kind) -> Kind:
 )
 def test_what_once_was_wrong_is_equal(subject: str, kind: str) -> None:
     found = cell(SUBJECTS[subject], with_microbatch(subject, KINDS[kind]))
-    assert found.verdict is Verdict.EQUAL, found.detail
+    assert found.verdict is ExitReason.EQUAL, found.detail
     assert found.divided is None or found.divided > 0.6

@@ -47,7 +47,7 @@ ROWS = '[[splits]]\naxis = "batch"\nmodules = "*"\nrule = "require"\n'
 SLOWER = 100  # devices, so that a tiny model is to them what a large one is to GPUs
 
 
-class Verdict(StrEnum):
+class ExitReason(StrEnum):
     """What becomes of a cell."""
 
     EQUAL = "equal"
@@ -63,7 +63,7 @@ class Cell:
     `divided` is the share of matrix FLOPs that tensor ranks share, where there are such ranks.
     """
 
-    verdict: Verdict
+    verdict: ExitReason
     detail: str
     arrangement: str = ""
     divided: float | None = None
@@ -74,19 +74,19 @@ def cell(subject: Subject, kind: Kind) -> Cell:
     try:
         plan = plan_of(subject, kind)
         if _is_told(plan):
-            return Cell(verdict=Verdict.TOLD, detail="the rows meet, and a pin parts the batch")
+            return Cell(verdict=ExitReason.TOLD, detail="the rows meet, and a pin parts the batch")
         largest, name = _half_apart(plan) if kind.precision.is_half else _apart(plan)
     except AutoparError as refusal:
         told = " · ".join(part for part in (refusal.found, refusal.expected, refusal.fix) if part)
         told = re.sub(r"\S*/site-packages/", "", told)  # where packages lie here says nothing
-        return Cell(verdict=Verdict.REFUSED, detail=told)
+        return Cell(verdict=ExitReason.REFUSED, detail=told)
     except Exception as failure:
-        return Cell(verdict=Verdict.WRONG, detail=cause_of(failure))
+        return Cell(verdict=ExitReason.WRONG, detail=cause_of(failure))
     is_half = kind.precision.is_half
     is_equal = largest <= (HALF_TOLERANCE if is_half else TOLERANCE)
     shown = f"{largest:.2f} ×" if is_half else f"{largest:.1e}"
     return Cell(
-        verdict=Verdict.EQUAL if is_equal else Verdict.WRONG,
+        verdict=ExitReason.EQUAL if is_equal else ExitReason.WRONG,
         detail=shown + ("" if is_equal else f" {name}"),
         arrangement=arrangement_words(plan),
         divided=divided_share(plan, *_parts(subject, _rows(subject, kind), kind.precision)[2:4]),

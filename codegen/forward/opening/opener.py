@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.opening.opening import (
     Opening,
-    finds_state,
-    given_nothing,
+    calls_given_none,
+    calls_missing_state,
     is_changed,
     is_of_rows,
     is_split_random,
@@ -214,7 +214,7 @@ class _Opener:
         self._open_for_randomness()
         if self.tree.graph.was_noticed:
             self._open_all_around()
-        while found := (*finds_state(self._so_far()), *given_nothing(self._so_far())):
+        while found := (*calls_missing_state(self._so_far()), *calls_given_none(self._so_far())):
             for call in found:
                 self._open(call)
         self.late = frozenset(self.opened - before)

@@ -22,7 +22,7 @@ from autopar.planner.rules.signature import Dim
 from autopar.planner.rules.table import rule_of
 
 
-def finds_state(opening: Opening) -> list[str]:
+def calls_missing_state(opening: Opening) -> list[str]:
     """Return the calls to open because printed code no longer leaves the state that they read."""
     tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
     calls = tree.graph.calls
@@ -133,7 +133,7 @@ class Opening:
         return self.split.made(tensor)
 
 
-def given_nothing(opening: Opening) -> Iterator[str]:
+def calls_given_none(opening: Opening) -> Iterator[str]:
     """Yield the unopened calls that would get None where the model passes a tensor.
 
     Their code may read the tensor's sizes, which the graph does not show.

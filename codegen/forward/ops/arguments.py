@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.codegen.forward.ops import table
-from autopar.codegen.forward.ops.sizes import SizesAtHand
+from autopar.codegen.forward.ops.sizes import ReadableSizes
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.codegen.text.expressions import (
     Expression,
@@ -31,7 +31,7 @@ from autopar.planner.graph.ops import MODEL_EXTREMES, DType, Extent, Op, Ref, Va
 
 
 def convert(
-    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: SizesAtHand
+    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: ReadableSizes
 ) -> SourceForm:
     """Return a value converted from its layout to the wanted one."""
     produced, needed = held.layout, wanted.layout
@@ -55,7 +55,7 @@ def convert(
     return call(conversion.function, value, dim, sizes.axis, keywords=keywords)
 
 
-def convert_own(own: Expression, tensor: str, need: Layout, sizes: SizesAtHand) -> Expression:
+def convert_own(own: Expression, tensor: str, need: Layout, sizes: ReadableSizes) -> Expression:
     """Return a parameter or buffer in the needed layout."""
     made = sizes.split.made(tensor)
     if made == need:
@@ -70,7 +70,7 @@ def convert_own(own: Expression, tensor: str, need: Layout, sizes: SizesAtHand) 
 
 
 def _exchange(
-    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: SizesAtHand, name: str
+    value: Expression, wanted: LocalTensor, held: LocalTensor, sizes: ReadableSizes, name: str
 ) -> SourceForm:
     gathered, cut = held.layout, wanted.layout
     keywords: list[tuple[str, Expression]] = []

@@ -172,7 +172,7 @@ def wanted(split: SplitGraph, tensor: str, layout: Layout) -> tuple[Wanted, ...]
     )
 
 
-class SizesAtHand:
+class ReadableSizes:
     """Finds sizes in the shapes of a body's available values."""
 
     def __init__(self, split: SplitGraph, axis: SourceForm) -> None:

@@ -154,7 +154,7 @@ class Module:
 Modules = Mapping[str, Module]
 
 
-def functions_at_hand(modules: Modules) -> frozenset[Imported]:
+def named_functions(modules: Modules) -> frozenset[Imported]:
     """Return the functions that the modules' files define or import."""
     return _joined(module.functions for module in modules.values())
 

@@ -94,7 +94,7 @@ def cuda_kernels() -> Iterator[None]:
         yield
 
 
-def owners_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
+def categories_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
     """Map storages to categories; if several claim one, the last claim below wins."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:

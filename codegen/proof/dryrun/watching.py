@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.proof.dryrun.memory import LiveMemory, cuda_kernels, owners_of
+from autopar.codegen.proof.dryrun.memory import LiveMemory, categories_of, cuda_kernels
 from autopar.runtime.data_parallel.wrapping import buckets_of
 
 PICKED = "AUTOPAR_DRYRUN_PICKED"
@@ -161,7 +161,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Iterator[None]:
         """Measure the peak and the collectives of the code inside."""
         self._measures = True
-        self._memory.start_measuring(lambda: owners_of(modules, optimizers))
+        self._memory.start_measuring(lambda: categories_of(modules, optimizers))
         yield
         self._memory.stop_measuring()
         self._measures = False
@@ -177,7 +177,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _leave_a_step_behind(modules, optimizer)
         if given is not None:
             tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
-            self._memory.leave_out_host(owners_of(modules, [optimizer]), tensors)
+            self._memory.leave_out_host(categories_of(modules, [optimizer]), tensors)
         with self.measured(modules, [optimizer]):
             yield
 

@@ -193,7 +193,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
-    elif traits.groups_by_place:
+    elif traits.groups_by_position:
         why = "build_optimizer groups parameters by their places"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if traits.own_tensors:

@@ -30,7 +30,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.precision import GRADIENT_BYTES, Precision
-from autopar.planner.programs.layouts.building import LayoutPlace
+from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
     Budget,
     LayoutProgram,
@@ -191,7 +191,7 @@ class PriceBook:
         """Return the program for the cluster's slowest device, which the others wait for."""
         key, programs = self._place(tensor, microbatch), self.prices.programs
         if key not in programs:
-            place = LayoutPlace(
+            place = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,

@@ -87,7 +87,7 @@ Choices = Mapping[int, Sequence[Strategy]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutPlace:
+class LayoutInput:
     """A graph, and the ranks of its tensor axis."""
 
     graph: Graph
@@ -106,13 +106,13 @@ class LayoutPlace:
         return self.graph.fixed_batch or self.pricer.batch
 
 
-def build_problem(place: LayoutPlace) -> Problem:
+def build_problem(place: LayoutInput) -> Problem:
     """Return the layout problem of a graph."""
     return _Builder(place).problem()
 
 
 class _Builder:
-    def __init__(self, place: LayoutPlace) -> None:
+    def __init__(self, place: LayoutInput) -> None:
         self.place, self.graph, self.axes = place, place.graph, place.axes
         structure = place.structure or structure_of(place.graph, place.axes, place.layers)
         self.slots, self.numbering = structure.slots, structure.numbering

@@ -13,7 +13,7 @@ from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout, ParameterLayout
 from autopar.planner.layers import Layers
-from autopar.planner.programs.layouts.building import LayoutPlace, build_problem
+from autopar.planner.programs.layouts.building import LayoutInput, build_problem
 from autopar.planner.programs.layouts.edges import LayoutPricer, crossing_tensors, structure_of
 from autopar.planner.programs.layouts.opened import printed_code
 from autopar.planner.programs.layouts.problem import (
@@ -106,7 +106,7 @@ def solve_layouts(
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
     """Return the Pareto-optimal layouts, the fastest first."""
-    place = LayoutPlace(
+    place = LayoutInput(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
         rules=rules, microbatches=microbatches,
     )  # fmt: skip
@@ -119,7 +119,7 @@ class LayoutProgram:
 
     def __init__(
         self,
-        place: LayoutPlace,
+        place: LayoutInput,
         budget: Budget,
         *,
         time_limit_seconds: float = 60.0,
@@ -360,7 +360,7 @@ def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
 
 
 def _solution(
-    problem: Problem, point: SolvedPoint, place: LayoutPlace, slots: Slots
+    problem: Problem, point: SolvedPoint, place: LayoutInput, slots: Slots
 ) -> LayoutSolution:
     classes: list[list[OpLayout]] = [[] for _ in place.layers.classes]
     for node, choice in zip(problem.nodes, point.assignment.choices, strict=True):

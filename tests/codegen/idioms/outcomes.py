@@ -11,7 +11,7 @@ from typing import Any
 WAYS = ("dp", "ZeRO-3", "tp", "pp")
 
 
-class Verdict(StrEnum):
+class ExitReason(StrEnum):
     """What becomes of a cell."""
 
     EQUAL = "equal"  # to the loop of one device, to 1e-5 in fp32
@@ -23,21 +23,21 @@ class Verdict(StrEnum):
 class Outcome:
     """A verdict, and a part of the message where it is not equal."""
 
-    verdict: Verdict
+    verdict: ExitReason
     message: str = ""
 
 
-EQUAL = Outcome(Verdict.EQUAL)
+EQUAL = Outcome(ExitReason.EQUAL)
 
 
 def refused(message: str) -> Outcome:
     """Return that an idiom is refused, with a message that says so."""
-    return Outcome(Verdict.REFUSED, message)
+    return Outcome(ExitReason.REFUSED, message)
 
 
 def told(message: str) -> Outcome:
     """Return that it is told what a script trains instead."""
-    return Outcome(Verdict.TOLD, message)
+    return Outcome(ExitReason.TOLD, message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

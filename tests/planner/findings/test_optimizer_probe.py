@@ -145,12 +145,12 @@ def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
     ],
 )
 def test_an_optimizer_is_known_by_what_changes_its_updates(
-    make: Callable[[list[nn.Parameter]], Any], reach: Reach, groups_by_place: bool
+    make: Callable[[list[nn.Parameter]], Any], reach: Reach, groups_by_position: bool
 ) -> None:
     file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
     traits = optimizer_traits(file, GRAPH)
     assert traits is not None
-    assert (traits.reach, traits.groups_by_place) == (reach, groups_by_place)
+    assert (traits.reach, traits.groups_by_position) == (reach, groups_by_position)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_groups_by_names_or_modules_are_no_groups_by_place(make: Callable[..., A
     file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
     traits = optimizer_traits(file, GRAPH)
     assert traits is not None
-    assert (traits.reach, traits.groups_by_place) == (Reach.NUMBER, False)
+    assert (traits.reach, traits.groups_by_position) == (Reach.NUMBER, False)
     assert set(traits.moments) == {2.0}
 
 
@@ -386,4 +386,4 @@ def test_groups_that_a_scheduler_alone_tells_apart_are_groups() -> None:
         file = replace(zoo_file("gpt2.py"), build_optimizer=in_halves, build_scheduler=schedule)
         traits = optimizer_traits(file, GRAPH)
         assert traits is not None
-        assert traits.groups_by_place is by_places
+        assert traits.groups_by_position is by_places

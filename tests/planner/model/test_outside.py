@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.planner.model.outside import Outside
+from autopar.planner.model.outside import StateScope
 
 SOURCE = """
 import itertools
@@ -128,7 +128,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_outside_is_told_by_its_place(file: Any, change: str) -> None:
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     assert before.changes_to(outside.snapshot()) == {}
     exec(change, vars(file))
@@ -140,7 +140,7 @@ def test_a_change_outside_is_told_by_its_place(file: Any, change: str) -> None:
     [one for one in CHANGES if not one.startswith(("next", "ARRAY", "TENSOR", "criterion.seen"))],
 )
 def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     exec(change, vars(file))
     before.put_back()
@@ -148,37 +148,37 @@ def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
 
 
 def test_an_iterator_of_others_is_told_by_these(file: Any) -> None:
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     next(file.PAIRS)
     assert before.changes_to(outside.snapshot())
 
 
 def test_the_environment_is_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Outside(files=()).snapshot()
+    before = StateScope(files=()).snapshot()
     monkeypatch.setenv("STEP_OF_A_TEST", "1")
-    changes = before.changes_to(Outside(files=()).snapshot())
+    changes = before.changes_to(StateScope(files=()).snapshot())
     assert changes == {"os.environ['STEP_OF_A_TEST']": True}
 
 
 def test_what_a_function_has_cached_is_forgotten(file: Any) -> None:
     exec("import functools\n@functools.lru_cache\ndef table(n): return n", vars(file))
-    before = Outside(files=(file,)).snapshot()
+    before = StateScope(files=(file,)).snapshot()
     file.table(3)
-    assert before.changes_to(Outside(files=(file,)).snapshot()) == {"table of state.py": False}
+    assert before.changes_to(StateScope(files=(file,)).snapshot()) == {"table of state.py": False}
     before.put_back()
     assert file.table.cache_info().currsize == 0
 
 
 def test_another_tensor_is_no_other_number(file: Any) -> None:
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     file.NAMED["cache"] = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(2))
     assert before.changes_to(outside.snapshot()) == {"NAMED['cache'] of state.py": False}
 
 
 def test_a_global_that_a_step_makes_is_taken_away_again(file: Any) -> None:
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     file.FRESH = 1
     assert before.changes_to(outside.snapshot()) == {"FRESH of state.py": True}
@@ -197,7 +197,7 @@ class Part(nn.Module):
 
 def test_attributes_of_the_modules_of_a_model_are_outside_its_parameters() -> None:
     part = Part()
-    outside = Outside(files=(), modules={"0": part, "0.linear": part.linear})
+    outside = StateScope(files=(), modules={"0": part, "0.linear": part.linear})
     before = outside.snapshot()
     with torch.no_grad():
         part.linear.weight += 1
@@ -216,7 +216,7 @@ def test_attributes_of_the_modules_of_a_model_are_outside_its_parameters() -> No
 
 def test_a_call_of_a_module_reaches_what_is_in_it_and_around_it() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(Part(), Part()), "b": Part()})
-    outside = Outside(files=(), modules=dict(model.named_modules()))
+    outside = StateScope(files=(), modules=dict(model.named_modules()))
     assert list(outside.around("a.0").modules) == ["", "a", "a.0", "a.0.linear"]
     assert outside.around("").modules == outside.modules
 
@@ -224,7 +224,7 @@ def test_a_call_of_a_module_reaches_what_is_in_it_and_around_it() -> None:
 def test_objects_of_libraries_and_data_are_not_looked_into(file: Any) -> None:
     file.QUEUE = __import__("queue").Queue()
     file.DATA = list(range(5000))
-    outside = Outside(files=(file,))
+    outside = StateScope(files=(file,))
     before = outside.snapshot()
     file.QUEUE.put(1)
     file.DATA[0] = 1

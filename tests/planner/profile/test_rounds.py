@@ -13,9 +13,9 @@ from autopar.planner.profile.calls import ProbeCall, clock_of, threads_of_a_rank
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import (
     as_in_training,
+    local_device,
     measure_baseline,
     measure_host,
-    place_at_hand,
 )
 from autopar.planner.profile.rounds import MOST_SAMPLES, VISITS, Baseline, LeftOut, Limits, measure
 from tests.planner.costs.ops.op_factories import known, pricer
@@ -39,7 +39,7 @@ class Steady:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    with as_in_training(place_at_hand(), Precision.FP32):
+    with as_in_training(local_device(), Precision.FP32):
         yield
 
 

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from autopar.planner.errors import TraceError
-from autopar.planner.trace.unlike_types import unnoticed
+from autopar.planner.trace.unlike_types import trace_hidden
 from tests.planner.trace.model_source import ops_of, traced
 
 MODEL = """
@@ -55,7 +55,7 @@ def test_a_model_that_always_reads_values_is_refused(tmp_path: Path) -> None:
 
 def test_torch_itself_is_told_the_truth() -> None:
     truths = (torch.compiler.is_compiling, torch.compiler.is_exporting)
-    with unnoticed():
+    with trace_hidden():
         assert torch._subclasses.FakeTensor is not fake_tensor.FakeTensor
         empty = fake_tensor.FakeTensorMode().from_tensor(torch.ones(2))
         assert "FakeTensor" in repr(empty)

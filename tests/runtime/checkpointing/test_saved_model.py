@@ -20,7 +20,7 @@ from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.locations import MARK
 from autopar.runtime.ranks.mesh import ALONE, Mesh
 from autopar.runtime.weights.initial_weights import build, record
-from autopar.runtime.weights.loading import Begun
+from autopar.runtime.weights.loading import WeightsOrigin
 from tests.field.families import family_named
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def exported(model_of: Any, folder: Path, mesh: Mesh) -> nn.Module:
     to = exporting(destination(f"{folder}/", mesh), recipe, mesh)
     recipe.materialise(model, {}, ALONE, CPU)
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
-    export([model], optimizer, Begun(recipe, None), to, mesh)
+    export([model], optimizer, WeightsOrigin(recipe, None), to, mesh)
     return model
 
 

@@ -34,7 +34,7 @@ from tests.planner.subjects import zoo_graph
 TRAITS = OptimizerTraits(
     name="Muon",
     reach=Reach.PARAMETER,
-    groups_by_place=True,
+    groups_by_position=True,
     moments=(1.0, 2.0),
     own_tensors=("kept",),
     ends=ScheduleEnd(3, "ended", "model.py:4"),
