@@ -24,10 +24,9 @@ from autopar.planner.plan.declared.constraints import (
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.consistency import layout_faults
 from autopar.planner.plan.plan import BatchFacts, Plan, RunnerUp, StoredPlan
+from autopar.planner.plan.search.assembly import runner_up
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.search.space import STAGES_PER_RANK, leave_degrees, legal_degrees
-from autopar.planner.plan.telling.explanation import StepPart, part_seconds
-from autopar.planner.plan.telling.words import recompute_words
 
 
 def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
@@ -68,21 +67,9 @@ def solve_point(
         )
     except (InfeasibleError, TimeLimitError) as error:
         return error.found
-    return _as_runner_up(other)
-
-
-def _as_runner_up(plan: Plan) -> RunnerUp:
-    gap = plan.proof.gap
-    return RunnerUp(
-        arrangement=plan.arrangement,
-        recompute=recompute_words(plan.stages),
-        step_seconds=plan.prediction.step_seconds,
-        mfu=plan.prediction.mfu,
-        device_bytes=plan.prediction.peak_memory.device_bytes,
-        communication_seconds=part_seconds(plan.prediction, StepPart.COMMUNICATION),
-        idle_seconds=part_seconds(plan.prediction, StepPart.BUBBLE),
-        difference=f"the time limit came first: it can be better by {gap:.1%}" if gap else "",
-    )
+    gap = other.proof.gap
+    limited = f"the time limit came first: it can be better by {gap:.1%}" if gap else ""
+    return runner_up(other, limited)
 
 
 ORIGIN = "the plan"

@@ -67,8 +67,8 @@ def assemble(
         crossing=solution.crossing if is_split else (),
         prediction=best.prediction,
         proof=_proof(outcome, counts),
-        fastest=None if is_fastest else runner_up(fastest, best),
-        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
+        fastest=None if is_fastest else _beside(fastest, best),
+        runners_up=tuple(_beside(one, best) for one in _distinct(outcome, best)),
         cluster=cluster,
         graph=subject.graph,
     )
@@ -124,18 +124,22 @@ def kind_of(candidate: Candidate) -> tuple[object, ...]:
     return one.pipeline, one.data, one.tensor, one.zero, one.schedule, one.stages_per_rank
 
 
-def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
-    """Return another candidate in the form for the plan."""
-    prediction = candidate.prediction
+def _beside(candidate: Candidate, best: Candidate) -> RunnerUp:
+    return runner_up(candidate, _difference(candidate.prediction, best.prediction))
+
+
+def runner_up(plan: Candidate | Plan, difference: str) -> RunnerUp:
+    """Return another plan in the form for the plan, with how it differs from the chosen one."""
+    prediction = plan.prediction
     return RunnerUp(
-        arrangement=replace(candidate.arrangement, order=0),
-        recompute=recompute_words(candidate.stages),
+        arrangement=replace(plan.arrangement, order=0),
+        recompute=recompute_words(plan.stages),
         step_seconds=prediction.step_seconds,
         mfu=prediction.mfu,
         device_bytes=prediction.peak_memory.device_bytes,
         communication_seconds=part_seconds(prediction, StepPart.COMMUNICATION),
         idle_seconds=part_seconds(prediction, StepPart.BUBBLE),
-        difference=_difference(prediction, best.prediction),
+        difference=difference,
     )
 
 
