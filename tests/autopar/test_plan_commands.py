@@ -46,6 +46,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr("autopar.planner.plan.fleet.search", search)
     monkeypatch.setattr("autopar.planner.plan.planned.fewer_as_fast", lambda *_, **__: None)
+    monkeypatch.setattr("autopar.planning.note_compiling", lambda *_: None)  # of another model
     return asked
 
 
@@ -97,7 +98,11 @@ def test_plan_prints_json_for_programs(autopar: Autopar, searched: list[dict[str
         (("--gpus", "1..1024", "--device", "a100"), 2, "135 numbers of devices to plan for"),
         (("--gpus", "2,4", "--pin", "tp=3"), 3, "tp=3 (--pin)"),
         (("--gpus", "8", "--tolerance", "3"), 2, "'3' is not a share of the step"),
-        (("--gpus", "8", "--deadline", "24h"), 2, "a deadline of 24h is of a training whose"),
+        (
+            ("--gpus", "8", "--deadline", "24h"),
+            2,
+            "a deadline of 24h is given, but the length of",
+        ),
         (("--gpus", "8", "--budget", "500"), 2, "--tokens 10B, or --samples 1M"),
         (("--gpus", "8", "--deadline", "24", "--samples", "9"), 2, "'24' cannot be read"),
         (("--gpus", "8", "--tokens", "9", "--samples", "9"), 2, "both say how much"),

@@ -178,7 +178,7 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
                 yield state._fsdp_param_group
 
 
-# storage → category, for storages that a category claims (see owners_of)
+# storage → category, for storages that a category claims (see categories_of)
 Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
 # Categories are looked up again only if a new peak exceeds the one at the last look-up by this

@@ -24,6 +24,7 @@ from importlib.metadata import (
     version,
 )
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -341,8 +342,8 @@ def _library_folders() -> Set[Path]:
 
 
 @cache
-def _owners() -> Mapping[str, list[str]]:
-    return packages_distributions()
+def _owners() -> Mapping[str, tuple[str, ...]]:
+    return MappingProxyType({one: tuple(found) for one, found in packages_distributions().items()})
 
 
 _INSTALLED = ("site-packages", "dist-packages")

@@ -175,7 +175,7 @@ def test_the_first_of_several_machines_plans_for_all(
     started: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autopar.commands.run.check_meeting_place", lambda _: None)
+    monkeypatch.setattr("autopar.commands.run.check_rendezvous", lambda _: None)
     place = ("--nnodes", "2", "--master-addr", "host", "--name", "mine", "--node-rank")
     with ThreadPoolExecutor() as pool:
         second = pool.submit(_awaited, folder)

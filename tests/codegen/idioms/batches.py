@@ -367,7 +367,7 @@ def build_dataset():
 def loss(outputs, batch):
     return F.cross_entropy(outputs.flatten(0, 1) / batch["heat"], batch["labels"].flatten())
 """,
-        every=told("To train on those of the rows"),
+        every=told("To train on the rows' numbers"),
     ),
     "no dataset": idiom("""
 del build_dataset

@@ -128,7 +128,7 @@ def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "reach", "groups_by_place"),
+    ("make", "reach", "groups_by_position"),
     [
         (optim.AdamW, Reach.NUMBER, False),
         (optim.Adagrad, Reach.NUMBER, False),
