@@ -194,10 +194,10 @@ def weighed_by_rows(
     mesh: Mesh,
     *,
     rows: tuple[int, RowCounts],
+    rows_over: Axis = ALONE,
     dataset: Any = None,
     new_collate: Callable[[], Collate] | None = None,
     skip: int = 0,
-    rows_over: Axis = ALONE,
     fewest: int = 1,
     repeats: bool = True,
 ) -> Iterator[Weighed]:

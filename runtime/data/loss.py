@@ -10,13 +10,19 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autopar.runtime.data.batches import Batch, Example, Weighed, gathered_rows, weighed_by_rows
+from autopar.runtime.data.batches import (
+    Batch,
+    Example,
+    Weighed,
+    gathered_rows,
+    weighed_by_rows,
+)
 from autopar.runtime.data.epochs import RowCounts, each_rank
 from autopar.runtime.data.rows import Collate, to_device
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
@@ -37,24 +43,30 @@ def as_counted(counts: Tensor, _: float) -> Tensor:
     return counts
 
 
+class DatasetReading(TypedDict, total=False):
+    """Arguments of `weighed_by_rows` about a dataset."""
+
+    dataset: Any
+    new_collate: Callable[[], Collate]
+    skip: int
+    fewest: int
+    repeats: bool
+
+
 def read_batches(
     example_batch: Example,
     options: Namespace,
     mesh: Mesh,
     *,
     rows: tuple[int, RowCounts],
-    dataset: Any = None,
-    new_collate: Callable[[], Collate] | None = None,
-    skip: int = 0,
     rows_over: Axis = ALONE,
     own: Collection[str] = (),
-    fewest: int = 1,
-    repeats: bool = True,
     targets: Counting | None = None,
     terms: Counting | None = None,
     divisor: Divisor = as_counted,
     sums_rows: bool = False,
     channels_last: Collection[str] = (),
+    **reading: Unpack[DatasetReading],
 ) -> Iterator[Weighed]:
     """Yield this rank's microbatches on its device, with the weights of their losses.
 
@@ -64,18 +76,7 @@ def read_batches(
     rows. If the ranks of `rows_over` read a share of the rows each, the others' rows are gathered,
     except for keys in `own`.
     """
-    data = weighed_by_rows(
-        example_batch,
-        options,
-        mesh,
-        rows=rows,
-        dataset=dataset,
-        new_collate=new_collate,
-        skip=skip,
-        rows_over=rows_over,
-        fewest=fewest,
-        repeats=repeats,
-    )
+    data = weighed_by_rows(example_batch, options, mesh, rows=rows, rows_over=rows_over, **reading)
     microbatches, microbatch = rows
     if targets is not None:
         data = weighted(data, targets, mesh, microbatches=microbatches, divisor=divisor)

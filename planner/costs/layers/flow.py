@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import ConversionCost
-from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.case import OpSplit, split_of
 from autopar.planner.costs.ops.kept import KeptTensors, is_one_kernel
 from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.costs.prediction import Recompute
@@ -264,9 +264,7 @@ def layer_flow(
 def _placed(
     pricer: OpPricer, op: Op, layout: OpLayout, *, degree: int, shape: GroupShape
 ) -> PlacedOp:
-    split = None
-    if layout.letter and degree > 1:
-        split = OpSplit(letter=layout.letter, axis=layout.axis, degree=degree)
+    split = split_of(layout, degree)
     return PlacedOp(
         op=op,
         layout=layout,

@@ -9,6 +9,7 @@ from math import prod
 from autopar.planner.axes.infer import OpAxes
 from autopar.planner.costs.kernels.rates import Rates, Throughput
 from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
 from autopar.planner.precision import Precision, item_bytes
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind, Rule, Traffic
@@ -31,6 +32,13 @@ class OpSplit:
     letter: str
     axis: str
     degree: int
+
+
+def split_of(layout: OpLayout, degree: int) -> OpSplit | None:
+    """Return the split of an op in a layout over so many ranks; None if it is not split."""
+    if not layout.letter or degree == 1:
+        return None
+    return OpSplit(letter=layout.letter, axis=layout.axis, degree=degree)
 
 
 def local_size(dim: Dim, batch: int, *, axis: str = "", degree: int = 1) -> int:

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.case import split_of
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import ScheduleKind, in_flight, rank_of
 from autopar.planner.costs.steps.step import pipeline_shape
-from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bottleneck import free_bottleneck_seconds
@@ -217,16 +216,10 @@ def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[f
     """Return an op's least forward, backward and input gradient over all strategies."""
     found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
     left = permitted(op, found, rules, pricer.graph, pricer.axes)
-    splits = dict.fromkeys(_split_of(strategy, tensor) for strategy in left)
+    splits = dict.fromkeys(split_of(strategy, tensor) for strategy in left)
     costs = [pricer.cost(op, split) for split in splits]
     return (
         min(cost.forward_seconds for cost in costs),
         min(cost.backward_seconds for cost in costs),
         min(cost.backward_seconds - cost.weight_gradient_seconds for cost in costs),
     )
-
-
-def _split_of(strategy: OpLayout, tensor: int) -> OpSplit | None:
-    if not strategy.letter or tensor == 1:
-        return None
-    return OpSplit(letter=strategy.letter, axis=strategy.axis, degree=tensor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.case import split_of
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import ClassLayouts, Plan, PlannedStage, StoredPlan
@@ -189,9 +189,7 @@ def seconds_saved_by_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> f
     for known, layouts in zip(layers.classes, plan.layouts, strict=True):
         ops = layers.layers[known.layers[0]].ops
         for op, layout in zip(ops, layouts, strict=True):
-            split = None
-            if layout.letter and arrangement.tensor > 1:
-                split = OpSplit(letter=layout.letter, axis=layout.axis, degree=arrangement.tensor)
+            split = split_of(layout, arrangement.tensor)
             before, after = eager.cost(op, split), compiled.cost(op, split)
             gained = before.forward_seconds - after.forward_seconds
             gained += before.backward_seconds - after.backward_seconds

@@ -9,7 +9,7 @@ from functools import partial
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.case import split_of
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
@@ -218,7 +218,7 @@ class _Builder:
         kept = pricer.kept(op)
         priced = []
         for choice in choices:
-            split = _op_split(choice.strategy, self.place.degree)
+            split = split_of(choice.strategy, self.place.degree)
             cost = pricer.cost(op, split)
             priced.append(
                 Strategy(
@@ -305,12 +305,6 @@ class _Builder:
     def _memory_bytes(self, tensor: str, layout: Layout) -> int:
         own = self.slots.own(layout, tensor, self.axes)
         return self.place.pricer.memory_bytes(tensor, own, self.place.degree)
-
-
-def _op_split(strategy: OpLayout, degree: int) -> OpSplit | None:
-    if not strategy.axis:
-        return None
-    return OpSplit(letter=strategy.letter, axis=strategy.axis, degree=degree)
 
 
 def _given(graph: Graph) -> frozenset[str]:
