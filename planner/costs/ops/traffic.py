@@ -67,14 +67,14 @@ def _access(case: OpCase) -> float:
     size = case.shapes.numel(case.result)
     if any(case.shapes.numel(one) < size or _is_part(case, one) for one in inputs):
         return access.strided
-    is_cast = any(_is_narrower(case, one) for one in inputs)
+    is_cast = any(_is_narrower_than(case, one, case.result) for one in inputs)
     return access.casting if is_cast else 1.0
 
 
-def _is_narrower(case: OpCase, name: str) -> bool:
-    """Whether an input of 16 bits has a wider result."""
+def _is_narrower_than(case: OpCase, name: str, other: str) -> bool:
+    """Whether a tensor has floats of 16 bits, and the other one has wider elements."""
     is_half = not case.graph.tensors[name].is_whole_numbered and case.element_bytes(name) == 2
-    return is_half and case.element_bytes(case.result) > 2
+    return is_half and case.element_bytes(other) > 2
 
 
 def _is_part(case: OpCase, name: str) -> bool:
@@ -122,7 +122,8 @@ def _backward_kernels(case: OpCase) -> Iterator[Moved]:
         if permuted and kind is OpKind.PART:
             yield Moved(backward_bytes(case), access.strided)
     elif kind is OpKind.CAST:
-        yield Moved(backward_bytes(case))  # casts to 16 bits, if the forward casts from 16 bits
+        gets_half = _is_narrower_than(case, case.result, case.op.inputs[0])
+        yield Moved(backward_bytes(case), access.casting if gets_half else 1.0)
     else:
         yield Moved(backward_bytes(case), _access(case))
 

@@ -1,5 +1,7 @@
 """Tests of the seconds of single ops: which shapes reach the formulas, and what is left out."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,9 @@ from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
+from autopar.planner.trace import trace
 from tests.planner.costs.ops.op_factories import (
     GPT2,
     device,
@@ -203,6 +207,43 @@ def test_a_cast_to_a_wider_type_is_slow_and_its_gradient_is_not() -> None:
         memory_seconds(moved, rates=rates, access=rates.access.casting)
     )
     assert cost.backward_seconds == pytest.approx(memory_seconds(moved, rates=rates))
+
+
+NORM_IN_FP32 = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(1024, 1024)
+    def forward(self, x):
+        h = self.head(x)
+        return (torch.tanh(h.float()).to(h.dtype) ** 2).mean()
+
+def build_model():
+    return Model()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 1024)}
+"""
+
+
+def test_the_gradient_of_a_cast_to_16_bits_is_slow(tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(NORM_IN_FP32)
+    graph = trace(load_model_file(str(path)), precision=Precision.BF16)
+    prices = OpPricer(
+        graph, infer_axes(graph), batch=4096, precision=Precision.BF16, device=device("a100")
+    )
+    widens, narrows = (op for op in graph.ops if op.target == "aten.to.dtype")
+    streamed, cast = (
+        memory_seconds(6 * 4096 * 1024, rates=prices.rates.own, access=access)
+        for access in (1.0, prices.rates.own.access.casting)
+    )
+    for op, forward, backward in ((widens, cast, streamed), (narrows, streamed, cast)):
+        cost = prices.cost(op)
+        assert cost.forward_seconds == pytest.approx(forward)
+        assert cost.backward_seconds == pytest.approx(backward)
 
 
 def test_gradients_of_unbind_are_stacked_and_copied_back_into_the_order_of_the_tensor() -> None:
