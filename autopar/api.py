@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Unpack
@@ -22,6 +23,7 @@ from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.files import (
     PLAN_FOLDER,
     refuse_named_as_file,
+    refuse_others,
     refuse_replacing,
     write_whole,
 )
@@ -110,6 +112,28 @@ class Plan:
     def explain(self) -> Explanation:
         """Return the reasons for the plan: time, stages, memory, communication, splits."""
         return explain(self.content)
+
+    def report(self, path: str | Path = "report.html", *, run: str | Path | None = None) -> Path:
+        """Draw the plan, and a run of it, as one HTML file; return its path."""
+        from autopar.pages.report import BEGINNING, report  # needs jinja2
+        from autopar.runs.run_metrics import analyze_run
+
+        place = _path(path)
+        refuse_others(place, beginning=BEGINNING)
+        analyzed = None if run is None else analyze_run(self.content, _path(run))
+        write_whole(place, report(self.content, analyzed), what="the report")
+        return place
+
+    def _repr_html_(self) -> str | None:
+        """Return the report in a frame, for notebooks; None if charts cannot be drawn."""
+        from autopar.pages.report import report  # needs jinja2
+
+        try:
+            page = report(self.content)
+        except InputError:
+            return None  # the notebook shows the text
+        style = "width: 100%; height: 50rem; border: 0"
+        return f'<iframe srcdoc="{escape(page)}" style="{style}"></iframe>'
 
     def verify(
         self, script: str | Path | None = None, *, steps: int = 5, half_steps: int = 30

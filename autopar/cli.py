@@ -28,6 +28,7 @@ FUNCTIONS = {
     "plan": "plan.plan",
     "explain": "explain.explain_plan",
     "diff": "explain.diff",
+    "report": "explain.report_plan",
     "emit": "emit.emit_script",
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",

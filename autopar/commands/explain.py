@@ -1,4 +1,4 @@
-"""`autopar explain` and `autopar diff`."""
+"""`autopar explain`, `autopar diff` and `autopar report`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from autopar.pages.explanation_page import (
 )
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
+from autopar.planner.files import refuse_others, write_whole
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.file import parse_pins
-from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
@@ -34,8 +34,7 @@ from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
-from autopar.runs.run_metrics import Analysis, analyze, sound_lines_of
-from autopar.runs.run_record import read_record
+from autopar.runs.run_metrics import Analysis, analyze_run
 
 
 def diff(
@@ -54,6 +53,34 @@ def diff(
         return
     for part in comparison_page(comparison, (str(before), str(after))):
         results().print(part)
+
+
+def report_plan(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run of this plan, or its metrics file."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
+    ] = Path("report.html"),
+) -> None:
+    """Draw a plan, and a run of it, as one HTML file that needs no network.
+
+    The plans that were compared, where a step goes, the schedule of each rank, memory, layers and
+    messages; with a run, what was measured beside what was predicted, and its curves.
+
+    Example: autopar report plan.json runs/first -o report.html
+    """
+    from autopar.pages.report import BEGINNING, report  # needs jinja2
+
+    refuse_others(output, beginning=BEGINNING)
+    found = read_plan(plan)
+    analyzed = None if run is None else analyze_run(found, run)
+    with status_line("drawing"):
+        text = report(found, analyzed)
+    write_whole(output, text, what="the report")
+    results().print(f"Written: {output}")
 
 
 def explain_plan(
@@ -106,7 +133,7 @@ def explain_plan(
             f"there is no stage {stage}", expected=f"0 to {len(found.stages) - 1}", where=str(plan)
         )
     if analyzed is not None:
-        analysis = _analysis(found, analyzed)
+        analysis = analyze_run(found, analyzed).analysis
         _print(analysis_page(found, analysis), analysis if as_json else None)
         return
     if other is not None:
@@ -126,26 +153,6 @@ def explain_plan(
     explanation = explain(found)
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
-
-
-def _analysis(plan: StoredPlan, run: Path) -> Analysis:
-    """Compare a plan with a run, given by its folder or its metrics file."""
-    record = read_record(run)
-    copy = run / PLAN_NAME
-    if copy.is_file() and read_plan(copy) != plan:
-        raise InputError(
-            f"the run {run} used another plan", fix=f"autopar explain {copy} --analyze {run}"
-        )
-    path = record.metrics_in(run) if record is not None else run
-    if not path.is_file():
-        raise InputError(
-            f"{run} is no run, and no file of metrics",
-            expected="a folder that `autopar run` made, or what a script wrote with --metrics",
-        )
-    analysis = analyze(plan, sound_lines_of(path))
-    if analysis is None:
-        raise InputError(f"{path} has no step", expected="a run with at least one step line")
-    return analysis
 
 
 def _why_not(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.errors import InputError
 from autopar.planner.files import Bytes, FigureNumber, Seconds, SomeSeconds, damaged
+from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
+from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import StoredPlan
+from autopar.runs.run_record import read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
@@ -226,6 +229,33 @@ class Analysis:
     profiled_step: int | None  # of --profile-step
     ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
     keeping_seconds: float | None  # how long the training waits for a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalyzedRun:
+    """The lines of a run, and its comparison with its plan."""
+
+    lines: Sequence[Mapping[str, Any]]
+    analysis: Analysis
+
+
+def analyze_run(plan: StoredPlan, run: Path) -> AnalyzedRun:
+    """Compare a plan with a run, given by its folder or its metrics file."""
+    record = read_record(run)
+    copy = run / PLAN_NAME
+    if copy.is_file() and read_plan(copy) != plan:
+        raise InputError(f"the run {run} used another plan", fix=f"compare it with {copy}")
+    path = record.metrics_in(run) if record is not None else run
+    if not path.is_file():
+        raise InputError(
+            f"{run} is no run, and no file of metrics",
+            expected="a folder that `autopar run` made, or what a script wrote with --metrics",
+        )
+    lines = sound_lines_of(path)
+    analysis = analyze(plan, lines)
+    if analysis is None:
+        raise InputError(f"{path} has no step", expected="a run with at least one step line")
+    return AnalyzedRun(lines=lines, analysis=analysis)
 
 
 def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | None:

@@ -279,6 +279,9 @@ class StagePrediction:
     in_flight: Elements
     memory: MemoryPrediction  # of its rank, all its stages together
     tensor_seconds: Seconds = 0.0  # messages of the tensor axis in forward and backward
+    # as the schedule runs the stage: a forward, a backward, and the two halves of a split backward
+    action_seconds: tuple[Seconds, Seconds, Seconds, Seconds] | None = None  # None in older plans
+    transfer_seconds: Seconds = 0.0  # of one microbatch to the next stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ def step_of(
         optimizer_seconds=_optimizer_seconds(prices, ranks) + norm_seconds(groups, arrangement),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_seconds,
-        splitting_seconds=tuple(one.split_seconds for one in scheduled),
+        scheduled=scheduled,
         is_host_measured=constants.is_measured,
         is_net_measured=is_net_measured,
     )
@@ -192,9 +192,17 @@ def _stage_predictions(
             in_flight=held,
             memory=memories[rank],
             tensor_seconds=load.communication_seconds,
+            action_seconds=scheduled.of_kinds,
+            transfer_seconds=transfer,
         )
-        for stage, (load, held) in enumerate(
-            zip(loads, in_flight(arrangement.schedule, shape), strict=True)
+        for stage, (load, scheduled, transfer, held) in enumerate(
+            zip(
+                loads,
+                step.scheduled,
+                (*step.transfer_seconds, 0.0),
+                in_flight(arrangement.schedule, shape),
+                strict=True,
+            )
         )
         for rank in [_rank(stage, arrangement)]
     )

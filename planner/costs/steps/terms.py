@@ -13,6 +13,7 @@ from autopar.planner.costs.prediction import (
     Provenance,
     TimeTerm,
 )
+from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.stage_load import RankGroups, StageLoad, summed_seconds
 from autopar.planner.costs.steps.stage_price import DataSeconds
@@ -35,7 +36,7 @@ class StepTerms:
     optimizer_seconds: float
     framework_step_seconds: float
     framework_action_seconds: float
-    splitting_seconds: tuple[float, ...]  # added to a backward of each stage by splitting it
+    scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
     is_host_measured: bool = False  # optimizer and framework were measured on these devices
     is_net_measured: bool = False  # latency and rate of every link were measured
 
@@ -119,7 +120,9 @@ def _sums(step: StepTerms, stages: Sequence[int]) -> Busiest:
         tensor_seconds=microbatches * tensor,
         data_seconds=microbatches * waited,
         framework_seconds=microbatches
-        * sum(2 * step.framework_action_seconds + step.splitting_seconds[one] for one in stages),
+        * sum(
+            2 * step.framework_action_seconds + step.scheduled[one].split_seconds for one in stages
+        ),
         measured_seconds=microbatches * sum(load.measured_seconds for load in loads),
         stages=tuple(stages),
     )

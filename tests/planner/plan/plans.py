@@ -115,6 +115,8 @@ def prediction(stages: int = 1, **changes: Any) -> Prediction:
                 idle_seconds=0.001 * (1 + number),
                 in_flight=stages - number,
                 memory=memory(activation_bytes=(20 + 10 * number) * MIB),
+                action_seconds=(0.001, 0.002, 0.0013, 0.0009),
+                transfer_seconds=0.0001 if number < stages - 1 else 0.0,
             )
             for number in range(stages)
         ),

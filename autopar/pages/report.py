@@ -1,0 +1,145 @@
+"""The report of a plan, and of a run of it: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from autopar.pages.charts import Chart, Row, color, marks, name, number, rule
+from autopar.pages.figures import Figure, plan_figures
+from autopar.pages.plan_page import figure_text
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.plan.plan import StoredPlan
+from autopar.planner.plan.telling.explanation import (
+    explain,
+    proof_line,
+)
+from autopar.planner.plan.telling.words import arrangement_words, recompute_words
+from autopar.runs.run_metrics import AnalyzedRun
+from autopar.runtime.ranks.metrics import Event
+
+BEGINNING = "<!DOCTYPE html>\n<!-- written by autopar report -->"
+_MOST_POINTS = 1000  # of a curve
+
+
+def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
+    """Return the text of a report."""
+    page = Environment(
+        loader=PackageLoader("autopar.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    figures = [*(_run_figures(plan, run) if run else ()), *plan_figures(plan)]
+    return page.get_template("report.html.j2").render(
+        beginning=Markup(BEGINNING),
+        title=f"{plan.model.name} on {plan.machines.devices} × {plan.machines.device}",
+        arrangement=arrangement_words(plan.arrangement),
+        recompute=recompute_words(plan.stages),
+        facts=_facts(plan),
+        reasons=explain(plan).reasons,
+        figures=figures,
+        proof=proof_line(plan),
+    )
+
+
+def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
+    prediction, (rank, memory) = plan.prediction, plan.fullest
+    step = prediction.step_seconds
+    rows = plan.arrangement.global_batch
+    unit = "tokens" if plan.model.tokens_per_row > 1 else "rows"
+    yield "step", seconds_text(step)
+    yield f"{unit} a second", figure_text(rows * plan.model.tokens_per_row / step, "1/s")
+    yield "MFU", f"{prediction.mfu:.1%}"
+    share = memory.device_bytes / plan.limit_bytes(rank)
+    yield "fullest device", f"{bytes_text(memory.device_bytes)}, {share:.0%} of its limit"
+    yield "rows of a step", f"{rows:,}"
+    yield "no plan is faster by", f"{max(0.0, plan.proof.gap):.2%}"
+
+
+def _run_figures(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:
+    yield _measured(run)
+    yield from _curves(plan, run)
+
+
+def _measured(run: AnalyzedRun) -> Figure:
+    found = run.analysis
+    rows = [
+        {
+            "name": one.name,
+            "ratio": one.measured / one.predicted,
+            "words": f"{one.name}: {figure_text(one.measured, one.unit)} measured, "
+            f"{figure_text(one.predicted, one.unit)} predicted",
+        }
+        for one in (*found.figures, *found.ranks)
+        if one.predicted
+    ]
+    encoding = {"y": name("name"), "x": number("ratio", "measured ÷ predicted")}
+    on_planned = "" if found.is_on_planned_device else " It ran on another device than planned for."
+    return Figure(
+        title="Measured and predicted",
+        text=f"Medians of {found.lines} steps of a run, beside what the plan predicts.{on_planned}",
+        chart=Chart(
+            layers=(
+                marks("bar", rows, encoding, color="var(--c1)"),
+                rule(1.0, "as predicted", axis="x"),
+            ),
+            height={"step": 26},
+        ),
+        head=("figure", "measured", "predicted", "ratio"),
+        rows=tuple(
+            (
+                one.name,
+                figure_text(one.measured, one.unit),
+                figure_text(one.predicted, one.unit),
+                f"{one.measured / one.predicted:.2f}" if one.predicted else "",
+            )
+            for one in (*found.figures, *found.ranks)
+        ),
+    )
+
+
+def _curves(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:
+    step = plan.prediction.step_seconds
+    losses = [
+        ("evaluation" if one.get("event") == Event.EVALUATED else "training", one, "loss")
+        for one in run.lines
+        if one.get("event") in (None, Event.EVALUATED)
+    ]
+    seconds = [("measured", one, "seconds") for one in run.lines if one.get("event") is None]
+    for title, text, found, line in (
+        ("Loss", "The loss of the training and of its evaluations.", losses, None),
+        ("Seconds of a step", "The dashed line is the prediction.", seconds, step),
+    ):
+        points = [
+            (kind, int(one["step"]), float(one[key]))
+            for kind, one, key in found
+            if isinstance(one.get(key), int | float)
+        ]
+        if points:
+            yield _curve(title, text, points[:: len(points) // _MOST_POINTS + 1], line)
+
+
+def _curve(
+    title: str, text: str, points: Sequence[tuple[str, int, float]], line: float | None
+) -> Figure:
+    rows: list[Row] = [
+        {"kind": kind, "step": step, "value": value, "words": f"step {step}: {kind} {value:.4g}"}
+        for kind, step, value in points
+    ]
+    encoding = {
+        "x": number("step", "step"),
+        "y": number("value", title.lower(), scale={"zero": False}),
+        "color": color("kind", list(dict.fromkeys(kind for kind, _, _ in points))),
+    }
+    predicted = (rule(line, f"predicted: {seconds_text(line)}"),) if line else ()
+    return Figure(
+        title=title,
+        text=text,
+        chart=Chart(layers=(marks("line", rows, encoding, point=True), *predicted), height=220),
+        head=("", "step", "value"),
+        rows=tuple((kind, str(step), f"{value:.4g}") for kind, step, value in points),
+    )

@@ -1,0 +1,133 @@
+"""When each rank of a plan's pipeline runs which action, and what its memory holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.planner.costs.schedules.orders import ActionKind, Schedule, settled
+from autopar.planner.costs.schedules.pipeline import pipeline_seconds
+from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simulate
+from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of
+from autopar.planner.costs.steps.step import pipeline_shape
+from autopar.planner.errors import InputError
+from autopar.planner.plan.plan import StoredPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedAction:
+    """An action of a rank; its times count from the start of the pipeline."""
+
+    rank: int
+    stage: int
+    kind: ActionKind
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The actions of all pipeline ranks in one step, rank by rank.
+
+    Long steps repeat a round of microbatches. Then the timeline has fewer microbatches than the
+    step, and runs them as if there were no more.
+    """
+
+    actions: tuple[TimedAction, ...]
+    microbatches: int
+    is_whole: bool  # it has every microbatch of the step
+    pipeline_seconds: float  # of these microbatches
+    rest_seconds: float  # of a step after its pipeline: last reductions, optimizer, framework
+
+
+def timeline_of(plan: StoredPlan) -> Timeline:
+    """Simulate one step of a plan."""
+    kind, whole = plan.arrangement.schedule, pipeline_shape(plan.arrangement)
+    shape, stages = settled(whole), _stage_seconds(plan)
+    transfers = [one.transfer_seconds for one in plan.prediction.stages[:-1]]
+    schedule = schedule_of(kind, shape)
+    found = simulate(
+        schedule, stages, transfer_seconds=transfers, transfer=SCHEDULES[kind].transfer
+    )
+    pipeline = pipeline_seconds(kind, whole, stages, transfer_seconds=transfers)
+    return Timeline(
+        actions=tuple(_timed(schedule, found.starts_seconds, found.ends_seconds)),
+        microbatches=shape.microbatches,
+        is_whole=shape == whole,
+        pipeline_seconds=found.step_seconds,
+        rest_seconds=max(0.0, plan.prediction.step_seconds - pipeline.step_seconds),
+    )
+
+
+def _stage_seconds(plan: StoredPlan) -> tuple[StageSeconds, ...]:
+    found = [one.action_seconds for one in plan.prediction.stages]
+    if None in found:
+        raise InputError(
+            "this plan does not say how long the actions of its stages take",
+            expected="a plan of this version of autopar",
+            fix="plan again",
+        )
+    return tuple(
+        StageSeconds(
+            forward_seconds=one[0],
+            backward_seconds=one[1],
+            input_gradient_seconds=one[2],
+            weight_gradient_seconds=one[3],
+        )
+        for one in found
+        if one is not None
+    )
+
+
+def _timed(schedule: Schedule, starts: Times, ends: Times) -> Iterator[TimedAction]:
+    for rank, actions in enumerate(schedule):
+        for action, start, end in zip(actions, starts[rank], ends[rank], strict=True):
+            yield TimedAction(
+                rank=rank,
+                stage=action.stage,
+                kind=action.kind,
+                microbatch=action.microbatch,
+                start_seconds=start,
+                end_seconds=end,
+            )
+
+
+_FREES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What a rank holds from one moment to the next one."""
+
+    rank: int
+    seconds: float
+    bytes: int
+
+
+def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
+    """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
+
+    Between its least and its predicted peak, a rank's activations are proportional to the number of
+    microbatches that it holds, of all its stages together.
+    """
+    for rank in range(plan.arrangement.pipeline):
+        own = [one for one in timeline.actions if one.rank == rank]
+        changes = [(one.start_seconds, 1) for one in own if one.kind is ActionKind.FORWARD]
+        changes += [(one.end_seconds, -1) for one in own if one.kind in _FREES]
+        held, counts = 0, []
+        for seconds, change in sorted(changes):
+            held += change
+            counts.append((seconds, held))
+        memory = next(
+            predicted.memory
+            for stage, predicted in zip(plan.stages, plan.prediction.stages, strict=True)
+            if stage.rank == rank
+        )
+        most = max(count for _, count in counts)
+        least = memory.device_bytes - memory.activation_bytes
+        yield HeldBytes(rank=rank, seconds=0.0, bytes=least)
+        for seconds, count in counts:
+            size = least + memory.activation_bytes * count // most
+            yield HeldBytes(rank=rank, seconds=seconds, bytes=size)
+        yield HeldBytes(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
