@@ -59,7 +59,7 @@ def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
     """Yield the calls of recomputed layers, which must remain calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
-        if mode.runs_again:
+        if mode.wraps_layers:
             yield layer.call
 
 

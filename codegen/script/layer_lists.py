@@ -220,7 +220,7 @@ def _check_recomputed(
     lost = [
         calls[layer.call].path
         for layer, path, mode in zip(subject.layers.layers, paths, modes, strict=True)
-        if mode.runs_again and not path
+        if mode.wraps_layers and not path
     ]
     if lost:
         raise LostLayersError(lost)

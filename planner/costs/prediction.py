@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Self
 
 from autopar.planner.costs.collectives.conversions import NO_STATISTICS, Statistics
+from autopar.planner.costs.ops.kept import is_one_kernel
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.files import (
     Bytes,
@@ -22,7 +23,9 @@ from autopar.planner.files import (
     SomeBytes,
     SomeSeconds,
 )
-from autopar.planner.precision import Precision
+from autopar.planner.graph.ops import Op
+from autopar.planner.precision import Kernels, Precision
+from autopar.planner.rules.table import rule_of
 
 
 class Provenance(StrEnum):
@@ -33,27 +36,42 @@ class Provenance(StrEnum):
     MIXED = "measured and formula"
 
 
+def _is_product(op: Op, kernels: Kernels) -> bool:
+    """Whether an op is a matrix product, a convolution, or an attention in one kernel."""
+    return bool(rule_of(op.target).contracts) and is_one_kernel(op, kernels)
+
+
 class Recompute(StrEnum):
-    """How much of a layer runs again in the backward; costs/layers has what each mode keeps."""
+    """How much of a layer runs again in the backward."""
 
     _value_: str
     runs_again: bool
-    keeps_products: bool  # results of matrix products and of fused attention
+    # the ops whose results are saved, so that they do not run again; None: only a layer's inputs
+    saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
     table: str
 
-    NONE = "none", False, True, True, ""
-    # runs all but those products again; inside compiled code, inductor would decide that itself
-    SELECTIVE = "selective", True, True, False, "RECOMPUTED_IN_PART"
-    FULL = "full", True, False, True, "RECOMPUTED"  # runs the whole layer again, from its inputs
+    NONE = "none", False, None, True, ""
+    # inside compiled code, inductor would decide itself which products run again
+    SELECTIVE = "selective", True, _is_product, False, "RECOMPUTED_IN_PART"
+    FULL = "full", True, None, True, "RECOMPUTED"
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a mode with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.runs_again, one.keeps_products, one.compiles, one.table = row
+        one.runs_again, one.saved_ops, one.compiles, one.table = row
         return one
+
+    @property
+    def wraps_layers(self) -> bool:
+        """Whether the script wraps layers in this mode, so that their module calls must remain."""
+        return bool(self.table)
+
+    def saves(self, op: Op, kernels: Kernels) -> bool:
+        """Whether a layer that runs again saves the results of an op."""
+        return self.saved_ops is not None and self.saved_ops(op, kernels)
 
 
 class Compile(StrEnum):

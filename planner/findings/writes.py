@@ -36,7 +36,7 @@ from autopar.planner.layers import Layer
 from autopar.planner.model.functions import nested_code
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.table import kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,15 +173,12 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
     twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
     for layer in layers:
         hindrance = next(iter(twice), None) or _hindrance(layer, graph, writers)
-        op = _recurrent(layer) or _writer_into_kept(layer, graph, writers)
-        if hindrance is not None:
-            yield {mode: hindrance for mode in Recompute if mode.runs_again}
-        elif op is not None:
-            why = f"{op.name} writes into the result of a product, which would be kept"
-            hindrance = Hindrance(why=why, where=op.location)
-            yield {mode: hindrance for mode in Recompute if mode.runs_again and mode.keeps_products}
-        else:
-            yield {}
+        own = (
+            (mode, hindrance or _written_result(layer, graph, writers, mode))
+            for mode in Recompute
+            if mode.runs_again
+        )
+        yield {mode: why for mode, why in own if why is not None}
 
 
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
@@ -219,17 +216,32 @@ def _recurrent(layer: Layer) -> Op | None:
     return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
 
 
-def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
-    """Return an op that writes into a contraction's result, which selective recompute saves.
+def _written_result(
+    layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
+) -> Hindrance | None:
+    """Return the op that writes into a result which a mode would save; None without one."""
+    if mode.saved_ops is None:
+        return None
+    op = _recurrent(layer) or _writer_into_saved(layer, graph, writers, mode)
+    if op is None:
+        return None
+    why = f"{op.name} writes into the result of an op, which {mode} recomputation would save"
+    return Hindrance(why=why, where=op.location)
 
-    The last tensor that is saved ends the recomputation; later writes do no harm.
+
+def _writer_into_saved(
+    layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
+) -> Op | None:
+    """Return an op that writes into a result which a mode saves.
+
+    The last tensor that the backward needs ends the recomputation; later writes do no harm.
     """
     if not writers:
         return None
     ops = [op for op in layer.ops if layer.call in graph.index.around(op.call)]
     last = max((i for i, op in enumerate(ops) if keeps_anything(op, graph, FUSED)), default=0)
-    kept = (name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs)
-    return next((writers[name] for name in kept if name in writers), None)
+    saved = (name for op in ops[:last] if mode.saves(op, FUSED) for name in op.outputs)
+    return next((writers[name] for name in saved if name in writers), None)
 
 
 def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:

@@ -13,12 +13,12 @@ The second forward gets them as they were before the first. Tensors and modules 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from functools import lru_cache, partial, reduce, wraps
 from io import BytesIO
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -178,7 +178,7 @@ class _ObjectReader(pickle.Unpickler):
 
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
-IsKept: TypeAlias = Callable[[Any], bool]
+IsSaved: TypeAlias = Callable[[str], bool]  # of an aten op's name, without the overload
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = (
@@ -188,20 +188,24 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
+# The ops whose results each mode saves, so that they do not run again; None: of no op.
+SAVED: Mapping[Mode, IsSaved | None] = MappingProxyType(
+    {"selective": frozenset(MATMULS + ATTENTION).__contains__, "full": None}
+)
 
 
-def recompute(
-    module: nn.Module, mode: Mode, *, keep: Collection[str] = MATMULS + ATTENTION
-) -> None:
-    """Recompute a module (a layer) in the backward; "selective" saves the results of `keep`.
+def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = None) -> None:
+    """Recompute a module (a layer) in the backward.
 
-    `keep` names aten ops, without the overload. Only this instance's forward changes, below its
-    hooks: fully_shard has gathered the parameters before the forward is run again.
+    `keep` names the aten ops, without the overload, whose results are saved in place of those that
+    the mode saves. Only this instance's forward changes, below its hooks: fully_shard has gathered
+    the parameters before the forward is run again.
     """
     if mode == "none":
         return
     module.__class__ = class_with_forward(module)
-    is_kept = partial(_is_kept, frozenset(keep)) if mode == "selective" else None
+    is_saved = SAVED[mode] if keep is None else frozenset(keep).__contains__
+    is_kept = None if is_saved is None else partial(_is_kept, is_saved)
     contexts = partial(_contexts, WrittenBuffers(module), is_kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +237,7 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def _contexts(
-    buffers: WrittenBuffers, is_kept: IsKept | None
+    buffers: WrittenBuffers, is_kept: Callable[[Any], bool] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the context managers of the first forward and of the second."""
     numbers = DrawnNumbers()
@@ -275,12 +279,14 @@ def _is_stop(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _policy(is_kept: IsKept, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    is_kept: Callable[[Any], bool], _: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Return whether the result of an op is saved."""
     del args, kwargs
     return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_kept(keep: Collection[str], op: Any) -> bool:
+def _is_kept(is_saved: IsSaved, op: Any) -> bool:
     namespace, _, name = op.name().partition("::")
-    return namespace == "aten" and name.partition(".")[0] in keep
+    return namespace == "aten" and is_saved(name.partition(".")[0])

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import ConversionCost
 from autopar.planner.costs.ops.case import OpSplit, split_of
-from autopar.planner.costs.ops.kept import KeptTensors, is_one_kernel
+from autopar.planner.costs.ops.kept import KeptTensors
 from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layer
 from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes
-from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +109,10 @@ class Again:
 
 
 def run_again(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return what runs again in a mode: nothing, the ops between products, or the whole forward."""
+    """Return what runs again in a mode: nothing, the ops between saved ones, or the forward."""
     if not mode.runs_again:
         return Again()
-    return _cheap(flow) if mode.keeps_products else called_again(flow)
+    return called_again(flow) if mode.saved_ops is None else _between_saved(flow, mode)
 
 
 def called_again(flow: LayerFlow) -> Again:
@@ -140,15 +139,15 @@ def called_again(flow: LayerFlow) -> Again:
     )
 
 
-def _cheap(flow: LayerFlow) -> Again:
-    """Return what runs again from saved tensors (products, inputs) to those that ops keep."""
+def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
+    """Return what runs again from the tensors that a mode saves to those that ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
     names = {name for name, _ in needed}
     again: list[PlacedOp] = []
     for one in reversed(flow.ops):
-        if one.is_contraction or not (one.kept.made or names.intersection(one.op.outputs)):
+        if flow.saves(mode, one) or not (one.kept.made or names.intersection(one.op.outputs)):
             continue
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
@@ -172,7 +171,6 @@ class PlacedOp:
     kept: KeptTensors
     launches: tuple[int, int]  # ops that the host dispatches, forward and backward
     is_differentiable: bool
-    is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
 
     def layout_of(self, tensor: str) -> Layout:
         """Return the op's layout of one of its operands or results."""
@@ -200,6 +198,10 @@ class LayerFlow:
     produced: Mapping[str, Layout]
     conversions: tuple[LayerConversion, ...]
     degree: int
+
+    def saves(self, mode: Recompute, one: PlacedOp) -> bool:
+        """Whether the layer, if it runs again in this mode, saves the results of an op."""
+        return mode.saves(one.op, self.pricer.kernels)
 
     def made_here(self, tensor: str) -> bool:
         """Whether an op of this layer makes a tensor."""
@@ -274,7 +276,6 @@ def _placed(
         kept=pricer.kept(op),
         launches=pricer.launches(op),
         is_differentiable=pricer.graph.learns(op),
-        is_contraction=bool(rule_of(op.target).contracts) and is_one_kernel(op, pricer.kernels),
     )
 
 

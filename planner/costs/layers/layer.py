@@ -60,23 +60,15 @@ class LayerMemory:
 def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
-    none:       saved = what the ops keep;                  transient = w, the largest working set
-    selective:  saved = inputs + results of contractions;   transient = w + what is made again
-    full:       saved = inputs;                             transient = w + what is made again
+    saved = `saved_places`; transient = the largest working set + what is made again
     """
-    everything, inputs = kept_places(flow), input_places(flow)
+    everything = kept_places(flow)
     working = max((_working(flow, one) for one in flow.ops), default=0)
     learning, learned_gradient = _learning(flow)
     deferred = sum(_result_bytes(flow, one) for one in flow.ops if _weights(flow, one))
-    costly = dict(inputs)
-    for one in flow.ops:
-        if one.is_contraction and one.is_differentiable:
-            costly |= _own_places(one)
-            costly |= dict(_places(flow, one, one.op.outputs))
     memory = {}
     for mode in Recompute:
-        kept_again = costly if mode.keeps_products else inputs
-        saved = kept_again if mode.runs_again else everything
+        saved = saved_places(flow, mode)
         again = sum(size for place, size in everything.items() if place not in saved)
         memory[mode] = LayerMemory(
             saved_bytes=sum(saved.values()),
@@ -86,6 +78,22 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
             deferred_bytes=deferred,
         )
     return memory
+
+
+def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
+    """Return what a layer saves in a mode.
+
+    A layer that does not run again saves what its ops keep. Another one saves its inputs, and the
+    results of the ops that the mode saves.
+    """
+    if not mode.runs_again:
+        return kept_places(flow)
+    places = input_places(flow)
+    for one in flow.ops:
+        if flow.saves(mode, one) and one.is_differentiable:
+            places |= _own_places(one)
+            places |= dict(_places(flow, one, one.op.outputs))
+    return places
 
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:

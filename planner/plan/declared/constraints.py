@@ -271,7 +271,7 @@ def without_recompute(
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
-        if modes and modes[-1].runs_again:
+        if modes and modes[-1].wraps_layers:
             return None
         rule = RecomputePin(modules=path, mode=Recompute.NONE)
         text = f"recompute none in {path}"

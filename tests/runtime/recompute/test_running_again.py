@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.recompute.running_again import MATMULS, Mode, recompute, recomputes
+from autopar.runtime.recompute.running_again import Mode, recompute, recomputes
 
 
 class Layer(nn.Module):
@@ -42,7 +42,7 @@ class Telling(Layer):
 
 
 def gradients(
-    mode: Mode, keep: tuple[str, ...] = MATMULS, kind: type[Layer] = Layer
+    mode: Mode, keep: tuple[str, ...] | None = None, kind: type[Layer] = Layer
 ) -> tuple[list[Tensor], int, int]:
     """Return the gradients, the matrix products of the backward, and the bytes kept for it."""
     torch.manual_seed(0)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.costs.layers.flow import LayerFlow, called_again, layer_flow, run_again
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from autopar.runtime.recompute.running_again import recompute
+from autopar.runtime.recompute.running_again import ATTENTION, MATMULS, SAVED, recompute
 from benchmarks.validation.practice import Attention, Practice, PracticePricer
 from tests.planner.costs.ops.op_factories import (
     device,
@@ -78,6 +79,53 @@ def test_a_layer_runs_again_up_to_what_its_backward_needs_as_torch_runs_it(
     found = Counter(one.op.target.split(".")[1] for one in again.ops)
     assert calls.total() > 0
     assert {name: found[name] for name in WEIGHTY} == {name: calls[name] for name in WEIGHTY}
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products, convolutions and fused attentions."""
+
+    count: int = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func.name().removeprefix("aten::").split(".")[0] in MATMULS + ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+def products_in_backward(case: tuple[str, ...], block: str, mode: Any) -> int:
+    """Return how many products torch runs in the backward, if one block is recomputed."""
+    subject = build(
+        load_model_file(f"models_zoo/{case[0]}", case[1:]), device="cpu", dtype=None, batch_size=2
+    )
+    recompute(next(one for one in subject.step.modules() if type(one).__name__ == block), mode)
+    loss = subject.step.run(subject.batch)
+    products = Products()  # type: ignore[no-untyped-call]
+    with products:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return products.count
+
+
+def test_scripts_can_recompute_in_each_mode() -> None:
+    assert set(SAVED) == {mode.value for mode in Recompute if mode.wraps_layers}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in Recompute if mode.runs_again])
+@pytest.mark.parametrize(
+    ("case", "block"),
+    [
+        (("gpt2.py", "dropout=0.0"), "Block"),
+        (("llama.py",), "Block"),
+        (("bert.py", "dropout=0.0"), "Block"),
+        (("resnet.py", "size=tiny"), "BasicBlock"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else " ".join(one),
+)
+def test_a_mode_saves_the_products_that_torch_does_not_run_again(
+    case: tuple[str, ...], block: str, mode: Recompute
+) -> None:
+    flow = flow_of(pricer(*case, device_name="cpu"), block)
+    again = [one for one in run_again(flow, mode).ops if one.op.target.split(".")[1] in WEIGHTY]
+    plain = products_in_backward(case, block, "none")
+    assert products_in_backward(case, block, mode.value) == plain + len(again)
 
 
 def test_an_op_that_keeps_what_it_makes_runs_again_and_what_follows_does_not() -> None:
