@@ -1,11 +1,13 @@
 """The devices and networks that autopar knows, and this machine's devices."""
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -250,8 +252,18 @@ def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
 GIBIBYTE = 2**30
 
 
+_DRIVER_FILES = (
+    "/dev/nvidiactl",
+    "/dev/nvmap",  # Jetson
+    "/dev/dxg",  # WSL
+    "/dev/kfd",  # ROCm
+)
+
+
 def local_devices() -> tuple[Device, ...]:
     """Return the GPUs of this machine that torch sees."""
+    if not _may_have_gpus():
+        return ()
     import torch  # imported here, so that planning for another cluster does not wait for torch
 
     if not torch.cuda.is_available():
@@ -265,6 +277,11 @@ def local_devices() -> tuple[Device, ...]:
         )
         for one in properties
     )
+
+
+def _may_have_gpus() -> bool:
+    """Whether a GPU driver has its device file here. Only on Linux are their names known."""
+    return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 
 def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = None) -> Device:

@@ -1,8 +1,15 @@
 """Tests of clusters from --gpus, --device and --nodes."""
 
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from autopar.planner.cluster import file as choose
+from autopar.planner.cluster import sheet
 from autopar.planner.cluster.cluster import ClusterOrigin, Device, content_hash
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.sheet import recognised
@@ -49,6 +56,31 @@ def test_without_a_device_those_of_the_machine_are_taken(monkeypatch: pytest.Mon
     cluster = choose_cluster(8)
     assert cluster.origin is ClusterOrigin.DETECTED
     assert cluster.devices[0].name == "a100-40gb-sxm"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch is asked where GPUs are")
+def test_a_machine_without_a_driver_does_not_import_torch_to_look_for_gpus() -> None:
+    code = (
+        "import sys; from autopar.planner.cluster.file import choose_cluster; "
+        "print(choose_cluster(8).origin, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == f"{ClusterOrigin.DEFAULT} False\n"
+
+
+def test_where_a_driver_is_torch_says_which_gpus_it_sees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "nvidiactl"
+    seen = SimpleNamespace(name="NVIDIA L4", total_memory=22 * 2**30, multi_processor_count=58)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: seen)
+    monkeypatch.setattr(sheet, "_DRIVER_FILES", (str(driver),))
+    assert sheet.local_devices() == ()
+    driver.touch()
+    assert [one.name for one in sheet.local_devices()] == ["l4", "l4"]
 
 
 @pytest.mark.parametrize(
