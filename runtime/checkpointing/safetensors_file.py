@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from autopar.runtime.ranks.launchers import own_place
 from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.metrics import Count
 from autopar.runtime.ranks.refusal import refuse
@@ -142,7 +142,7 @@ def free_host_bytes() -> int | None:
 
 def _refuse_too_much(size: int) -> None:
     """Raise if the ranks of this machine together would need more memory than is free."""
-    processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), free_host_bytes()
+    processes, free = own_place().local_world_size, free_host_bytes()
     if free is not None and size * processes > free:
         raise MemoryError(f"{processes} copies of {size:,} bytes, and {free:,} are free")
 

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.checkpointing.owners import every_rank
+from autopar.runtime.ranks.launchers import own_place
 from autopar.runtime.ranks.leaving import FAILED, ExitReason, tell
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -277,7 +278,7 @@ class Watch:
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
         self._step, self._tell = step, tell
-        own = (uuid4().hex, os.environ.get("GROUP_RANK", ""), os.getpid())
+        own = (uuid4().hex, str(own_place().node), os.getpid())
         self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
         threading.Thread(target=self._look, daemon=True).start()
 
@@ -341,7 +342,6 @@ class Watch:
 
 
 def _store() -> Any:
-    """Return the store of torchrun's rendezvous."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=_STORE_SECONDS)
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    """Return the store of the rendezvous, torchrun's or the first rank's."""
+    own, timeout = own_place(), timedelta(seconds=_STORE_SECONDS)
+    return dist.TCPStore(own.address, own.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]

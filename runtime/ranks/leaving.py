@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
 
+from autopar.runtime.ranks.launchers import TORCHRUN, UnknownPlaceError, own_place
 from autopar.runtime.texts import masked, plain
 
 _ERASE = "\x1b[K"  # erases from the cursor to the end of the line
@@ -89,16 +90,16 @@ class LeavingError(SystemExit):
 
 
 def leave(verdict: ExitReason) -> NoReturn:
-    """Print a message, and end this process and, under torchrun, all other ranks.
+    """Print a message, and end this process and, under a launcher, all other ranks.
 
     If several ranks leave, only the first one's message is printed, once per node. Every rank
-    watches torchrun's store for it.
+    watches the store of the rendezvous for it.
     """
     atexit.unregister(end_all_if_early)
     room = _room()
     verdict = _announce(verdict, room)
     if room is not None:
-        with suppress(RuntimeError):  # torchrun is gone
+        with suppress(RuntimeError):  # the store is gone, with torchrun or the first rank
             if not room.begins_to_leave():
                 time.sleep(_PATIENCE_SECONDS)  # the watching thread ends this process meanwhile
             room.leave_together()
@@ -192,7 +193,7 @@ class Room:
 
     def is_first_here(self) -> bool:
         """Whether this is the first rank of its node to leave."""
-        node = os.environ.get("GROUP_RANK", "")
+        node = own_place().node
         return bool(self.store.add(f"{_REASON}/{node}", 1) == 1)
 
     def begins_to_leave(self) -> bool:
@@ -213,8 +214,12 @@ class Room:
 
 
 def _room() -> Room | None:
-    """Return the store in which leaving ranks agree, or None without torchrun."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """Return the store in which leaving ranks agree, or None without a launcher.
+
+    Only torchrun has a store before the ranks have joined. Pods are ended by their scheduler.
+    """
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_torchruns and not _has_first_ranks_store():
         return None
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
@@ -232,18 +237,43 @@ def _room() -> Room | None:
     return None
 
 
+def _has_first_ranks_store() -> bool:
+    """Whether srun or mpirun has started the ranks, which have joined by a store of the first."""
+    try:
+        return dist.is_initialized() and own_place().launcher is not TORCHRUN
+    except UnknownPlaceError:
+        return False
+
+
 def _watch(room: Room) -> None:
     """End this process once another rank leaves, unless the main thread ends it."""
-    with suppress(RuntimeError):  # torchrun is gone
-        while not room.has_verdict():
-            time.sleep(_LOOK_SECONDS)
-            if not dist.is_initialized():  # the training is over
-                return
-        verdict = _announce(room.verdict(), room)
-        if room.begins_to_leave():
-            _clean_up()
+    try:
+        _leave_with(room)
+    except RuntimeError:  # the store is gone
+        if _has_first_ranks_store():  # torchrun would end its ranks itself
+            _leave_without_first()
+
+
+def _leave_without_first() -> None:
+    """End this process if the first rank was killed before the training was over."""
+    time.sleep(_PATIENCE_SECONDS)  # at the end of a training, this rank may be a moment later
+    if dist.is_initialized():
+        say(ExitReason(FAILED, "the first rank has ended", "look at the output of rank 0"))
+        _end(FAILED)
+
+
+def _leave_with(room: Room) -> None:
+    """Wait until another rank leaves or the training is over."""
+    while not room.has_verdict():
+        time.sleep(_LOOK_SECONDS)
+        if not dist.is_initialized():  # the training is over
+            return
+    verdict = _announce(room.verdict(), room)
+    if room.begins_to_leave():
+        _clean_up()
+        with suppress(RuntimeError):
             room.leave_together()
-            os._exit(verdict.code)
+        os._exit(verdict.code)
 
 
 def _clean_up() -> None:

@@ -1,6 +1,6 @@
 """The device mesh: axes of ranks and their process groups.
 
-Turns the degrees of a plan and torchrun's environment into the mesh of this process.
+Turns the degrees of a plan and the place of this process among the ranks into its mesh.
 
 An axis belongs to the mesh, a dim to a tensor. The tensor axis is the fastest, so that its ranks
 are neighbours on the fastest links. Next is the data axis; ranks that share one sharded copy are
@@ -29,10 +29,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from autopar.runtime.ranks.launchers import has_one_device
 from autopar.runtime.ranks.leaving import RUN_TOKEN, watch_for_leaving_ranks
 from autopar.runtime.ranks.network import joining_nodes, store_of
-from autopar.runtime.ranks.options import number_in
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.refusal import known_place, refuse
 
 Item = TypeVar("Item")
 
@@ -134,7 +134,7 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes that torchrun started, and return the mesh as this process sees it.
+    """Join the processes of this start, and return the mesh as this process sees it.
 
     `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
     """
@@ -217,38 +217,41 @@ def stop(mesh: Mesh) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
-    processes, devices = number_in("LOCAL_WORLD_SIZE", default=1), torch.cuda.device_count()
-    if processes > devices:
+    own, devices = known_place(), torch.cuda.device_count()
+    processes, index = own.local_world_size, own.local_rank
+    if devices == 1 and has_one_device(own, os.environ):
+        index = 0
+    elif processes > devices:
         refuse(
             f"{processes} processes have started on this machine, which has {devices} devices",
             fix=f"torchrun --nproc-per-node {devices} on each of more machines, or plan for fewer "
             f"devices: autopar plan --gpus {devices}",
         )
-    device = torch.device("cuda", number_in("LOCAL_RANK", default=0))
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
 def _join(needed: int, timeout: timedelta) -> None:
-    """Join the process group under torchrun; without torchrun this process is the whole world."""
+    """Join the process group; without a launcher this process is the whole world."""
     if place := os.environ.get(DRY_RUN):
         _join_fake(place, needed)
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # the parent is torchrun
-    _check_world(number_in("WORLD_SIZE", default=1), needed)
+    own = known_place()
+    _check_world(own.world_size, needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    is_alone = "RANK" not in os.environ
-    rank, size = number_in("RANK", default=0), 1 if is_alone else needed
-    store = dist.HashStore() if is_alone else store_of(rank, size, timeout)  # type: ignore[attr-defined]
+    is_alone = own.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    store = dist.HashStore() if is_alone else store_of(own, timeout)  # type: ignore[attr-defined]
     hook = sys.excepthook
-    with joining_nodes(store, size, timeout):
+    with joining_nodes(store, own, timeout):
         dist.init_process_group(
             backend,
             store=store,
-            rank=rank,
-            world_size=size,
+            rank=own.rank,
+            world_size=own.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,  # connect now, not at first use
         )
@@ -269,9 +272,10 @@ def _join_fake(place: str, needed: int) -> None:
 
 def _check_world(started: int, needed: int) -> None:
     if started != needed:
+        command = known_place().launcher.start.replace("COUNT", str(needed))
         refuse(
             f"this plan needs {needed} processes, and {started} started",
-            fix=f"torchrun --nproc-per-node {needed} {sys.argv[0]} (on several nodes: their sum)",
+            fix=f"{command} {sys.argv[0]} (on several nodes: their sum)",
         )
 
 

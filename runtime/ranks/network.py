@@ -27,8 +27,8 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
+from autopar.runtime.ranks.launchers import Place
 from autopar.runtime.ranks.leaving import MISMATCH
-from autopar.runtime.ranks.options import number_in
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
@@ -36,29 +36,33 @@ _AGAIN = timedelta(seconds=1)  # a rank waits so long before it checks for anoth
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
-def store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
+def store_of(own: Place, timeout: timedelta) -> Store:
     """Return the store through which the ranks of one start find each other.
 
     Exits if they do not meet in time.
     """
-    try:
-        return _store_of(rank, world_size, timeout)
-    except (TimeoutError, DistError):
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if not own.address:
         refuse(
-            f"the {world_size} ranks have not all met at {place} in "
+            f"{own.launcher.name} does not say on which machine the first rank is",
+            fix="set MASTER_ADDR to that machine on all ranks: mpirun -x MASTER_ADDR=HOST …",
+        )
+    try:
+        return _store_of(own, timeout)
+    except (TimeoutError, DistError):
+        refuse(
+            f"the {own.world_size} ranks have not all met at {own.address}:{own.port} in "
             f"{timeout.total_seconds():,.0f} s",
             fix="look whether all nodes are up and reach that address, which MASTER_ADDR and "
             "MASTER_PORT name; --timeout SECONDS allows for a longer start",
         )
 
 
-def _store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def _store_of(own: Place, timeout: timedelta) -> Store:
+    rank, world_size = own.rank, own.world_size
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        host,
-        port,
+        own.address,
+        own.port,
         None if is_torchruns else world_size,
         is_master=not is_torchruns and rank == 0,
         multi_tenant=not is_torchruns,
@@ -125,16 +129,16 @@ _MOST_SHOWN = 200  # characters of an error that are printed
 
 
 @contextmanager
-def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator[None]:
+def joining_nodes(store: Store, place: Place, timeout: timedelta) -> Iterator[None]:
     """Make groups created inside listen on addresses that other nodes reach.
 
     If a node cannot be reached, all nodes exit with one message that says what to set.
     """
-    if number_in("LOCAL_WORLD_SIZE", default=world_size) >= world_size:
+    if place.local_world_size >= place.world_size:
         yield
         return
     with suppress(OSError):  # no route to the first node, at least by UDP
-        _choose_interface(store, timeout)
+        _choose_interface(store, place, timeout)
     ended = Event()
     own: Any = store  # torch's stubs lack `clone`: a second connection, for another thread
     Thread(target=_leave_with_others, args=(own.clone(), ended), daemon=True).start()
@@ -172,18 +176,18 @@ def _refuse(found: str) -> None:
     )
 
 
-def _choose_interface(store: Store, timeout: timedelta) -> None:
+def _choose_interface(store: Store, place: Place, timeout: timedelta) -> None:
     """Set the variables that name the network interface, unless they are set.
 
-    The interface is the one that leads to MASTER_ADDR. On that machine itself the name may resolve
-    to loopback; the other nodes then write the address that they see. If all nodes see loopback,
-    they are on one machine, and nothing is set.
+    The interface is the one that leads to the first rank. On that machine itself the name may
+    resolve to loopback; the other nodes then write the address that they see. If all nodes see
+    loopback, they are on one machine, and nothing is set.
     """
-    first, own = _addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    first, own = _addresses_towards(place.address, place.port)
     if not _is_loopback(own):
         store.set(_FIRST, first)
     else:
-        own = _told_by_others(store, timeout)
+        own = _told_by_others(store, place, timeout)
     name = next((name for name, address in _interfaces() if address == own), None)
     if name is not None:
         os.environ.setdefault(GLOO, name)
@@ -199,12 +203,11 @@ def _addresses_towards(host: str, port: int) -> tuple[str, str]:
         return str(place[0]), str(one.getsockname()[0])
 
 
-def _told_by_others(store: Store, timeout: timedelta) -> str:
+def _told_by_others(store: Store, place: Place, timeout: timedelta) -> str:
     """Return the first node's address as others see it; "" if no node writes one."""
-    nodes = number_in("GROUP_WORLD_SIZE", default=1)
     deadline = time.monotonic() + timeout.total_seconds()
-    alike = store.add(_LOOPBACK, int(number_in("LOCAL_RANK", default=0) == 0))
-    while alike < nodes and not store.check([_FIRST]) and time.monotonic() < deadline:
+    alike = store.add(_LOOPBACK, int(place.local_rank == 0))
+    while alike < place.nodes and not store.check([_FIRST]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         alike = store.add(_LOOPBACK, 0)
     return store.get(_FIRST).decode() if store.check([_FIRST]) else ""

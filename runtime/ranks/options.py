@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autopar.runtime.ranks.locations import Location, is_named_as_file, location
-from autopar.runtime.ranks.refusal import OptionParser, as_typed, refuse
+from autopar.runtime.ranks.refusal import OptionParser, as_typed, known_place
 
 NONE = "none"
 WEIGHTS_ENDING = ".safetensors"
@@ -92,20 +92,9 @@ DECAY = Real(0, 1e6)
 
 def workers_here(text: str) -> int:
     """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine."""
-    shared_by = max(number_in("LOCAL_WORLD_SIZE", default=1), 1)
+    shared_by = max(known_place().local_world_size, 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
     return Whole(0, max(most, _LEAST_WORKERS))(text)
-
-
-def number_in(variable: str, *, default: int) -> int:
-    """Return the integer in an environment variable; exit if it is something else."""
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        found = f"the environment variable {variable} is {text!r}, and no whole number"
-        refuse(found, fix="torchrun sets it; without torchrun, leave it unset")
-    return int(text)
 
 
 def folder_or_none(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.utils.data import get_worker_info
 
+from autopar.runtime.ranks.launchers import Place, UnknownPlaceError, own_place
 from autopar.runtime.ranks.leaving import FAILED, MISMATCH, USAGE, ExitReason, leave
 
 _Value = TypeVar("_Value")
@@ -60,6 +61,14 @@ def refuse(found: str, *, fix: str) -> NoReturn:
     if get_worker_info() is not None:
         raise RefusedInWorkerError(str(verdict))
     leave(verdict)
+
+
+def known_place() -> Place:
+    """Return this process's place among the ranks; exit if the environment does not tell it."""
+    try:
+        return own_place()
+    except UnknownPlaceError as error:
+        refuse(str(error), fix=error.fix)
 
 
 def give_up(found: str, *, fix: str) -> NoReturn:

@@ -1,6 +1,7 @@
-"""Runs a script as torchrun runs its ranks, in processes forked from one that has imported torch.
+"""Runs a script as a launcher runs its ranks, in processes forked from one that has torch.
 
-The ranks have the environment and the store that torchrun gives them, and groups of gloo. What
+The ranks have the environment and the store that torchrun gives them, or another launcher's
+environment, and groups of gloo. What
 torchrun itself prints, and that it kills ranks when one has left, is seen under torchrun alone.
 """
 
@@ -10,7 +11,7 @@ import atexit
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.runtime.processes import PRELOADED
 
 _SECONDS = 120  # for a machine that is busy
 NOTHING: Mapping[str, str] = MappingProxyType({})
+Launcher = Callable[[int, int, int], Mapping[str, str]]  # of a rank, the number of ranks, a port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,29 @@ class Ended:
     told: str
 
 
+def told_by_torchrun(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+    """Return the environment that torchrun gives a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
 def run_script(
-    script: Path, words: Sequence[str] = (), *, ranks: int, variables: Mapping[str, str] = NOTHING
+    script: Path,
+    words: Sequence[str] = (),
+    *,
+    ranks: int,
+    variables: Mapping[str, str] = NOTHING,
+    launcher: Launcher = told_by_torchrun,
 ) -> Ended:
     """Run a script in its folder, with these variables in the environment of all ranks.
 
@@ -51,7 +74,7 @@ def run_script(
             args=(
                 script,
                 tuple(words),
-                {**variables, **_told_by_torchrun(rank, ranks, store.port)},
+                {**variables, **launcher(rank, ranks, store.port)},
             ),
         )
         for rank in range(ranks)
@@ -65,22 +88,6 @@ def run_script(
     text = printed.read_text(encoding="utf-8")
     printed.unlink()
     return Ended(codes=tuple(one.exitcode for one in processes), told=text)
-
-
-def _told_by_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment that torchrun gives a rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
 
 
 def _run(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:

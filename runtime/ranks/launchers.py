@@ -1,0 +1,265 @@
+"""Turns the variables of the program that started this process into its place among the ranks.
+
+torchrun, and pods of Kubernetes, have the names that torch uses. srun, Open MPI's and MPICH's
+mpirun have names of their own, and say neither where the first rank is nor a free port.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_USUAL_PORT = 29500  # torchrun's default
+_PORTS = range(12_000, 32_000)  # below the ports that Linux gives to outgoing connections
+_LOCALHOST = "127.0.0.1"
+
+
+class UnknownPlaceError(ValueError):
+    """The variables do not say which rank this is; `fix` says what to set."""
+
+    def __init__(self, found: str, *, fix: str) -> None:
+        super().__init__(found)
+        self.fix = fix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """The variables that one program sets; "" for what it does not say."""
+
+    name: str
+    start: str  # the command for COUNT ranks
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    tasks_of_nodes: str = ""  # instead of the local world size, "4(x2),3": of all nodes
+    node: str = ""
+    nodes: str = ""
+    hosts: str = ""  # of all nodes, "gpu[01-04],big"
+    job: tuple[str, ...] = ()  # words that all ranks of one start have, and no other start
+
+
+TORCHRUN = Launcher(
+    name="torchrun",
+    start="torchrun --nproc-per-node COUNT",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_world_size="LOCAL_WORLD_SIZE",
+    node="GROUP_RANK",
+    nodes="GROUP_WORLD_SIZE",
+)
+_SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+# The first whose rank and world size are set counts. mpirun starts its daemons by srun, whose
+# variables the ranks inherit, so that srun comes after mpirun.
+LAUNCHERS = (
+    TORCHRUN,
+    Launcher(
+        name="mpirun",
+        start="mpirun -n COUNT python",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        hosts="SLURM_JOB_NODELIST",
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(
+        name="mpirun",
+        start="mpirun -n COUNT python",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        hosts="SLURM_JOB_NODELIST",
+        job=_SLURM_JOB,
+    ),
+    Launcher(
+        name="srun",
+        start="srun --ntasks COUNT python",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        tasks_of_nodes="SLURM_STEP_TASKS_PER_NODE",
+        node="SLURM_NODEID",
+        nodes="SLURM_STEP_NUM_NODES",
+        hosts="SLURM_STEP_NODELIST",
+        job=_SLURM_JOB,
+    ),
+    Launcher(  # MPICH and Intel MPI
+        name="mpirun",
+        start="mpirun -n COUNT python",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+        hosts="SLURM_JOB_NODELIST",
+        job=_SLURM_JOB,
+    ),
+    Launcher(
+        name="PMIx",
+        start="prterun -n COUNT python",
+        rank="PMIX_RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        hosts="SLURM_JOB_NODELIST",
+        job=("PMIX_NAMESPACE",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of a process among the ranks, and where the first rank listens.
+
+    `local_rank` and `local_world_size` count the ranks of this machine, `node` is its index. The
+    address is "" if no variable tells it.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+    address: str
+    port: int
+
+
+def own_place() -> Place:
+    """Return the place that this process's environment names."""
+    return place_in(os.environ)
+
+
+def has_one_device(place: Place, variables: Mapping[str, str]) -> bool:
+    """Whether srun, or a wrapper under mpirun, lets this process see only a device of its own."""
+    is_told = any(name in variables for name in _VISIBLE_DEVICES)
+    return is_told and place.launcher is not TORCHRUN
+
+
+def place_in(variables: Mapping[str, str]) -> Place:
+    """Return the place that an environment names, or raise UnknownPlaceError.
+
+    Without any launcher, it is the first rank of a world of WORLD_SIZE, by default 1.
+    """
+    launcher = _launcher_in(variables)
+    rank = _number(launcher.rank, variables, default=0)
+    world_size = _number(launcher.world_size, variables, default=1)
+    if launcher.world_size in variables and rank >= max(world_size, 1):
+        raise UnknownPlaceError(
+            f"{launcher.rank} is {rank}, and {launcher.world_size} is {world_size}",
+            fix=f"start the script by {launcher.name} alone, without these variables",
+        )
+    local_rank, local_world_size = _local(launcher, variables, rank, world_size)
+    nodes = _number(launcher.nodes, variables, default=-(-world_size // max(local_world_size, 1)))
+    node = _number(launcher.node, variables, default=rank // max(local_world_size, 1))
+    return Place(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node=node,
+        nodes=nodes,
+        address=_address(launcher, variables, is_one_node=local_world_size >= world_size),
+        port=_number("MASTER_PORT", variables, default=_port(launcher, variables)),
+    )
+
+
+def _launcher_in(variables: Mapping[str, str]) -> Launcher:
+    for one in LAUNCHERS:
+        if one.rank in variables and one.world_size in variables:
+            return one
+    if "PMIX_RANK" in variables and TORCHRUN.rank not in variables:
+        raise UnknownPlaceError(
+            "PMIX_RANK is set, and no variable says how many ranks there are",
+            fix="set WORLD_SIZE to the number of ranks, and MASTER_ADDR to the first one's host",
+        )
+    return TORCHRUN
+
+
+def _local(
+    launcher: Launcher, variables: Mapping[str, str], rank: int, world_size: int
+) -> tuple[int, int]:
+    """Return the rank among those of this machine, and their number.
+
+    A pod says neither. Then there is a machine for each rank, or one for all if the first rank
+    listens on the loopback address.
+    """
+    is_one_node = _is_loopback(variables.get("MASTER_ADDR", ""))
+    alone = (rank, world_size) if is_one_node else (0, 1)
+    local_rank = _number(launcher.local_rank, variables, default=alone[0])
+    default = alone[1]
+    if launcher.tasks_of_nodes in variables:
+        tasks = _tasks(launcher.tasks_of_nodes, variables)
+        node = _number(launcher.node, variables, default=0)
+        default = tasks[node] if node < len(tasks) else default
+    return local_rank, _number(launcher.local_world_size, variables, default=default)
+
+
+def _number(name: str, variables: Mapping[str, str], *, default: int) -> int:
+    """Return the whole number in a variable."""
+    text = variables.get(name) if name else None
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UnknownPlaceError(
+            f"the environment variable {name} is {text!r}, and no whole number",
+            fix="torchrun, srun or mpirun sets it; without them, leave it unset",
+        )
+    return int(text)
+
+
+_TASKS = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?")
+
+
+def _tasks(name: str, variables: Mapping[str, str]) -> list[int]:
+    """Return the numbers of tasks of all nodes from Slurm's text: "4(x2),3" is 4, 4, 3."""
+    found: list[int] = []
+    for part in variables[name].split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise UnknownPlaceError(
+                f"the environment variable {name} is {variables[name]!r}, and no list of tasks",
+                fix="srun sets it; without srun, leave it unset",
+            )
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _address(launcher: Launcher, variables: Mapping[str, str], *, is_one_node: bool) -> str:
+    """Return the host of the first rank, or "" if no variable tells it."""
+    if given := variables.get("MASTER_ADDR"):
+        return given
+    if is_one_node:
+        return _LOCALHOST
+    return first_host(variables.get(launcher.hosts, ""))
+
+
+def first_host(hosts: str) -> str:
+    """Return the first host of a list as Slurm writes it: "gpu[01-04,7],big" begins with gpu01."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    assert first is not None  # the pattern matches ""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _port(launcher: Launcher, variables: Mapping[str, str]) -> int:
+    """Return the same port on all ranks of a start, and probably another one for another start."""
+    words = [variables[name] for name in launcher.job if name in variables]
+    if not words:
+        return _USUAL_PORT
+    return _PORTS[zlib.crc32(" ".join(words).encode()) % len(_PORTS)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
