@@ -61,8 +61,8 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
     none:       saved = what the ops keep;                  transient = w, the largest working set
-    selective:  saved = inputs + results of contractions;   transient = w + what is made again
-    full:       saved = inputs;                             transient = w + what is made again
+    selective:  saved = inputs + results of contractions;   transient = w + all kept but not saved
+    full:       saved = inputs;                             transient = w + all kept but not saved
     """
     everything, inputs = kept_places(flow), input_places(flow)
     working = max((_working(flow, one) for one in flow.ops), default=0)
@@ -89,12 +89,12 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
 
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer's ops keep without recomputation."""
+    """Return the places that a layer's ops keep without recomputation, with their bytes."""
     return {place: size for _, place, size in _kept(flow)}
 
 
 def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
-    """Yield what each op keeps, with the op's index; −1 if it outlives the layer."""
+    """Yield op index, place and bytes of everything that ops keep; −1 if it outlives the layer."""
     pricer = flow.pricer
     for place, size in (_taken_over(flow) | _lent(flow)).items():
         if pricer.is_kept(place[0]):
@@ -128,7 +128,7 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
 
 
 def input_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer saves to run again, and what it makes for several later layers."""
+    """Return the inputs that a layer saves, and what it makes for several later layers."""
     return _taken_over(flow) | _lent(flow)
 
 
