@@ -243,8 +243,7 @@ def all_to_all_seconds(
 def ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of an all-to-all on a one-way ring: a piece for the d-th next rank uses d
-    links.
+    """Return the time of an all-to-all on a one-way ring: d links to the d-th next rank.
 
     T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
     """
