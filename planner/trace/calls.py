@@ -52,7 +52,7 @@ class Scope:
     storages: dict[int, str]
     call: str
     grad_enabled: bool = True
-    template: str | None = None  # in a replay: the key of the traced call, and `site`, that of the repeated call
+    template: str | None = None  # in a replay: the key of the call that was traced
     site: str = ""
 
     def inner(self, **changes: Any) -> Scope:

@@ -94,8 +94,7 @@ def with_scatters(graph: Graph) -> Graph:
 
 
 class _Written:
-    """Finds storages that only copies into views write to, and whose older views are not read
-    later.
+    """Finds storages that only copies into views write to, with no older view that is read later.
 
     Positions in the list of ops show which views are older than a write and read after it.
     """
