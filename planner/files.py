@@ -59,7 +59,7 @@ def read_given(path: Path, *, what: str, expected: str = "", fix: str = "") -> s
 
 
 def check_given(path: Path, *, what: str, fix: str = "") -> None:
-    """Raise if a path does not exist, is not a file, or is larger than what people write."""
+    """Raise if a path does not exist, is no file, or is larger than any file that people write."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:
@@ -75,7 +75,7 @@ def check_given(path: Path, *, what: str, fix: str = "") -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Return what a path is if it is no file, such as "a pipe"; "" for a file, or if missing."""
+    """Return the kind of a path that is no file, such as "a pipe"; "" for a file, or if missing."""
     try:
         return _kind(path.stat())
     except (OSError, ValueError):

@@ -29,7 +29,7 @@ class Residence:
 
 
 def residence(graph: Graph, layers: Layers) -> Residence:
-    """Return the layers that make and use each tensor, and the borders between layers it crosses.
+    """Return the layers that make and use each tensor, and the borders that it crosses.
 
     Only tensors computed from weights or random numbers cross. Every stage has the inputs, and
     computes the other tensors that it needs itself.
@@ -158,7 +158,8 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: repeated blocks, and around them calls with own ops."""
+    """Return the calls that are layers: repeated blocks, and beside them calls with their own
+    ops."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent

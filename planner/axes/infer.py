@@ -1,4 +1,4 @@
-"""Infers the meaning of every dim of a graph: instantiates each op's signature and unifies."""
+"""Infers the meaning of every dim of a graph, by unifying the dims that ops' signatures equate."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GraphAxes:
     names: Mapping[str, str]
 
     def text(self, dim: Dim) -> str:
-        """Return a dim as people read it."""
+        """Return a dim with the names of its axes, for people."""
         return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
 
     @cached_property

@@ -24,7 +24,7 @@ from autopar.planner.rules.signature import (
 
 
 class Unifier:
-    """A growing set of equations: a leaf is free, equal to another, or structured."""
+    """A growing set of equations between dims: a leaf is free, equal to another, or structured."""
 
     def __init__(self) -> None:
         self._bound: dict[str, Dim] = {}
@@ -190,8 +190,8 @@ _RANKS = {
     "positions": 35,
     "ffn": 10,
 }
-# Names that also fit parts of a concatenation: some features are features, but half a head_dim is
-# not a head_dim.
+# Names that also fit parts of a concatenation: a part of the features is still features, but half a
+# head_dim is not a head_dim.
 _MADE_OF_ALIKE = ("channels", "embed")
 _WEAK = 30  # subtracted from the priority of an uncertain name
 

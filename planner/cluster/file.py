@@ -1,4 +1,4 @@
-"""Makes the cluster that a file describes, or `--gpus`, `--device` and `--nodes`."""
+"""Makes the cluster that a file describes, or that `--gpus`, `--device` and `--nodes` name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -198,7 +198,7 @@ DEFAULT_DEVICE = "h100-sxm"
 
 
 def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = None) -> Cluster:
-    """Return the cluster of so many devices; `origin` says how the device was chosen."""
+    """Return the cluster of `gpus` devices; its `origin` says how the device was chosen."""
     check_count(gpus, "--gpus")
     chosen, origin = device_for(device)
     per_node = _devices_per_node(gpus, nodes, chosen)
@@ -208,7 +208,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
-    """Return a function: whether so many devices fill usual nodes, or `nodes` equal ones."""
+    """Return a test whether a number of devices fills usual nodes, or `nodes` equal ones."""
     usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:

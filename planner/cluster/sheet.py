@@ -47,7 +47,7 @@ DEVICE_KEYS = (
     ),
     *("cache", "usd_per_hour", "source"),
 )
-# of a link that does not give its own; NCCL reaches as much of NVLink's rate
+# of a link for which none is given: NCCL reaches this share of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -285,10 +285,11 @@ def _may_have_gpus() -> bool:
 
 
 def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = None) -> Device:
-    """Return the known device with the driver's name, with the reported memory.
+    """Return the known device that the driver names, with the memory that it reports.
 
-    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"). Then all given words must
-    occur in a name or alias, and of several such devices the one nearest in memory is taken.
+    Some drivers leave the form factor out ("NVIDIA H100 80GB HBM3"). Of all devices of that model,
+    the one nearest in memory is taken then; if several are, the one whose name adds the fewest
+    words.
     """
     device = _by_name(name) or _by_words(name, memory_bytes)
     if device is None:

@@ -61,7 +61,7 @@ def is_class(graph: Graph, target: Ref) -> bool:
 
 
 def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
-    """Return the tensors that say what a mean counts; () if it counts all rows, or is no mean.
+    """Return the tensors that decide what a mean counts; () if it counts all rows, or is no mean.
 
     For a loss over classes, these are the targets and class weights. Otherwise it is the mask that
     selected the mean's elements.
@@ -173,7 +173,7 @@ class Follows(StrEnum):
     ROWS = "rows"  # it has a value for each row
     MEAN = "mean"
     SUM = "sum"
-    NEARLY = "nearly"  # their mean, but for weights or a term that depend on the whole batch
+    NEARLY = "nearly"  # their mean, except for weights or a term that depend on the whole batch
     MEETS = "meets"  # it cannot be computed from parts
 
 
@@ -187,7 +187,7 @@ class LossOfParts:
 
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
-_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, even if the result's size varies
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # from all rows, even if the result's size varies
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
 
@@ -218,7 +218,8 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from means in which a part's weight is not its rows."""
+    """Whether a number is computed from means that weight a part by something else than its
+    rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False

@@ -309,7 +309,7 @@ class _SeesDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _other_states(optimizer: Any) -> bytes:
-    """Return the states of Python's and numpy's generators, and of an optimizer's own."""
+    """Return the states of Python's, numpy's and the optimizer's own random generators."""
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
     return pickle.dumps((random.getstate(), np.random.get_state(), owned))

@@ -40,7 +40,7 @@ NAME = "stand_in_for"  # an attribute of a stand-in
 
 
 def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:
-    """Return a function from stand-ins to the optimizer: it passes what build_optimizer takes."""
+    """Return a function from stand-ins to the optimizer, passed as build_optimizer takes them."""
     build = model_file.build_optimizer
     if build is None:
         return lambda parameters: AdamW(parameters)

@@ -220,7 +220,7 @@ class Graph:
 
     @cached_property
     def index(self) -> Index:
-        """The index: who makes and reads what, and dependencies."""
+        """The index: the ops that make and read each tensor, and dependencies."""
         return Index(self.ops, self.tensors, self.calls, self.functions)
 
 

@@ -1,6 +1,6 @@
 """The parts of a graph as immutable data: tensors, ops, module calls, parameters, sizes.
 
-Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
+Names are unique strings. A tensor is made by one op, or comes from outside (parameter, buffer,
 constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
 dtype, which a precision setting replaces; a tensor that the model itself pins to float32 has that
 dtype.

@@ -1,4 +1,5 @@
-"""Finds the files of a model's code, the code inside functions, hooks, and data that is read."""
+"""Finds the files of a model's code, the code inside functions, hooks, and the data that it
+reads."""
 
 from __future__ import annotations
 
@@ -220,12 +221,12 @@ def _package(frame: FrameType) -> str:
 
 
 def _outside_python() -> FrameType:
-    """Return the innermost frame that is neither here nor of Python's own modules."""
+    """Return the innermost frame that is neither in this file nor in Python's own modules."""
     return next(one for one in _frames() if not _is_of_python(one))
 
 
 def _is_importing() -> bool:
-    """Whether Python looks for modules, or reads one: modules are found by other means."""
+    """Whether Python is importing a module: `sources` and `loaded_sources` find these."""
     inside = takewhile(_is_of_python, _frames())
     return any(_package(one) in ("importlib", "_frozen_importlib") for one in inside)
 

@@ -38,7 +38,7 @@ class ImportName:
 
 
 def import_name(path: Path) -> ImportName:
-    """Return a file's import name; the package is part of it if the file imports from there."""
+    """Return a file's import name; its package is part of it if the file imports from that."""
     parts, folder = [path.stem], path.parent
     while (folder / INIT).is_file() and folder != folder.parent:
         parts.insert(0, folder.name)
@@ -302,7 +302,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def user_location(error: BaseException, path: Path) -> str:
-    """Return file:line of the innermost frame in the model file or its neighbours."""
+    """Return file:line of the innermost frame in the model file or in others of its folder."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename, path)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)

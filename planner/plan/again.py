@@ -30,7 +30,7 @@ from autopar.planner.plan.search.space import STAGES_PER_RANK, leave_degrees, le
 
 
 def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
-    """Return axes and layers; raises one error for everything that does not fit.
+    """Return a plan's axes and layers; raise one error that lists all faults of its layouts.
 
     `where` names the plan's file in messages.
     """
@@ -52,7 +52,7 @@ def solve_point(
     measured: Measurements | None = None,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
 ) -> RunnerUp | str:
-    """Return the fastest plan of the same training under other constraints, or why none exists."""
+    """Return the fastest plan of the training under other constraints, or why there is none."""
     axes = infer_axes(plan.graph)
     try:
         other = search(
@@ -73,7 +73,7 @@ def solve_point(
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # in a microbatch, or one per tensor rank if these share rows
+_ROWS = 2  # of a microbatch; one per tensor rank if these may split the batch
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 
@@ -86,7 +86,7 @@ def arrangement_constraints(plan: StoredPlan) -> Constraints:
 
 
 def whole_constraints(plan: Plan, axes: GraphAxes, layers: Layers) -> Constraints:
-    """Return `arrangement_constraints`, with splits and recompute modes that equal layers share."""
+    """Return `arrangement_constraints`, and rules for the plan's splits and recompute modes."""
     rules = [*_splits(plan, axes, layers), *_recompute(plan, layers)]
     return constraints_of([*_arrangement(plan), *rules])
 
@@ -104,7 +104,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
-        "tolerance": 0,  # simpler layouts of the smaller model may be other ones
+        "tolerance": 0,  # the simplest plan of a smaller model may have other layouts
         "global_batch": count * block,
         "pins.pp": arranged.pipeline,
         "pins.dp": arranged.data,
@@ -180,7 +180,7 @@ _DROPPED = (
     "pipeline",
     "tensor",
 )
-_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # used to choose a number of devices
+_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # choose a number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
 
 
 def machines_left(plan: StoredPlan, devices: int, machines: int = 1) -> Cluster:
-    """Return machines with `devices` devices of the plan's kind together, joined as in the plan.
+    """Return equal machines with `devices` devices in all, of the plan's kind and with its links.
 
     Several machines for a plan of one are joined by the device's usual network.
     """

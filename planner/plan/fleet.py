@@ -1,4 +1,4 @@
-"""Plans a training for several numbers of devices: a curve, and a choice on it."""
+"""Plans a training for several numbers of devices (a curve), and chooses one of them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CurvePoint:
     """A number of devices on a curve, and the figures of its plan.
 
     `speedup` and `efficiency` are relative to the fewest devices with a plan. `training_seconds`
-    and `training_usd` are None if the training's length is unknown, money also if a device has no
-    price.
+    and `training_usd` are None if the training's length is unknown. `training_usd` is also None if
+    a device has no price.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ class CurvePoint:
 
     @property
     def rate(self) -> float:
-        """The cost per second: money, or the number of devices."""
+        """The cost per time: US dollars, or the number of devices if one has no price."""
         return self.plan.machines.usd_per_hour or float(self.devices)
 
     @property
@@ -329,9 +329,9 @@ Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 def fewer_as_fast(
     training: Training, cluster: Cluster, plan: Plan, *, prices: Prices | None = None
 ) -> Fewer | None:
-    """Return the fastest of fewer devices whose step is within the plan's tolerance, or None.
+    """Return the fewer devices with the fastest step within the plan's tolerance, or None.
 
-    Tries half as many devices, a quarter and so on, and one node less if there are few. Numbers
+    Tries half as many devices, a quarter and so on, powers of two, and one node less. Numbers
     whose step is too long by the search's bounds are skipped.
     """
     constraints = completed(training.constraints, cluster, training.graph)
@@ -366,7 +366,7 @@ def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
 def _fastest_below(
     seconds: float, training: Training, cluster: Cluster, prices: Prices | None
 ) -> Candidate | None:
-    """Return the fastest candidate below a time, within the search's limit, or None."""
+    """Return the fastest candidate below a time that a short search finds, or None."""
     subject = SearchSubject(graph=training.graph, axes=training.axes, layers=training.layers)
     explorer = Explorer(
         subject, cluster, training.constraints, measured=training.measured, prices=prices

@@ -1,4 +1,4 @@
-"""The types of a plan: as it is stored, and with the graph that emission needs."""
+"""The types of a plan: as it is stored, and with the graph that codegen needs."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class StoredPlan:
 
     @property
     def step_flops(self) -> int:
-        """A step's approximate FLOPs: twice per weight and token, and twice that backward."""
+        """A step's approximate FLOPs: for each weight and token, 2 forward and 4 backward."""
         return 6 * self.model.parameters * self.model.tokens_per_row * self.arrangement.global_batch
 
     @property
@@ -236,7 +236,7 @@ class StoredPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(StoredPlan):
-    """A plan with the graph of its model, which emission needs."""
+    """A plan with the graph of its model, which codegen needs."""
 
     graph: Graph
 

@@ -99,7 +99,7 @@ def plan_training(
     *,
     cache: Cache = NO_CACHE,
 ) -> Planned:
-    """Find the best plan on each cluster, and choose one of them; the same question is kept."""
+    """Find the best plan on each cluster, and choose one of them; the cache keeps the answer."""
     question = _search_question(training, demands)
     known = cache.find(CachedSearch, question)
     found = _planned_before(known, training, demands) if known is not None else None
@@ -143,7 +143,7 @@ def _search_question(training: Training, demands: PlanDemands) -> tuple[object, 
 
 
 def _is_final(found: Planned, demands: PlanDemands) -> bool:
-    """Whether a longer search would find the same: no time limit has ended one."""
+    """Whether a longer search would find the same: no search was ended by the time limit."""
     plans = [trial.plan for trial in found.curve.trials]
     return all(
         demands.time_limit_seconds is None if plan is None else plan.proof.is_complete
@@ -206,7 +206,8 @@ def _check_degrees(
 def _is_rented(cluster: Cluster, training: Training) -> bool:
     """Whether planning for fewer devices can save money.
 
-    CPUs are for tests and cost nothing. If the objective is the least memory, money is no matter.
+    CPUs are for tests and cost nothing. If the objective is the least memory, money does not
+    matter.
     """
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return not is_cpu and training.constraints.objective is not Objective.MEMORY

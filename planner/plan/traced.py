@@ -1,4 +1,4 @@
-"""Turns a model file into plain data, which is all that a plan needs of it; finds it for a plan."""
+"""Traces a model file into the plain data that a plan needs; finds the model file of a plan."""
 
 from __future__ import annotations
 

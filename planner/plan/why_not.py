@@ -38,7 +38,7 @@ class WhyNot:
 
 
 def why_not(plan: StoredPlan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
-    """Return why a plan does not have the pins; calls `solve_point` if the plan does not tell."""
+    """Return why a plan does not have the pins; call `solve_point` if the plan does not show it."""
     wanted = ", ".join(one.text for one in pins.declared)
 
     def answer(*reasons: str, alternative: RunnerUp | None = None) -> WhyNot:

@@ -154,7 +154,7 @@ def _wait(device: str) -> None:
 def _call(
     collective: Collective, payload_bytes: int, ranks: int, device: str
 ) -> Callable[[], object]:
-    """Return a call on fp32 tensors; see collectives.py for the payload.
+    """Return a call on fp32 tensors; costs/collectives/algorithms.py defines the payload.
 
     Tensors are filled with ones: unwritten zero pages share one page, which caches hold.
     """

@@ -171,7 +171,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Met:
-    """The first op with its key."""
+    """The first op that has a key."""
 
     op: Op
     split: OpSplit | None

@@ -126,7 +126,7 @@ def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
     """Yield consecutive probes of one batch that fit into memory together.
 
     All batches in one round would need several times a step's memory: the allocator would return
-    memory that a step keeps, and forwards would take half as long again.
+    memory that a step keeps, and forwards would take 1.5 times as long.
     """
     group: list[Probe] = []
     size = 0

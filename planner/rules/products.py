@@ -135,7 +135,7 @@ def matrices(left: str, right: str) -> Computing:
 
 
 def grouped(left: str, right: str) -> Computing:
-    """Matrices or groups of rows times matrices: a row meets one matrix, a column one group."""
+    """Matrices, or groups of rows, each times its own matrix."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -228,8 +228,8 @@ def bags(sizes: OpSizes) -> Computation:
 def attention(sizes: OpSizes) -> Computation:
     """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
-    For kernels that a model calls directly. Heads come before rows in those of
-    scaled_dot_product_attention, after rows in the others.
+    For kernels that a model calls directly. Heads come before rows in the kernels of
+    scaled_dot_product_attention, after rows in others.
     """
     query, key, value = (
         sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))

@@ -223,10 +223,10 @@ class Rule:
     stands for all letters of operands and results. If letters do not determine the FLOPs,
     `computes` does: the products of an LSTM, the FLOPs of a Cholesky factor. `saves` lists what the
     backward needs: `x if y` is the tensor argument x if the argument y needs a gradient, `out` is
-    the result, `f32(a b)` is a tensor with that dtype over these letters, `own(computed)` is what
-    `computes` says, in the dtype of the first input. `added` is the argument that is added to the
-    op's linear part: a plain number there makes the op affine. `sizes` is the argument with the
-    result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
+    the result, `f32(a b)` is a tensor with that dtype over these letters, `own(computed)` are the
+    computation's `kept` elements, in the dtype of the first input. `added` is the argument that is
+    added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
+    with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
     `written_by` is the op that makes a new tensor with this part replaced; `updates` are arguments
     that the op writes to, although its schema does not say so. torch requires the arguments `alike`
     to have one dtype ("*inputs": all tensors), and has no 16-bit kernel if `is_wide`. `names`

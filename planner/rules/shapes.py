@@ -273,7 +273,7 @@ def opaque(case: Case) -> Signature:
 
 
 def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Dim]) -> Dims:
-    """Return new letters; first sizes that depend on the batch and are equal share one."""
+    """Return new letters; first dims of equal sizes that depend on the batch share a letter."""
     dims = list(letters.of(shape))
     if shape and not shape[0].is_constant:
         dims[0] = batch.setdefault(shape[0], dims[0])

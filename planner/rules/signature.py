@@ -20,7 +20,7 @@ Tiles = tuple[tuple[Extent, ...], int]
 
 
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
-    """Return, for each slice of several that tile a dim, the sizes of all and its position."""
+    """Return, for each of the slices that tile a dim, the sizes of all and its own position."""
     cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
     source: dict[str, str] = {}  # x[:] → x
     for op in graph.ops:

@@ -178,7 +178,7 @@ _RULES = (
     *_factoring("linalg_eigvalsh", m.cubic(4 / 3, 4)),
     *_factoring("linalg_eig", m.cubic(25, 8), "out"),
     *_factoring("linalg_eigvals", m.cubic(10, 8)),
-    # about eight products; the backward is that of a matrix twice as large
+    # about eight products; the backward is the exponential of a matrix twice as large
     *computing("matrix_exp linalg_matrix_exp", m.cubic(16, 128), "self"),
     *computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
                 "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "

@@ -128,7 +128,7 @@ def _traced(
 
 
 def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision) -> Graph:
-    """Trace a model for every batch size; if its code fixes the size, for `rows` if it can."""
+    """Trace a model for every batch size; if its code fixes the size, for `rows`, if it can."""
     graph = trace(model_file, precision=precision)
     if rows is None or graph.fixed_batch in (None, rows):
         return graph

@@ -46,13 +46,13 @@ class CannotReplayError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Scope:
-    """A graph that is being read: its nodes' values, the current call, in a replay the site."""
+    """A graph that is being read: its nodes' values, its current call, and what it replays."""
 
     values: dict[fx.Node, Value]
     storages: dict[int, str]
     call: str
     grad_enabled: bool = True
-    template: str | None = None  # the key of the replayed call
+    template: str | None = None  # in a replay: the key of the call that was traced
     site: str = ""
 
     def inner(self, **changes: Any) -> Scope:
@@ -256,7 +256,7 @@ def pruned(graph: Graph) -> Graph:
 
 
 class Calls:
-    """The calls of a graph that is being read; `ops` are the ops that have been read."""
+    """The calls of a graph that is being read; `ops` are the ops read so far."""
 
     def __init__(self, recording: record.TraceRecording, values: Values, ops: list[Op]) -> None:
         self.recording, self.values, self.ops = recording, values, ops

@@ -248,7 +248,7 @@ class _Converter:
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
     ) -> None:
-        """Bound data-dependent sizes by the numel of the mask, or of what it is broadcast to."""
+        """Bound data-dependent sizes by the numel of the mask, or of the tensor that it masks."""
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
                 tensors = self.ledger.tensors

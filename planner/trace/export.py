@@ -167,7 +167,7 @@ class _OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, or what replaces it in a trace."""
+        """Call a function of torch, or its replacement in a trace."""
         del types
         kwargs = kwargs or {}
         if type(func) is _OF_AN_ATTRIBUTE and func not in _ATTRIBUTES:

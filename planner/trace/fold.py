@@ -54,7 +54,7 @@ class Template:
     """A traced call that others replay: its key, and the form of its result.
 
     A leaf of the result is a new tensor (its form), an unchanged argument (its index among the
-    arguments' leaves), or not a tensor.
+    arguments' leaves), or a plain value.
     """
 
     call: str
@@ -89,7 +89,7 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
     """Map the paths of the outermost repeated modules that have children to their structures."""
-    # under the first of several names, outer modules before inner ones
+    # each module under the first of its names, outer modules before inner ones
     modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}
     counts = Counter(structures.values())

@@ -1,4 +1,4 @@
-"""Distinguishes caches from state, by a second step that finds what the first one left.
+"""Distinguishes caches from state: a second step finds the Python state that the first one left.
 
 A step is run twice. The first run's changes of Python state (see `outside`) stay for the second:
 numbers as they are; for tensors computed from the batch or weights, stand-ins that must not be

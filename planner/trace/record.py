@@ -57,7 +57,7 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """The values crossing into or out of a call, and their structure; tensors are in the graph."""
+    """The values crossing into or out of a call, and their structure; TENSOR stands for tensors."""
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -112,7 +112,7 @@ class TraceRecording:
         return self.outside.modules
 
     def seen_by(self, call: str) -> StateSnapshot:
-        """Return the current state that a call may change."""
+        """Return a snapshot of the Python state that a call may change."""
         return self.outside.around(self.paths[call]).snapshot()
 
     def left_by(self, call: str) -> Left:

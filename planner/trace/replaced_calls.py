@@ -1,6 +1,6 @@
 """Calls of torch that tracing changes, or refuses.
 
-- Losses of single rows get their correct shape. With a symbolic number of rows,
+- Losses without a reduction get their correct shape. With a symbolic number of rows,
   `cross_entropy(…, reduction="none")` of [rows, classes] has no dims on meta;
   of [rows, classes, 1] it has the right ones.
 - A slice of a constant stays an op even if it takes a whole dim: for shorter rows,

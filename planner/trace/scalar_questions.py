@@ -79,7 +79,7 @@ def _known(last: fx.Node) -> Sequence[fx.Node]:
 
 
 def _is_steady(node: fx.Node) -> bool:
-    """Whether a node is deterministic in every step, and not too large."""
+    """Whether a node computes the same in every step, and is not too large."""
     values = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
     if any(_at(one.numel(), _ROWS[-1]) > _MOST_ELEMENTS for one in values):
         return False

@@ -1,8 +1,8 @@
 """Turns writes to parts of tensors into ops, and finds masks that partition rows.
 
-A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. No plan can
-know how many rows each mask selects, perhaps all. But together the masks select every row once, so
-each is priced with an equal share.
+A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. While
+planning, nobody knows how many rows each mask selects; it may be all. But together the masks select
+every row once, so each is priced with an equal share.
 
 `x[:, 1:] = y` becomes a slice_scatter, whose result is a new tensor. The reason: a plan may convert
 the layout of the view `x[:, 1:]`, and a write to the converted copy would be lost. So where
@@ -23,7 +23,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def with_expected_rows(graph: Graph) -> Graph:
-    """Return the graph with `Tensor.expected` for masks that partition what they select."""
+    """Return the graph with `Tensor.expected` for masks that together select each row once."""
     counted = {tensor.counted_by for tensor in graph.tensors.values()} - {""}
     if not counted:
         return graph
@@ -94,7 +94,7 @@ def with_scatters(graph: Graph) -> Graph:
 
 
 class _Written:
-    """Finds storages that only copies into views write to, and whose older views are not read.
+    """Finds storages that only copies into views write to, with no older view that is read later.
 
     Positions in the list of ops show which views are older than a write and read after it.
     """

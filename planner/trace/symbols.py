@@ -29,9 +29,9 @@ _MAX_POWER = 3
 
 
 class Symbols:
-    """Reads the sizes of a trace: symbols are the batch, as only batch dims are symbolic.
+    """Reads the sizes of a trace; only batch dims are symbolic, so their symbols are the batch.
 
-    Others are sizes that depend on data (unbacked symbols), and have no value while planning. For
+    Unbacked symbols are sizes that depend on data, and have no value while planning. For
     each of them, `counters` names the tensor whose entries it counts (a mask, say), and `bounds`
     has an upper limit: how many elements that tensor has, or the shape to which it is broadcast.
     """

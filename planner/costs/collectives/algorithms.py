@@ -1,6 +1,6 @@
 """The time of one collective from latency and rate: one function per algorithm.
 
-Words: `payload_bytes` is the size that nccl-tests calls by that name: of the tensor for all-reduce
+Words: `payload_bytes` is the size as nccl-tests counts it: of the tensor for all-reduce
 and broadcast, of the gathered result for all-gather, of the whole input of one rank for
 reduce-scatter and all-to-all, of the message for point to point. `rate` is bytes per second, one
 direction, of one rank (or of the narrowest cut of a ring). `hops_seconds` is the latency of going
@@ -178,9 +178,9 @@ def in_switch_all_reduce_seconds(
 ) -> float:
     """Return the time of an all-reduce by a switch that sums: each rank fetches and sends S/n.
 
-    T = σ + (1 + 1/n)·S/β. A rank sends S, from which the switch makes the sums for all ranks; it
-    fetches the sum of its n-th and multicasts it: S/n. On 5 to 8 H200 the implied rate is constant
-    within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration of buffers.
+    T = σ + (1 + 1/n)·S/β. A rank sends S to the switch, for the sums that all ranks fetch. It
+    fetches the sum of its own n-th part, and multicasts it: S/n. On 5 to 8 H200 the implied rate is
+    constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration of buffers.
     """
     if ranks == 1:
         return 0.0
@@ -243,7 +243,7 @@ def all_to_all_seconds(
 def ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of an all-to-all on a one-way ring: a piece for d ranks on uses d links.
+    """Return the time of an all-to-all on a one-way ring: d links to the d-th next rank.
 
     T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
     """

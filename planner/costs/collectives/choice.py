@@ -117,8 +117,8 @@ def collective_seconds(collective: Collective, payload_bytes: float, shape: Grou
 def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
     """Return the least time to move a payload, in any number of collectives.
 
-    The formulas are concave in the payload, so one collective takes least. Measured times need not
-    be concave.
+    The formulas are concave in the payload, so one collective takes the least time. Measured times
+    need not be concave.
     """
     measured = _measured(collective, shape)
     if measured is None or shape.ranks == 1:

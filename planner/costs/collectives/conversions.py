@@ -5,8 +5,8 @@ A synchronised batch norm takes statistics over the rows of all data ranks:
     forward    all-gather of every rank's means, variances and number of rows
     backward   all-reduce of two sums per channel; a recomputed layer gathers again
 
-The layer waits for both. If the host does not run ahead, it also waits for the dispatch of small
-ops that take the device no time.
+The layer waits for both. If the host does not run ahead, the layer also waits for the dispatch of
+small ops that take the device no time.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _waiting_bytes(
     waiting: frozenset[str],
     used: frozenset[str],
 ) -> int:
-    """Return the gradients of shared weights that wait while this layer runs.
+    """Return the bytes of shared weights' gradients that wait while this layer runs.
 
     The layer's own gradient is added to the waiting one in place. In fp32 it is added out of place,
     because a product's gradient is a view.
@@ -118,8 +118,8 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op saves its operands before it runs, so the last product is not repeated, nor the ops that
-    join its parts. Other frameworks run a layer to its end, and so does a compiled layer.
+    An op saves its operands before it runs, so neither the last product nor anything after it is
+    repeated. Other frameworks run a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Again(ops=flow.ops, conversions=flow.conversions)

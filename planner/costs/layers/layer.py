@@ -97,12 +97,12 @@ def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
 
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer's ops keep without recomputation."""
+    """Return the places that a layer's ops keep without recomputation, with their bytes."""
     return {place: size for _, place, size in _kept(flow)}
 
 
 def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
-    """Yield what each op keeps, with the op's index; −1 if it outlives the layer."""
+    """Yield op index, place and bytes of everything that ops keep; −1 if it outlives the layer."""
     pricer = flow.pricer
     for place, size in (_taken_over(flow) | _lent(flow)).items():
         if pricer.is_kept(place[0]):
@@ -136,7 +136,7 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
 
 
 def input_places(flow: LayerFlow) -> dict[Place, int]:
-    """Return what a layer saves to run again, and what it makes for several later layers."""
+    """Return the inputs that a layer saves, and what it makes for several later layers."""
     return _taken_over(flow) | _lent(flow)
 
 

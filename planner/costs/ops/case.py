@@ -27,7 +27,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op: the leaf `axis` of this letter has ⌈size ÷ degree⌉ positions on a rank."""
+    """A split of an op: the axis within this letter has ⌈size ÷ degree⌉ positions on a rank."""
 
     letter: str
     axis: str
@@ -35,7 +35,7 @@ class OpSplit:
 
 
 def split_of(layout: OpLayout, degree: int) -> OpSplit | None:
-    """Return the split of an op in a layout over so many ranks; None if it is not split."""
+    """Return the split of an op in a layout over `degree` ranks; None if it is not split."""
     if not layout.letter or degree == 1:
         return None
     return OpSplit(letter=layout.letter, axis=layout.axis, degree=degree)
@@ -123,8 +123,7 @@ class LocalShapes:
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
     """Map each letter of dims that only hold masked rows to the expected share of these rows.
 
-    A letter is left out if it has another meaning in any tensor: if masked rows meet other rows,
-    all rows are present.
+    A letter is left out if it also stands for other rows in any tensor: there all rows are present.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -272,7 +271,7 @@ class OpCase:
     rates: Rates
     precision: Precision
     fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
-    pads: bool = False  # compiled: operands of products are padded to sizes that kernels like
+    pads: bool = False  # compiled: operands of products are padded to sizes with fast kernels
 
     @property
     def result(self) -> str:
@@ -335,7 +334,7 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
 
 
 def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
-    """Return an op's computation if letters do not determine it; else None.
+    """Return an op's computation if the rule's letters do not determine its FLOPs; else None.
 
     If a contraction's tensors do not have the dims of its rule, only their shapes are known.
     """

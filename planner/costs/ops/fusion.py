@@ -1,8 +1,9 @@
-"""Finds what torch.compile makes of a layer: which ops become one kernel, and what it saves.
+"""Finds what torch.compile makes of a layer: which ops are one kernel, and what it saves of them.
 
-Element-wise ops, norms and reductions between two matrix products become one kernel. It reads
-tensors that other kernels wrote, and writes those that other kernels read. What stays between its
-ops never reaches memory. The backward is alike, and computes again what is cheap to compute.
+Element-wise ops, norms and reductions between two matrix products become one kernel. A kernel reads
+tensors that other kernels wrote, and writes those that other kernels read. Tensors between its own
+ops never reach memory. The backward is fused likewise, and computes tensors again that are cheap to
+compute.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FUSED_KINDS = frozenset(
     )
 )
 _SUMS = frozenset((OpKind.ADDITION, OpKind.SUBTRACTION))
-_UNWRITTEN = 2  # inductor would rather save a tensor that is written to memory anyway
+_UNWRITTEN = 2  # factor of their price: inductor rather saves tensors that are written anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class FusedOp:
     backward_reads: tuple[str, ...]
     gradients_read: tuple[str, ...]  # of results, once for each kernel that uses them
     gradients_written: tuple[str, ...]  # of operands
-    sums_rows: bool  # for the gradients of its weights, in a kernel of its own
+    sums_rows: bool  # for the gradients of its weights, in a separate kernel
     starts_forward: bool  # the launch of a kernel counts with its first op
     starts_backward: bool
 
@@ -66,7 +67,7 @@ def fused_seconds(case: OpCase, fused: FusedOp) -> OpSeconds:
     """Return the seconds of the bytes that an op adds to its kernel."""
     forward = [*fused.reads, *fused.writes]
     backward = [*fused.backward_reads, *fused.gradients_read, *fused.gradients_written]
-    if case.rule.kind is OpKind.BATCH_NORM:  # its statistics are a pass of their own
+    if case.rule.kind is OpKind.BATCH_NORM:  # its statistics need a separate pass
         forward.append(case.op.inputs[0])
         backward += (case.op.inputs[0], case.result)
     own = _seconds(case, backward, starts=fused.starts_backward)
@@ -128,7 +129,7 @@ def is_fused(op: Op) -> bool:
 
 
 class _Layer:
-    """The ops of a layer but its views, the tensors between them, and the kernels they form."""
+    """The ops of a layer except views, the tensors between them, and the kernels they form."""
 
     def __init__(
         self,
@@ -160,9 +161,9 @@ class _Layer:
         self.kernel = {op.name: at for at, ops in enumerate(self.kernels) for op in ops}
 
     def _kernels(self) -> list[list[Op]]:
-        """Return the ops of each kernel: fused ops that are joined, with as many products before.
+        """Return each kernel's ops: connected fused ops with equally many products before them.
 
-        So no kernel needs a result of a product that needs a result of this kernel.
+        So no kernel needs the result of a product that needs a result of the same kernel.
         """
         depth: dict[str, int] = {}
         joined: nx.Graph = nx.Graph()
@@ -209,9 +210,9 @@ class _Layer:
 def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     """Return the tensors in memory from which the backward computes all others that it needs.
 
-    Operands of products are saved, because the backward's products would need them written. Other
-    tensors are computed again where saving their origins takes less memory: a minimum cut, as in
-    torch's partitioner.
+    Operands of products are saved, because the products of the backward read them from memory.
+    Other tensors are computed again where saving their origins takes less memory: a minimum cut, as
+    in torch's partitioner.
     """
     cut: nx.DiGraph = nx.DiGraph()
     must: set[str] = set()
@@ -240,9 +241,9 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
 
 
 def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the tensors that each op saves, by its own names for them.
+    """Yield each op with the tensors that it saves, by the names under which the op reads them.
 
-    A tensor that no op would save without torch.compile counts with the first that reads it.
+    A tensor that no op would save without torch.compile counts with the first op that reads it.
     """
     left = saved - {layer.root(name) for names in layer.kept.values() for name in names}
     for op in layer.ops:
@@ -314,7 +315,7 @@ def _fused(
 
 
 def _first(layer: _Layer, names: Iterable[str], met: set[str]) -> list[str]:
-    """Return the names of memory that was not met before, and add it to what was met."""
+    """Return the names whose memory is not in `met` yet, and add that memory to `met`."""
     found = []
     for name in names:
         if layer.root(name) not in met:

@@ -230,8 +230,9 @@ _ROW_BYTES = 4  # of a row's fp32 statistic
 def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
     """Return the seconds of a vocabulary-parallel loss's all-reduces; 0 for other ops.
 
-    In the forward one sends the maxima of rows, one their sums of exponentials and target logits.
-    The backward has none. Source: Megatron-LM, section 3 (it sends sums and logits separately).
+    In the forward, one all-reduce has the rows' maxima, one their sums of exponentials and target
+    logits. The backward has none. Source: Megatron-LM, section 3 (it sends sums and logits
+    separately).
     """
     if not splits_classes(shapes):
         return 0.0

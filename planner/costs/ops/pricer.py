@@ -108,7 +108,8 @@ class OpCost:
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
-    `layers` may be passed to avoid finding them again. If it `compiles` them, their ops are fused.
+    `layers` may be passed to avoid finding them again. If `compiles`, torch.compile fuses the ops
+    of each layer.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs

@@ -168,8 +168,8 @@ def _first_rounds(shape: PipelineShape) -> int:
 def _in_rounds(kind: ActionKind, stages: Sequence[int], shape: PipelineShape) -> list[Action]:
     """Return all actions of a kind: a round of microbatches through each stage, then the next.
 
-    A round has as many microbatches as ranks where that divides, else as torch: microbatches ÷
-    ⌊microbatches ÷ ranks⌋.
+    A round has as many microbatches as there are ranks, if that divides all microbatches. Else it
+    has microbatches ÷ ⌊microbatches ÷ ranks⌋, as in torch.
     """
     per_round = shape.microbatches // shape.rounds
     return [

@@ -43,7 +43,7 @@ class Chain:
     If `rank` is None, the chain goes on to the end of the schedule.
     """
 
-    counts: Floats  # [stage, kind of action, then transfers]
+    counts: Floats  # [stage, kind of action]; the last column: transfers
     rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ def _traced(
 
 
 def _waits(simulation: Simulation, transfer_seconds: Sequence[float]) -> Flags:
-    """Return which actions wait for another rank, not for the rank's own last action."""
+    """Return which actions wait for another rank, not for the action before them on their rank."""
     order, ends = simulation.order, simulation.ends
     delays = np.array([*transfer_seconds, 0.0])
     waits = np.zeros(ends.shape, dtype=np.bool_)

@@ -106,7 +106,7 @@ def pipeline_seconds(
     *,
     transfer_seconds: Sequence[float],
 ) -> PipelineSeconds:
-    """Return the seconds of one step, and of each rank until it is done."""
+    """Return the seconds of one step, and when each rank begins and ends."""
     if shape.stages == 1:
         step_seconds = shape.microbatches * (stages[0].forward_seconds + stages[0].backward_seconds)
         return PipelineSeconds(

@@ -196,7 +196,7 @@ def _needs(
 
 
 def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
-    """Return the row of each action: the first after those of its input and of its rank's last."""
+    """Return each action's row: the first after its input's and after its rank's action before."""
     rows = np.zeros(len(needs), dtype=np.int64)
     has_run = np.zeros(len(needs) + 1, dtype=np.bool_)
     has_run[-1] = True

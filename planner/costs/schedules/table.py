@@ -50,7 +50,7 @@ def _whenever(_: PipelineShape) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFacts:
-    """The facts about one schedule that its order does not tell."""
+    """The order of a schedule, and facts that the order does not show."""
 
     order: Callable[[PipelineShape], Schedule]
     stages_per_rank: int | None = None  # the only number that torch runs
@@ -59,7 +59,7 @@ class ScheduleFacts:
     splits_backward: bool
     # neighbours have process groups of their own, so that no message blocks another
     has_pairs: bool = True
-    refusal: Callable[[PipelineShape], str] = _whenever  # for its number of microbatches
+    refusal: Callable[[PipelineShape], str] = _whenever  # why torch refuses a shape, or ""
 
 
 @lru_cache(maxsize=2)  # one schedule is used twice: for its moments, and to simulate it
@@ -158,7 +158,7 @@ Counts = npt.NDArray[np.int64]  # a row for each moment, a column for each stage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Moments:
-    """The microbatches that a rank holds within each backward, or half of one.
+    """The microbatches that a rank holds during each backward, or half of one.
 
     If the schedule splits backwards, but that of a stage cannot be split, the first half computes
     all its gradients. Such a stage holds only the `unanswered` microbatches.

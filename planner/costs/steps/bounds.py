@@ -1,7 +1,7 @@
 """Lower bounds of a step and of its data parallelism, known before anything is solved.
 
-Sharing data delays the passes of a stage, whatever its layers are. If layers compute for c, copy
-for k, and use collectives for t, the passes take at least
+Data parallelism delays the passes of a stage, whatever its layers are. If layers compute for c,
+copy for k, and use collectives for t, the passes take at least
 
     max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of computing beside a collective
 
@@ -11,8 +11,8 @@ computed.
 
 ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
 ZeRO-1 and 0 reduce in the last one. ZeRO-1 gathers before the first forward, ZeRO-2 during it.
-Collectives of every pass are one per layer; the others are bounded over all ways to divide their
-bytes among layers and buckets.
+The collectives in every pass are one per layer; the others are bounded over all ways to divide
+their bytes among layers and buckets.
 
 The bound of a step's time uses totals over all layers, and holds for every cut into stages. The
 search prunes with it.
@@ -56,7 +56,7 @@ class Shared:
 
 
 class DataBound:
-    """The least that sharing data adds to an arrangement's passes."""
+    """The least time that data parallelism adds to an arrangement's passes."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class DataBound:
         )
 
     def each_forward_more(self, cost: LayerCost) -> float:
-        """Return what sharing data adds to one layer's forward; in a stage, layers add up."""
+        """Return what data parallelism adds to a layer's forward; a stage has the sum of these."""
         if not self._gathers_always:
             return 0.0
         gather = self._gather(cost.parameter_bytes)
         return self._copied_out(cost.parameter_bytes) + self.slowing * gather
 
     def each_backward_more(self, cost: LayerCost) -> float:
-        """Return what gradients and sharing data add to one layer's backward."""
+        """Return what gradients and data parallelism add to one layer's backward."""
         gradients = self.gradients(cost.gradient_bytes)
         if not self.is_in_every_pass:
             return gradients

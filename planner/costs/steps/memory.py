@@ -29,7 +29,7 @@ class Most(NamedTuple):
     """
 
     activations: int
-    gradients: int  # computed since the backward began, if gradients are not all allocated before
+    gradients: int  # computed since the backward began, if they were not allocated before it
     transient: int
     unsharded: int
 
@@ -168,10 +168,10 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    While a layer computes gradients, it needs more than the part that stays. With ZeRO-2 and 3
-    these are whole gradients. Otherwise it is one weight's gradient in 16 bits, and in fp32 if
-    another layer counts that weight. Buckets stay allocated, and new gradients lie beside them
-    until a bucket is complete.
+    While a layer computes gradients, it needs memory beside the part that stays: with ZeRO-2 and 3
+    whole gradients, otherwise one weight's gradient in 16 bits, and in fp32 if another layer counts
+    that weight. Buckets stay allocated, and new gradients lie beside them until a bucket is
+    complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
@@ -209,7 +209,7 @@ def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients of shared weights that wait; fully_shard has the weights' dtype."""
+    """Return the gradients of shared weights that wait; in the weights' dtype under fully_shard."""
     is_narrow = arrangement.divides_gradients and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 
@@ -314,7 +314,7 @@ def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, i
 def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     """Return the gradients that are allocated during a forward.
 
-    Earlier microbatches left them, or they have buckets, which stay allocated.
+    Earlier microbatches left them, or they lie in buckets, which stay allocated.
     """
     if arrangement.is_one_pass and not arrangement.has_buckets:
         return 0
@@ -322,7 +322,7 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
 
 
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return parameters; ZeRO-2 and 3 keep fp32 parts of them, ZeRO-2 also the gathered ones.
+    """Return the parameters' bytes; ZeRO-2 and 3 keep fp32 parts, ZeRO-2 also gathered parameters.
 
     In 16 bits, the parts of trained parameters are the fp32 copy that counts with the optimizer. If
     a step is one pass, ZeRO-2 frees gathered layers one by one, and they count as unsharded.

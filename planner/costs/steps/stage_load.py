@@ -103,7 +103,7 @@ class StageLoad:
         )
 
 
-# Fields that are sums of each layer's cost, with the same name.
+# Each of these fields is the sum of the layers' costs in the field of the same name.
 _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(LayerCost)} - {
     "output_bytes"
 }
@@ -176,7 +176,7 @@ class RankGroups:
 
     @property
     def fastest_rates(self) -> Throughput:
-        """Return the rates of the pipeline rank whose slowest device has the most bandwidth."""
+        """The rates of the pipeline rank whose slowest device has the most bandwidth."""
         return max((min(rates, key=_stream) for rates in self.stage_rates), key=_stream)
 
 

@@ -1,4 +1,4 @@
-"""Prices a single stage, including the collectives of the ranks that share its data.
+"""Prices a single stage, including the collectives of its data ranks.
 
     ZeRO 0      all-reduce of the gradients by buckets, beside the last backward
     ZeRO 1      reduce-scatter likewise; updated parameters are gathered before everything else
@@ -10,7 +10,7 @@
 Synchronised batch norms wait for the statistics of all data ranks, in every pass.
 
 If a sharded copy lies on fewer ranks than share the data (HSDP), scattered gradients are summed
-over the copies. A single bucket with everything is a reduction that overlaps with nothing.
+over the copies. If one bucket has all gradients, its reduction overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from autopar.planner.costs.steps.stage_load import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataGroups:
-    """The ranks that share the data of a stage, and how they share parameters and states."""
+    """The data ranks of a stage, and how they share parameters and states."""
 
     data: GroupShape  # all of them
     shard: GroupShape  # ranks that hold one sharded copy together
@@ -70,7 +70,7 @@ class DataGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSeconds:
-    """What sharing data adds to a stage's compute time; `alone` is without overlap."""
+    """What data parallelism adds to a stage's compute time; `alone` is without overlap."""
 
     each_forward: float
     each_backward: float
@@ -325,7 +325,7 @@ def _optimizer_seconds(
 def data_groups(
     groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants, *, stage: int
 ) -> DataGroups:
-    """Return how the ranks that share a stage's data share its parameters and states."""
+    """Return the data ranks of a stage, and how they share its parameters and states."""
     rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
     return DataGroups(
         data=groups.data,

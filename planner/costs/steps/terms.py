@@ -63,7 +63,7 @@ class Busiest:
 
     @property
     def seconds(self) -> float:
-        """The sum of all its times."""
+        """The sum of its times; the measured seconds are a part of these."""
         return (
             self.compute_seconds + self.recompute_seconds + self.tensor_seconds
             + self.data_seconds + self.framework_seconds
@@ -173,7 +173,7 @@ def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
 
 
 def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm]:
-    """Yield gathers and reductions; waits of a backward for both count as reductions."""
+    """Yield gathers, reductions and statistics; a backward's waits for both count as reductions."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
     loads = [step.loads[stage] for stage in busiest.stages]

@@ -1,14 +1,16 @@
-"""Lower bounds of the slowest rank's time for one microbatch, over all cuts.
+"""Lower bounds of the slowest rank's time for one microbatch, over all cuts into stages.
 
-Layers are not divisible: of n equal ones some rank has ⌈n ÷ p⌉, and one rank also has the head.
-Within T seconds, M bytes, and with K microbatches in flight, a rank holds at most
+Layers are not divisible: of n equal layers on p ranks, some rank has ⌈n ÷ p⌉ or more, and one rank
+also has the head. Within T seconds, M bytes, and with K microbatches in flight, a rank holds at
+most
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most; M excludes what a layer needs while it runs in the mode. If a rank
-has several stages, each has an x, a K and a share of M. Let o be the seconds of the
-longest other layer, O those of all others, and t the least of a repeated layer. All layers fit
-within T only if one rank has o beside its own, and O fits into the gaps:
+of the layers that repeat most; M excludes the memory that a layer needs only while it runs in this
+mode. If a rank has several stages, each has an x, a K and a share of M. Let o be the seconds of the
+longest other layer, O those of all others, and t the least seconds of a repeated layer. All layers
+fit within T only if one rank also has the layer of o, and all other layers fit into the gaps of the
+ranks:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
@@ -74,13 +76,13 @@ class PipelineRoom:
     ranks: tuple[tuple[StageRoom, ...], ...]
     state_bytes: float  # of one repeated layer
     unsharded_bytes: float  # of one repeated layer, while it runs
-    transient_bytes: float  # of every stage at least
+    transient_bytes: float  # at least this much in every stage
     margin: float
     is_one_pass: bool = False  # layers are freed one by one, so their needs do not add up
 
 
 def block(rows: Sequence[Modes]) -> LayerBlock:
-    """Return the most frequent layers of a row, and the others."""
+    """Return the layer that repeats most in a sequence of layers, and the others."""
     numbers: dict[int, int] = {}
     for modes in rows:
         numbers[id(modes)] = numbers.get(id(modes), 0) + 1
@@ -145,7 +147,7 @@ class _Curve:
     layers: tuple[float, ...]
 
     def whole(self, seconds: float) -> int:
-        """Return how many whole layers fit at most."""
+        """Return how many whole layers fit into this time at most."""
         place = bisect_right(self.times, seconds)
         if place == len(self.times):
             return math.floor(self.layers[-1] + _ROUNDING)
@@ -192,10 +194,11 @@ def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: PipelineRoom
 def _pieces(
     modes: Sequence[Mode], stage: StageRoom, room: PipelineRoom
 ) -> Iterator[tuple[float, float]]:
-    """Yield seconds and layers between corners: memory filled in one mode, then in another.
+    """Yield seconds and layers of each piece of a stage's curve, from corner to corner.
 
-    A mix of modes divides the memory, so it lies below the hull of the single modes. In the only
-    backward of a step, nothing is freed before the last layer runs, in any mode.
+    At a corner, layers of one mode fill the memory. A mix of modes divides the memory, so it lies
+    below the hull of the single modes. In the only backward of a step, nothing is freed before the
+    last layer runs, in any mode.
     """
     corners = []
     size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))

@@ -1,8 +1,8 @@
 """Bounds a node of the search, from the layouts that have been solved so far.
 
-The bounds use facts about layouts inside layers: of one solution, or lower limits of all. Unsolved
-layouts take at least the time of the fastest ones. They hold, send, update and recompute at least
-the total of the unsplit layers, divided evenly by the tensor ranks.
+The bounds use facts about layouts inside layers: of one solution, or lower limits over all.
+Unsolved layouts take at least the time of the fastest layouts. They hold, send, update and
+recompute at least the total of the unsplit layers, divided evenly by the tensor ranks.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ _NEVER = Pressed(
 
 
 class Bounds:
-    """Lower bounds of all leaves below a node, under one objective."""
+    """Lower bounds, under one objective, of all plans below a node of the search."""
 
     def __init__(self, questions: Questions, objective: Objective) -> None:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
@@ -222,7 +222,7 @@ class Bounds:
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
-        else:  # memory is not tight in total, but may be with whole stages
+        else:  # all layers together fit into the memory, but whole stages may not
             best = min(best, self.without_memory(arrangement))
         return self._of_objective(arrangement, best)
 
@@ -251,7 +251,7 @@ class Bounds:
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> Pressed:
-        """Return the least times of recomputing and of the slowest rank, with or without limits.
+        """Return the least times of recomputing and of the slowest rank, within `rooms` if given.
 
         Without a pipeline, the single stage has the transient memory of every layer.
         """
@@ -302,7 +302,8 @@ class Bounds:
         """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
         # In 16 bits, ZeRO-3 keeps parameters only as the optimizer's fp32 copies. So does ZeRO-2 at
-        # the end of a step of one pass: gathered parameters are freed when all gradients are there.
+        # the end of a step with one backward: it frees gathered parameters when all gradients are
+        # computed.
         is_gathered = zero.keeps_gathered and not arrangement.is_one_pass
         return (
             (held.parameter_bytes if not zero.divides_gradients or is_gathered else 0)

@@ -1,11 +1,11 @@
-"""Lower bounds of the layers of a model, before layouts and stages are chosen.
+"""Lower bounds of the times of a model's layers, before layouts and stages are chosen.
 
-Includes a lower bound of the time for recomputation. Rank r saves the tensors of K_r microbatches
+The time for recomputation has a lower bound, too. Rank r saves the tensors of K_r microbatches
 and holds the state of its layers within M bytes, so
 
     Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K
 
-where A_r are the bytes that one microbatch saves on rank r, and S = Σ S_r those of all state.
+where one microbatch saves A_r bytes on rank r, the rank's state has S_r bytes, and S = Σ S_r.
 Whatever the stages, the layers together must save no more than that. The cheapest way is to
 recompute layers in order of price per byte, the last one in part (a fractional knapsack).
 """
@@ -40,7 +40,7 @@ class RecomputeSaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """The most that a microbatch saves, and the steps that reduce it, the cheapest first.
+    """What a microbatch saves without recomputation, and steps that save less, the cheapest first.
 
     `transient_bytes` is the least need, beside saved tensors, of the layer that needs most while it
     runs. `last_transient_bytes` is that of the last layer, whose backward is the first, before any
@@ -143,7 +143,7 @@ def least_recompute_seconds(steps: Ladder, budget_bytes: float) -> float:
 def activation_budget_bytes(
     arrangement: Arrangement, *, rank_bytes: float, state_bytes: float
 ) -> float:
-    """Return how much one microbatch may save over all layers (the equation above)."""
+    """Return how much one microbatch may save over all layers (see the top of the file)."""
     in_flight = in_flight_by_rank(arrangement)
     return sum(rank_bytes / count for count in in_flight) - state_bytes / max(in_flight)
 
@@ -164,7 +164,7 @@ def _in_flight_by_rank(schedule: ScheduleKind, shape: PipelineShape) -> tuple[in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayers:
-    """Forward and backward of one microbatch: of one repeated layer, and of the others.
+    """Least seconds of a microbatch's forward and backward: of a repeated layer, and of the others.
 
     `through_seconds` is the time of a microbatch through all layers and back, without weight
     gradients.
@@ -213,7 +213,7 @@ def least_layers(
 
 
 def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[float, float, float]:
-    """Return an op's least forward, backward and input gradient over all strategies."""
+    """Return an op's least seconds of forward, backward and input gradient over all strategies."""
     found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
     left = permitted(op, found, rules, pricer.graph, pricer.axes)
     splits = dict.fromkeys(split_of(strategy, tensor) for strategy in left)

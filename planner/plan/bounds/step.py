@@ -28,7 +28,7 @@ class LeastTotals:
     gradient_bytes: int
     trainable: int
     input_gradient_seconds: float  # the part of the backward that is not deferred
-    least_output_bytes: int  # of any layer: crosses every cut at least
+    least_output_bytes: int  # the smallest output of a layer: every cut sends this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Ends:
     leading: int
     trailing: int
     between: int
-    first_seconds: float  # least time of the first layer, if it is one of these
+    first_seconds: float  # least time of the first layer; 0 if it is a repeated one
     last_seconds: float
 
 
@@ -79,10 +79,10 @@ class StepBound:
         )
 
     def shared(self, repeated: LayerBlock) -> LayerBlock:
-        """Return the repeated layers, with what gradients and sharing data add to a microbatch.
+        """Return the repeated layers, with the time that data parallelism adds to a microbatch.
 
-        A stage waits for the longer of computing and collectives. If collectives are longer, other
-        layers add nothing, and are left out.
+        A stage waits for the longer of computing and collectives. If collectives may take longer,
+        other layers add nothing, and are left out.
         """
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
@@ -117,7 +117,7 @@ class StepBound:
 
     @property
     def _is_on_demand(self) -> bool:
-        """Whether a rank waits while a tensor is sent; each receives one or two."""
+        """Whether a rank waits for the tensors that it receives; at least one per microbatch."""
         return self.arrangement.pipeline > 1 and self.arrangement.schedule.has_closed_form
 
     def _transfer(self) -> float:
@@ -191,9 +191,10 @@ class StepBound:
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
-        and the mean rank for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at the end
-        reduce this, but then others have more to do. The bound is the minimum of max(m · T, m · Σ ÷
-        p + W(T)) over the slowest rank's time T, which limits how many layers each rank can hold.
+        and the mean rank is idle for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at
+        the end reduce this, but then other ranks have more to do. The bound is the minimum of max(m
+        · T, m · Σ ÷ p + W(T)) over the slowest rank's time T, which limits how many layers each
+        rank can hold.
         """
         microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
         plain = repeated.modes[0]
@@ -226,8 +227,9 @@ class StepBound:
     def _in_turn(self, alone: float, slowest: float) -> float:
         """Return the bound of GPipe, (m − 1) · T + Σ, or of 1F1B, (m − 1) · T + Σ − (p · T − Σ).
 
-        The latter for m > p. The slowest of p stages of 1F1B, number s, waits for all stages before
-        it, and twice for those after it, minus what it computes meanwhile, at most (p − 1 − s) · T:
+        The latter holds for m > p. The slowest of p stages of 1F1B, number s, waits for all stages
+        before it, and twice for those after it, minus what it computes meanwhile, at most (p − 1 −
+        s) · T:
 
             Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
         """
@@ -262,7 +264,7 @@ def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:
     """Return the mean rank's wait for the first microbatch, and after the last one.
 
     Rank r waits for r stages of one layer or more. Stages without repeated layers count 0. A
-    zero-bubble schedule computes weight gradients on the way back.
+    zero-bubble schedule fills the wait after the last microbatch with weight gradients.
     """
     plain = repeated.modes[0]
     each = plain.forward_seconds

@@ -328,7 +328,7 @@ def _faults(one: Declared, graph: Graph, axes: GraphAxes, *, layers: int) -> Ite
 
 
 def axis_names(axes: GraphAxes) -> tuple[str, ...]:
-    """Return the axes that have a name, as people call them."""
+    """Return the names of the axes, without those that only have a number."""
     named = {name for name in axes.names.values() if not name.isdigit()}
     return tuple(sorted(named))
 

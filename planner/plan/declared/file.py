@@ -58,7 +58,7 @@ def declared_document(one: Declared) -> DeclaredDocument:
 
 
 def declared_of(document: DeclaredDocument) -> Declared:
-    """Return the constraint in a row; raises ValueError if it is invalid."""
+    """Return the constraint in a row of plan.json; raise ValueError if it is invalid."""
     if document.field not in _FIELDS:
         raise ValueError(f"constraints: there is no {document.field!r} to declare")
     try:
@@ -89,7 +89,7 @@ Rule = SplitRule | StagePin | RecomputePin
 
 
 def read_constraints(path: Path) -> tuple[Declared, ...]:
-    """Return the declarations in a file."""
+    """Return the declarations in a constraints file."""
     source = read_given(path, what="the constraints file")
     return parse_constraints(source, where=str(path))
 
@@ -188,7 +188,7 @@ WORDS: Mapping[str, str] = MappingProxyType(
         "batch": "microbatch",
         "batch_size": "microbatch",
     }
-)  # aliases of --pin's keys
+)  # other names for keys of --pin: the error names the right one
 
 
 def gathered_constraints(

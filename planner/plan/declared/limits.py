@@ -42,7 +42,7 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with dp=1 and one microbatch, if rows are mixed and nothing is pinned.
+    """Return the constraints with dp=1 and one microbatch, if rows are mixed and not split by pins.
 
     The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
     each other. The global batch must be known.
@@ -112,7 +112,7 @@ def splits_batch(constraints: Constraints) -> bool:
 def rows_at_once(constraints: Constraints) -> int | None:
     """Return the rows of an unsplit batch, for a model that accepts only one number of rows.
 
-    None if the batch is split, because it cannot be seen whether its rows are mixed.
+    None if the user splits the batch: then the graph cannot show whether its rows are mixed.
     """
     return None if splits_batch(constraints) else constraints.global_batch
 
@@ -273,8 +273,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. If it is smaller than that number, it is a multiple
-    of the largest divisor of that number that is not larger.
+    It is a multiple of the number of devices. A smaller batch is a multiple of d, the largest
+    divisor of that number that is at most as large as the batch.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -54,7 +54,7 @@ def _told(raw: object) -> str:
 
 
 def read_count(value: object, where: str) -> int:
-    """Return an integer from 1 on."""
+    """Return the integer, which must be at least 1."""
     number = _number(value)
     if number is None or not 1 <= number <= _MOST:
         raise InputError(
@@ -171,8 +171,8 @@ Figure = str | int | float | None
 class DemandOptions(TypedDict, total=False):
     """The demands that are options of `autopar plan` and keywords of `autopar.plan`.
 
-    Each stands in one row. The option, the key of a constraints file and its line in
-    docs/constraints-file.md are made from it: `max_tp` is the option `--max-tp`.
+    Each is one row. The option, the key of a constraints file and its line in
+    docs/constraints-file.md are made from this row: `max_tp` is the option `--max-tp`.
     """
 
     # fmt: off

@@ -1,8 +1,8 @@
-"""Keeps on disk what was found out: traced models, plans, scripts.
+"""Keeps traced models, plans and scripts on disk.
 
-An entry of a model is made from its arguments, and from the files, folders, variables and libraries
-that were read while it was traced. It is taken as long as all of these are as they were. Plans and
-scripts are kept beside it, so that the same question is answered by reading.
+The entry of a model depends on its arguments, and on the files, folders, variables and libraries
+that were read while it was traced. It is used as long as none of these has changed. Plans and
+scripts are kept beside it, so that the same question need not be searched again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class CachedSearch:
 class CachedScript:
     """The script of a plan, and notes to read before running it.
 
-    `lost` are layers that are to be recomputed and have no module call: there is no script then.
+    `lost` are layers that the plan recomputes, but that have no module call; with any, there is no
+    script.
     """
 
     text: str = ""
@@ -135,7 +136,7 @@ class Sources:
 
     @classmethod
     def of(cls, model: Path) -> Sources | None:
-        """Return the sources of a model in this process; None if one changed while it was read."""
+        """Return what a model has read; None if a file has changed since, or there are too many."""
         for path, state in DATA_READS.paths.items():
             now = state_of(path)
             is_temporary = now is None and path.startswith(tempfile.gettempdir())
@@ -148,7 +149,7 @@ class Sources:
         return cls(paths=paths, libraries=dict(_libraries()), variables=variables)
 
     def changed(self) -> str | None:
-        """Return a word for the first source that is not as it was, None if all are."""
+        """Return the name of the first source that has changed, or None."""
         for name, digest in self.variables.items():
             if _of_variable(os.environ.get(name)) != digest:
                 return f"the environment variable {name}"
@@ -162,7 +163,7 @@ class _CacheFile(BaseModel, Generic[_Content]):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    sources: Sources | None  # None if the key says everything
+    sources: Sources | None  # None if the content depends on the key alone
     content: _Content
 
 
@@ -170,7 +171,8 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` gets a sentence about each entry that is outdated for a reason that is easily overlooked.
+    `told` gets a sentence if a model is outdated because something other than a .py file has
+    changed.
     """
 
     folder: Path | None
@@ -207,7 +209,7 @@ class Cache:
         if model is not None and read is None:
             return
         entry = _file_of(type(content))(sources=read, content=content)
-        written = entry.model_dump_json(warnings=False)  # of lists in rows, which are JSON already
+        written = entry.model_dump_json(warnings=False)  # else warns of lists in rows
         text = f"{hashlib.sha256(written.encode()).hexdigest()}\n{written}"
         with suppress(InputError, OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ NO_CACHE = Cache(None)
 
 
 def _file_of(kind: type[Any]) -> type[_CacheFile[Any]]:
-    return _CacheFile[kind]  # type: ignore[valid-type]  # pydantic keeps each
+    return _CacheFile[kind]  # type: ignore[valid-type]  # pydantic caches each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +309,7 @@ def _remove_oldest(folder: Path) -> None:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Return the versions of what decides, and a digest of autopar's edits."""
+    """Return the versions of everything that affects entries, and a digest of edits to autopar."""
     root = Path(planner.__file__).parents[1]
     rooms = (root, *(root / name for name in ("planner", "codegen", "runtime")))
     files = sorted({one for room in rooms for one in room.resolve().rglob("*.*")})
@@ -322,7 +324,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _paths(model: Path) -> Iterator[tuple[str, str]]:
-    """Yield what was read, and the files of loaded modules; not those of Python and libraries."""
+    """Yield path and digest of files read and modules loaded, without Python and libraries."""
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     roots = _library_folders()
     prefixes = tuple(f"{root}/" for root in roots)  # resolving thousands of paths takes long

@@ -40,7 +40,7 @@ def faults_of(plan: StoredPlan) -> Iterator[str]:
 
 
 def _words(plan: StoredPlan) -> Iterator[str]:
-    """Yield each word that is not one of the allowed ones."""
+    """Yield a fault for each word that is not one of those allowed."""
     known = (
         ("objective", plan.objective, Objective),
         ("machines.backend", plan.machines.backend, Backend),
@@ -226,7 +226,7 @@ def _op_faults(where: str, layout: OpLayout, axes: GraphAxes, op: Op) -> Iterato
 
 
 def _tensor_faults(where: str, layout: Layout, axes: GraphAxes, tensor: str) -> Iterator[str]:
-    """Yield a dim or an axis of a layout that its tensor does not have."""
+    """Yield a fault if a layout has a dim or an axis that its tensor does not have."""
     dims, axis = axes.dims[tensor], layout.axis[:_MOST_SHOWN]
     if layout.kind is not LayoutKind.SPLIT:
         if (layout.axis, layout.dim) != ("", -1):

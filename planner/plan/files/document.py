@@ -61,7 +61,7 @@ class UnitRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelDocument:
-    """A level of the hierarchy."""
+    """A level of the cluster's links."""
 
     name: str
     units: tuple[UnitRun, ...]
@@ -179,7 +179,7 @@ def _values(one: object, kind: type[Any]) -> dict[str, Any]:
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 MOST_CHARACTERS = 100_000  # of one string
-# Only the search knows the index of an order of nodes; a plan's cluster is in its own order.
+# Only in the search does `order` mean something; a plan's cluster has the nodes in that order.
 _OF_THE_SEARCH: dict[str, Any] = {
     "arrangement": {"order"},
     "runners_up": {"__all__": {"arrangement": {"order"}}},
@@ -250,7 +250,7 @@ def read_plan(path: Path) -> StoredPlan:
 
 
 def _near(path: Path) -> str:
-    """Return a plan near a wrong path, or how to make one."""
+    """Return a hint: the plan beside a wrong path, or the command that writes one."""
     there = path.parent / FILE_NAME
     if path.parent.is_dir() and there != path and there.is_file():
         return f"did you mean {there}?"

@@ -119,7 +119,7 @@ def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candid
 
 
 def kind_of(candidate: Candidate) -> tuple[object, ...]:
-    """Return what distinguishes a plan from others; plans that differ in less are not told."""
+    """Return what listed plans must differ in: degrees, ZeRO level and schedule."""
     one = candidate.arrangement
     return one.pipeline, one.data, one.tensor, one.zero, one.schedule, one.stages_per_rank
 
@@ -129,7 +129,7 @@ def _beside(candidate: Candidate, best: Candidate) -> RunnerUp:
 
 
 def runner_up(plan: Candidate | Plan, difference: str) -> RunnerUp:
-    """Return another plan in the form for the plan, with how it differs from the chosen one."""
+    """Return another plan as plan.json lists it, with how it differs from the chosen one."""
     prediction = plan.prediction
     return RunnerUp(
         arrangement=replace(plan.arrangement, order=0),

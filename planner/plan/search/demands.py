@@ -37,8 +37,8 @@ OF_THE_DATA_AXIS = frozenset({"batch"})
 def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
     """Return the rules for layouts: axes forbidden in modules, and pinned modules.
 
-    The batch is split by the data axis. The tensor axis splits it if asked to, or if rows are
-    mixed, which excludes data ranks.
+    The data axis splits the batch. The tensor axis splits it only if a rule demands that, or if
+    rows are mixed, so that there are no data ranks.
     """
     unwanted = [rule for rule in constraints.splits if not rule.is_required]
     forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
@@ -88,7 +88,7 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
 
 
 def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Demands:
-    """Return what every candidate must respect."""
+    """Return the limits, pins and recompute modes that every candidate must respect."""
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
         modes=tuple(_modes(subject, constraints)),
@@ -135,7 +135,7 @@ def _cuttable(subject: SearchSubject) -> Iterator[bool]:
 
 
 def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Choices:
-    """Return the choices of a point's variants."""
+    """Return the settings among which a point's variants choose."""
     return Choices(
         schedules=_schedules(constraints),
         zero_levels=constraints.zero_levels,

@@ -121,7 +121,7 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement; its stages are still open. `thriftier` ones can only save memory."""
+    """A whole arrangement; its stages are still open. `thriftier` ones need less memory at most."""
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
@@ -158,7 +158,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return the key that orders arrangements that are equally good: the simplest, fewest parts."""
+    """Return the key that orders equally good arrangements: simplest first, then fewest parts."""
     return (
         *complexity(arrangement, recomputes=False),
         arrangement.pipeline,
@@ -191,7 +191,7 @@ def in_orders(
 
 
 def _groups(point: Arrangement, cluster: Cluster, choices: Choices) -> object:
-    """Return everything in an order that affects a prediction."""
+    """Return everything in an order of nodes that affects a prediction."""
     shards = sorted({shard for _, shard in sharding(point, choices)} | {point.data})
     return (
         kinds_of_blocks(cluster, point.pipeline),

@@ -181,7 +181,7 @@ class Explorer:
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
         self._least: dict[tuple[object, ...], float] = {}  # seconds of each kind of plan
         self._looked_beside = 0  # nodes, since the best was proved
-        self._is_choosing = False  # whether the fastest is proved, and the simplest looked for
+        self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
@@ -200,7 +200,7 @@ class Explorer:
         return leaf if not tolerance or is_late() else self.judge.simplified(leaf, within)
 
     def choose(self, outcome: Searched, is_late: Callable[[], bool]) -> FoundLeaf[Candidate]:
-        """Return the simplest plan within the tolerance of the fastest, which is proved."""
+        """Return the simplest plan within the tolerance of the fastest plan."""
         fastest = outcome.found[0]
         if not self._known.tolerance:
             return fastest
@@ -240,7 +240,7 @@ class Explorer:
         return passed > MOST_TOLD or self._looked_beside > EXTRA_NODES
 
     def _to_beat(self, arrangement: Arrangement) -> float:
-        """Return the value to beat; for runners-up, of the last plan that may be told."""
+        """Return the seconds to beat; for runners-up, those of the last one that may be listed."""
         if self._looked_beside:
             endless = [float("inf")] * (MOST_TOLD + 2)
             return sorted([*self._least.values(), *endless])[MOST_TOLD + 1]
@@ -326,7 +326,8 @@ class Explorer:
     def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
         """Return what remains of an arrangement: to be solved with more effort, or unproved.
 
-        A plan that is no faster than a known one may still be simpler.
+        A plan that is no faster than a known one may still be simpler, so it is left for that
+        choice.
         """
         if self.objective is Objective.MEMORY or self._looked_beside:
             return []
@@ -352,7 +353,7 @@ class Explorer:
         return candidate.prediction.step_seconds
 
     def refusal(self, outcome: Searched) -> AutoparError:
-        """Return why there is no plan: time, arrangements or memory."""
+        """Return the error that says why there is no plan: time, arrangements or memory."""
         if not outcome.is_complete:
             return too_late(len(outcome.waiting))
         least = self._roomy().least()

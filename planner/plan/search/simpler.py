@@ -21,8 +21,8 @@ Complexity = tuple[int, ...]  # less is simpler
 def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
     """Return how hard a plan is to read and to trust, most important first.
 
-    Kinds of parallelism; those that need printed classes (data ranks run the model's own); how much
-    is sharded; 16-bit sums; whether anything is recomputed.
+    In this order: the number of kinds of parallelism; of those that need printed forwards (data
+    ranks run the model's own); how much is sharded; 16-bit sums; whether anything is recomputed.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
@@ -64,9 +64,9 @@ class Known:
         return f"searching: {seconds_text(self.fastest)} so far, at most {left:.1%} left to gain"
 
     def to_beat(self, of: Complexity) -> float:
-        """Return the time from which a plan is not chosen.
+        """Return the time that a plan must be below to be chosen.
 
-        It must be within the tolerance of the fastest, and faster than every plan that is as
+        The plan must be within the tolerance of the fastest, and faster than every plan that is as
         simple.
         """
         as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
@@ -75,7 +75,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simplicity(Generic[Item, Leaf]):
-    """The simplicity of a leaf, and the best simplicity below a node."""
+    """The functions that return the complexity of a leaf, and the least complexity below a node."""
 
     of_leaf: Callable[[Leaf], Complexity]
     below: Callable[[Item], Complexity]
@@ -90,7 +90,7 @@ def simplest_leaf(
     within: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> FoundLeaf[Leaf]:
-    """Return the simplest leaf up to a value; of equally simple ones the least.
+    """Return the simplest leaf with a value up to `within`; if several are, the one of least value.
 
     The node with the best possible simplicity is expanded first, so the first leaf on top is the
     answer, and nodes that cannot be simpler are not expanded. If time is up, the simplest leaf

@@ -1,7 +1,7 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
-The first level is (degrees, microbatch). Its variants differ only in schedule, stages per rank,
-ZeRO level and shard degree, so they share every layer's layout and cost.
+The first level has points: degrees and a microbatch. A point's variants differ only in schedule,
+stages per rank, ZeRO level and shard degree, so they share every layer's layout and cost.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _takes_batch(degrees: Degrees, constraints: Constraints, batch: BatchFacts) 
 def may_share_unevenly(constraints: Constraints, batch: BatchFacts) -> bool:
     """Whether data ranks may have unlike numbers of rows.
 
-    Printed code of split rows needs equal ones.
+    Printed code that splits the batch over tensor ranks needs equal numbers.
     """
     splits_rows = constraints.shares_rows or any(
         rule.axis == ROWS and rule.is_required for rule in constraints.splits
@@ -214,7 +214,7 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield each data rank's microbatch rows and their number, smallest first.
+    """Yield the rows of each data rank's microbatch, and the number of these, smallest first.
 
     Only if the rows cannot be distributed evenly; then they are as even as possible.
     """

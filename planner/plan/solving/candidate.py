@@ -103,7 +103,8 @@ class Questions:
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
         """Return the distinct groups of devices and rows that pipeline ranks have.
 
-        Data ranks with unlike numbers of rows wait for the largest, except on unlike devices.
+        If data ranks have unlike numbers of rows, all are priced with the largest number, unless
+        there are only data ranks.
         """
         cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
         if arrangement.rows and arrangement.data == arrangement.ranks:
@@ -148,7 +149,7 @@ class Candidate:
 
     @property
     def inside(self) -> Inside:
-        """What the inside of its layers depends on."""
+        """Everything that layouts and costs inside its layers depend on."""
         return inside_of(self.arrangement, self.solution, self.lines)
 
 
@@ -333,7 +334,7 @@ class ArrangementSolver:
         return replace(candidate, prediction=prediction)
 
     def _candidate(self, question: StageQuestion, solution: int, found: PricedCut) -> Candidate:
-        """Return a cut with everything that is predicted of it."""
+        """Return the candidate of a cut, with its prediction."""
         stages = tuple(
             PlannedStage(
                 rank=question.ranks[number],

@@ -1,4 +1,4 @@
-"""Compares two plans, or a plan with compiled layers: what changes, and what a step gains."""
+"""Compares two plans, and predicts the time that compiled layers would save."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _borders(stages: tuple[PlannedStage, ...]) -> str:
 def _layout_changes(
     before: tuple[ClassLayouts, ...], after: tuple[ClassLayouts, ...]
 ) -> Iterator[Change]:
-    """Yield each module in a class of layers whose ops are split along other axes."""
+    """Yield a change for each module of a class whose ops the plans split along other axes."""
     for one, other in zip_longest(before, after):
         known = one or other
         assert known is not None

@@ -1,7 +1,7 @@
 """Finds ops at equal positions of similar layers, so that they are split in the same way.
 
-Some layers of a model have adapters, others have none; nothing is trained before the first adapter;
-the first layers of a mixture of experts are dense. The common code of these layers is printed only
+Such layers differ a little: only some have adapters, and nothing is trained before the first
+adapter; the first layers of a mixture of experts are dense. Code that they share is printed only
 once if it is split equally.
 """
 
@@ -25,7 +25,7 @@ _Ends = list[tuple[int, _Way]]  # nodes, and a key of choices that go together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Finds nodes of several layer classes that have equal positions, and their equal splits."""
+    """Finds nodes at equal positions in several layer classes, and their equal splits."""
 
     graph: Graph
     axes: GraphAxes

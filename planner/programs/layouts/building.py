@@ -41,7 +41,7 @@ _Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in e
 def keeps_of(
     nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
 ) -> Iterator[Keep]:
-    """Yield each memory that a layer's ops keep, with the ops that keep it.
+    """Yield each piece of memory that a layer's ops keep, with the ops that keep it.
 
     An op keeps its input in the layout that it needs: after a gather, the gathered copy.
     """

@@ -58,7 +58,7 @@ class Budget:
 class LinePrice:
     """The price of printed lines: all lines together cost a share of a microbatch's seconds.
 
-    Gradients are summed once in a step of `microbatches`.
+    Sums of gradients cost 1 ÷ `microbatches` of their time, because a step has only one.
     """
 
     share: float
@@ -146,7 +146,7 @@ class LayoutProgram:
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than the point of this number in the front.
 
-        They are slower by less than what the saved lines are worth.
+        They are slower by less than the price of the saved lines.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)
@@ -240,7 +240,7 @@ class Front:
         return _pareto(front)
 
     def simpler(self, near: SolvedPoint, lines: CountedLines, price: LinePrice) -> SolvedPoint:
-        """Return the best point if lines have a price: all lines of `near` cost the share."""
+        """Return the best point if lines have a price: that of all lines of `near` is its share."""
         printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
         if not printed or cost is None:
             return near

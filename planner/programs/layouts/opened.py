@@ -2,8 +2,8 @@
 
 A class is opened if the plan changes its code: an op's arguments contain a size of which a rank has
 a part, a rank draws its own random numbers, or a tensor is converted between two ops. PyTorch's
-small modules are printed inline in the class that calls them. Lines are estimated from the
-author's.
+small modules are printed inline in the class that calls them. Lines are estimated from the author's
+code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_split(layout: Layout) -> bool:
 
 
 def changes_code(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> bool:
-    """Whether an op has another form in a layout, apart from conversions."""
+    """Whether a layout changes how a script writes an op, apart from conversions."""
     return (
         _has_local_size(op, layout, graph, axes)
         or is_vocabulary_split(op, layout)
@@ -105,7 +105,7 @@ def _has_local_size(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> 
     return False
 
 
-# Lines of a script. An opened class has two heads, an attribute and docstrings.
+# Lines of a script. An opened class has a `class` and a `def` line, an attribute and docstrings.
 _CLASS_LINES = 9.0
 _CONVERSION_LINES = 2.0  # with the comment above it
 _FUNCTION_LINES = 5.0  # of a function call with the weights and sizes that its module had

@@ -1,9 +1,9 @@
 """The layout problem as plain numbers: what can be chosen, and what each choice costs.
 
 Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that they
-make, and those that they get from outside or from other layers, by slot. Demands are what the ops
-of one layer need of one source, where conversions are paid; keeps are what stays in memory for the
-backward. Code is the lines that a script prints for the model's classes.
+make, and those that they get from outside or from other layers, by slot. A demand is the use of one
+source by the ops of one layer; it pays for conversions. A keep is a tensor that stays in memory for
+the backward. Code is the lines that a script prints for the model's classes.
 
 A tensor that crosses layers has one layout at its slot. The layer that makes the tensor converts it
 to this layout, and later layers see only this layout. So layers of one class stay alike.
@@ -41,7 +41,7 @@ class LayoutNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSource:
-    """A tensor that an op makes (node, output), or a slot that lies in one of some layouts.
+    """A tensor that an op makes (node, output), or a slot with its possible layouts.
 
     Layout l of a slot costs seconds[l] and takes weight_bytes[l]; both are 0 except for parameters.
     """
@@ -55,7 +55,7 @@ class ChoiceSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the ops of one layer (node, input) need of a source, in `count` layers.
+    """The use of a source by the ops (node, input) of one layer, in `count` layers.
 
     `crosses` is the slot (a source) in whose layout the tensor leaves the layer, -1 if it stays.
     `seconds` has the possible conversions, from the produced to the needed layout. A source that
@@ -157,7 +157,7 @@ class PrintedCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One choice of each node, and the layout of each slot (−1 for what an op makes)."""
+    """One choice of each node, and the layout of each slot (−1 for a tensor that an op makes)."""
 
     choices: tuple[int, ...]
     layouts: tuple[int, ...]

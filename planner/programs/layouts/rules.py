@@ -32,7 +32,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Every tensor's slot and every axis's common name: the name of one member."""
+    """Every tensor's slot and every axis's common name; each is named like one of its members."""
 
     tensors: Mapping[str, str]
     axes: Mapping[str, str]

@@ -65,7 +65,7 @@ class StageAnswer:
 
 
 class Chooser:
-    """Answers a question; with more effort, it continues from the cuts and bounds found so far."""
+    """Answers a stage question; more effort goes on from the cuts and bounds found so far."""
 
     def __init__(self, question: StageQuestion, effort: Effort, chains: Chains) -> None:
         self.question, self.effort, self.cutoff = question, effort, math.inf

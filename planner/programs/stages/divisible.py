@@ -3,7 +3,7 @@
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  the host's time for an action  +  Σ seconds · x
-    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (parts.py)
+    memory_is_kept         Σ (state + held · saved) · x + W  ≤  the rank's limit      (floors.py)
     reductions_outlast     R of a stage  ≥  the share of its reduction that slows its last backward
                            R of a stage  ≥  its reduction  −  its last backward
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first

@@ -1,11 +1,11 @@
 """Lower bounds of stages without a program, and the pieces of layers that each stage may have.
 
-Makes the columns of the stage program: possible stages, and what each adds to a step.
+Also the columns of the stage program: possible stages, and what each adds to a step.
 
     seconds   forward, backward, halves of a backward, transfer to the next stage, in a chain's
               order; if a rank waits to receive, this is included in forward and backward
 
-Bounds every cut of GPipe and 1F1B by shortest paths. A cut is a path: stage p goes from its first
+Shortest paths bound every cut of GPipe and 1F1B. A cut is a path: stage p goes from its first
 layer to its end. If s is the slowest stage, the step takes at least
 
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages

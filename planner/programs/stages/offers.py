@@ -85,7 +85,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hidden:
-    """What sharing data adds to a backward, and after it, if the backward hides all that it can."""
+    """What data parallelism adds to a backward, and after it, if the backward is endless."""
 
     wait_seconds: float
     reduction_seconds: float
@@ -208,7 +208,7 @@ class Offers:
     def _summed(
         self, stage: int, content: Content, mixes: Mixes, *, is_whole: bool
     ) -> Iterator[Offer]:
-        """Yield offers by sums over layers; prices are computed if they are chosen."""
+        """Yield offers by sums over layers; exact prices are computed on demand."""
         plain = self._plain(stage, content)
         own = plain.price.load
         again = self.question.constants.action_seconds
@@ -308,7 +308,7 @@ class Offers:
         return memory.device_bytes <= self.question.limit_bytes[rank]
 
     def _hidden(self, stage: int, content: Content) -> _Hidden:
-        """Return the least that sharing data adds, beside any backward."""
+        """Return the least that data parallelism adds to a backward, however long it is."""
         kind = self.question.kinds[stage]
         layers = [
             replace(
