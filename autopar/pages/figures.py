@@ -19,6 +19,8 @@ from autopar.planner.plan.telling.words import arrangement_words, recompute_word
 _GIB = 2**30
 _MOST_RANKS = 16  # drawn, of a longer pipeline
 _MOST_LINES = 6  # in one chart
+_MOST_FRAMED = 400  # actions; frames would cover thinner ones
+_MOST_ACTIONS = 3000  # drawn, so that the page stays below 2 MB
 _ACTIONS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward",
@@ -151,7 +153,9 @@ def _drawn_ranks(ranks: int, most: int) -> Sequence[int]:
 def _schedule(plan: StoredPlan) -> Figure:
     timeline = timeline_of(plan)
     factor, unit = unit_of(timeline.pipeline_seconds)
-    ranks = _drawn_ranks(plan.arrangement.pipeline, _MOST_RANKS)
+    count = plan.arrangement.pipeline
+    most = min(_MOST_RANKS, max(2, _MOST_ACTIONS * count // len(timeline.actions)))
+    ranks = _drawn_ranks(count, most)
     rows = [
         {
             "rank": one.rank,
@@ -172,9 +176,10 @@ def _schedule(plan: StoredPlan) -> Figure:
         "x2": {"field": "to"},
         "color": color("kind", [words for kind, words in _ACTIONS.items() if kind in kinds]),
     }
+    width = 0.5 if len(rows) < _MOST_FRAMED else 0.0
     busy = [
         sum(one.end_seconds - one.start_seconds for one in timeline.actions if one.rank == rank)
-        for rank in range(plan.arrangement.pipeline)
+        for rank in range(count)
     ]
     drawn = (
         "all microbatches"
@@ -187,7 +192,7 @@ def _schedule(plan: StoredPlan) -> Figure:
         text=f"{plan.arrangement.schedule}, {drawn}. Gaps are waits. After the pipeline, "
         f"{seconds_text(timeline.rest_seconds)} go to the last reductions and the optimizer.",
         chart=Chart(
-            layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=0.5),),
+            layers=(marks("bar", rows, encoding, stroke="var(--page)", strokeWidth=width),),
             height={"step": 24},
         ),
         head=("rank", "busy", "waits"),

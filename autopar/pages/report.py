@@ -81,7 +81,7 @@ def _measured(run: AnalyzedRun) -> Figure:
     on_planned = "" if found.is_on_planned_device else " It ran on another device than planned for."
     return Figure(
         title="Measured and predicted",
-        text=f"Medians of {found.lines} steps of a run, beside what the plan predicts.{on_planned}",
+        text=f"The medians of a run (steps: {found.lines}) beside what the plan predicts.{on_planned}",
         chart=Chart(
             layers=(
                 marks("bar", rows, encoding, color="var(--c1)"),
@@ -131,7 +131,7 @@ def _curve(
         for kind, step, value in points
     ]
     encoding = {
-        "x": number("step", "step"),
+        "x": number("step", "step", axis={"title": "step", "tickMinStep": 1}),
         "y": number("value", title.lower(), scale={"zero": False}),
         "color": color("kind", list(dict.fromkeys(kind for kind, _, _ in points))),
     }
