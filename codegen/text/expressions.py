@@ -19,7 +19,7 @@ def is_identifier(text: str) -> bool:
 
 
 def identifier(text: str) -> str:
-    """Return an identifier made of the letters, digits and underscores of a text."""
+    """Return a lower-case identifier made of the letters, digits and underscores of a text."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower() or "x"
     if name[0].isdigit():
         name = f"x{name}"
@@ -244,7 +244,7 @@ def replaced(
 
 
 def with_numbers(form: SourceForm, known: Mapping[SourceForm, SourceForm]) -> SourceForm:
-    """Return a form with literals replaced by the expressions known for them."""
+    """Return a form with the literals in `known` replaced by their expressions."""
     parts = tuple(
         Slot(
             known[part.expression]
