@@ -1,5 +1,4 @@
-"""Finds the files of a model's code, the code inside functions, hooks, and the data that it
-reads."""
+"""Finds a model's source files, the code inside functions, hooks, and the data that it reads."""
 
 from __future__ import annotations
 
