@@ -200,7 +200,7 @@ LOSSES, ALL = "losses", "all together"
 
 @dataclass(slots=True, kw_only=True)
 class RankInHalf:
-    """What one rank held and computed in a training in 16 bits."""
+    """The tensors and losses of one rank in a training in 16 bits."""
 
     initial: Held = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
     types: Mapping[str, str] = field(default_factory=dict)  # of the buffers

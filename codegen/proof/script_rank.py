@@ -157,7 +157,7 @@ def parts_of(model: Any) -> Sequence[nn.Module]:
 
 
 def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[HeldBlock]:
-    """Return buffers and parameters, of which fp32 masters if the optimizer has them."""
+    """Return buffers, and parameters (fp32 masters if the optimizer has them)."""
     held = weights_held(parts, optimizer)
     return [HeldBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
 

@@ -214,7 +214,7 @@ def binary(left: Expression, operator: str, right: Expression, level: Binding) -
 
 
 def power(base: Expression, exponent: Expression) -> SourceForm:
-    """Return a power; the formatter writes simple operands without spaces (see `rendered`)."""
+    """Return a power; Ruff writes simple operands without spaces (see `rendered`)."""
     return SourceForm((Slot(base, Binding.CALL), "**", Slot(exponent, Binding.SIGN)), Binding.POWER)
 
 
@@ -278,6 +278,6 @@ def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:
 
 
 def _is_simple(operand: str) -> bool:
-    """Whether the formatter writes the operator without spaces: names, attributes, numbers."""
+    """Whether Ruff writes the operator without spaces: names, attributes, numbers."""
     bare = operand.removeprefix("-")
     return all(piece.replace("_", "a").isalnum() for piece in bare.split("."))

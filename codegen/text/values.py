@@ -74,7 +74,7 @@ class Bracketed:
         return is_identifier(self.opening[:-1].rpartition(".")[2].lstrip("*"))
 
     def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
-        """Return the group after `before` characters, as the formatter lays it out.
+        """Return the group after `before` characters, as Ruff lays it out.
 
         It is one line if it fits. Otherwise a call has its items on one inner line if they fit, and
         everything else has one item per line.

@@ -186,7 +186,7 @@ def _own(folder: Location) -> FolderHolder:
 
 
 def _machine() -> str:
-    """Return an identifier that differs between machines and containers of one host name."""
+    """Return an identifier of this machine or container; others may have the same host name."""
     found = []
     with suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

@@ -153,7 +153,7 @@ def is_scalar(value: Any, target: Target) -> bool:
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
-    """Read one-element tensors, by their ids; the host waits once per dtype."""
+    """Return the numbers in one-element tensors, by their ids; the host waits once per dtype."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for one in tensors:
         alike[one.dtype, one.device].append(one)

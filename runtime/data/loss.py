@@ -162,7 +162,7 @@ def _counted_ahead(
 def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
     """Yield a rank's microbatches with the weight for a loss that is a sum over rows.
 
-    Losses and gradients are averaged over data ranks, so the weight undoes that.
+    Losses and gradients are averaged over data ranks, so the weight undoes the averaging.
     """
     return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 

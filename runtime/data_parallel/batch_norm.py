@@ -181,7 +181,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count over an axis, from each rank's (Chan's formula).
+    """Return mean, biased variance and count of an axis, from those of each rank (Chan's formula).
 
     Sums of squares would also take one collective, but are inexact if the mean is large.
     """

@@ -20,7 +20,7 @@ from autopar.runtime.ranks.user_code import told
 
 
 def once(found: Tensor, times: int) -> Tensor:
-    """Divide sums over rows that occur `times` times each by `times`; 0 if `times` is 0."""
+    """Count repeated rows once: return their sums divided by `times`; 0 if `times` is 0."""
     return found / times if times else torch.zeros_like(found)
 
 

@@ -160,7 +160,7 @@ __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """The class of torch for a kind of schedule, and the process groups that it needs.
+    """torch's class for a kind of schedule, and the process groups that it needs.
 
     Pairs of neighbours get their own process groups if a waiting message would block others. 1F1B
     needs none: it waits for each message at once, and sends both ways in one batch.

@@ -212,7 +212,7 @@ def _merge(stack: Tensor, dim: int) -> Tensor:
 
 
 def _assemble(pieces: list[Tensor], dim: int, held: Cut) -> Tensor:
-    """Join the pieces of all ranks, with their ranges in their places in the whole dim."""
+    """Join the pieces of all ranks: each range gets its place in the whole dim."""
     placed = []
     for piece, ranges in zip(pieces, held.ranges, strict=True):
         offset = 0

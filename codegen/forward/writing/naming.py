@@ -204,7 +204,7 @@ class _Namer:
         return (*goes_on, *self.given.get(held, ()))
 
     def _wholes(self, held: LocalTensor) -> Sequence[str]:
-        """Return a value's names at its reader: of the parameter that takes it, of the result."""
+        """Return the names of a parameter that takes a value, and of the result made from it."""
         return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
 
     def _followed(

@@ -1,4 +1,4 @@
-"""The memory of a dry run: stand-ins for kernels, and the categories of storages.
+"""Counts the memory of a dry run, with stand-ins for kernels, and categories of storages.
 
 Ops allocate and save on the CPU what CUDA kernels would. Some ops are one kernel in CUDA and
 several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice), dropout
@@ -225,7 +225,7 @@ class LiveMemory:
     def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
         """Stop counting live storages, except claimed ones and the step's arguments.
 
-        The others are rows read ahead, which lie in host memory; a dry run's tensors all do.
+        The others are rows read ahead, which a real training has in host memory.
         """
         kept = owners.keys() | {one.untyped_storage()._cdata for one in given}
         for key in self._live.keys() - kept:

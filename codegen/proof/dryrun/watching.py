@@ -77,7 +77,7 @@ def _grouped_mm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Make a result of the right shape; torch infers it only for bfloat16, kernels take more."""
+    """Make a result of the right shape; torch infers it for bfloat16 only."""
     groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
     with mode:
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))

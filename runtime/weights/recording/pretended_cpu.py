@@ -241,7 +241,7 @@ class _PretendedCpu(TorchFunctionMode):
             return func(*args, **keywords)
 
     def _is_on_meta(self, args: Arguments, kwargs: Keywords) -> bool:
-        """Whether a call makes meta tensors: it names the device, or has bare tensors only."""
+        """Whether a call makes meta tensors: it names meta, or has bare and no recorded tensors."""
         device = kwargs.get("device")
         if device is not None:
             return torch.device(device).type == "meta"

@@ -287,7 +287,7 @@ class PiecedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """A model's tensors as found in files, with help of what its `save_pretrained` would write.
+    """Finds a model's tensors in files, from the contents that `save_pretrained` would write.
 
     In a folder, names are those of `save_pretrained`: a transposed weight may have the same name as
     in the model. In a single file, names are the model's own.
