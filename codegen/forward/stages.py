@@ -280,7 +280,7 @@ class _Printer:
         return returned(builder, self.graph.calls[ROOT].result)
 
     def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Add a line that stores outputs, if the stage returns the loss; return those it lacks."""
+        """Add a line that stores outputs, if the stage returns the loss; return missing outputs."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()

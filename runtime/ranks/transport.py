@@ -28,7 +28,7 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 
 _functional: Any = torch.ops._c10d_functional
-# torch 2.13 renamed both; the old names raise a warning there.
+# torch 2.13 renamed both functions; the old names raise a warning there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

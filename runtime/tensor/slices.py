@@ -134,7 +134,7 @@ def receives(module: nn.Module, wholes: Iterable[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _clash(one: int, other: int, size: int) -> bool:
-    """Whether some rank holds equally many elements of both lengths."""
+    """Whether two lengths have equal shares on some rank."""
     pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)
     return any(first == second for first, second in pairs)
 

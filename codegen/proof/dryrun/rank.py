@@ -82,7 +82,7 @@ def run_first_step(
 
 
 def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
-    """Make an example batch with values, because the model file may read them."""
+    """Return a `new_batch` that makes batches with values, because the model file may read them."""
 
     def made(*args: Any, **kwargs: Any) -> Batch:
         with _disable_current_modes():

@@ -141,7 +141,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _cheap(flow: LayerFlow) -> Again:
-    """Return what computes the tensors that ops keep again, from saved products and inputs."""
+    """Return the ops that compute kept tensors a second time, from saved products and inputs."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
