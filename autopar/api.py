@@ -47,10 +47,10 @@ Value = str | int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to split a training; with methods to write, explain and verify it."""
+    """A plan of how to split a training, with methods to write, explain and verify its script."""
 
     content: StoredPlan  # the contents of plan.json
-    folder: Path  # relative paths of the model file start here
+    folder: Path  # a relative path of the model file starts here
     curve: Curve | None = None  # one plan per number of devices, if several were compared
     uses_cache: bool = True
 
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster another plan could be, as a share of the step; 0.0 if none is faster."""
+        """The largest share of the step that another plan could save; 0.0 if none is faster."""
         return self.content.proof.gap
 
     def write(self, folder: str | Path = ".", *, force: bool = False) -> Path:
@@ -102,7 +102,7 @@ class Plan:
         return place
 
     def _script(self, place: Path, *, force: bool) -> str:
-        """Return the script for a path; raises if the path has a file that must not be replaced."""
+        """Return the script for a path; raise if a file there must not be replaced."""
         refuse_replacing(place, model_path(self.content.model.spec))
         if not force:
             refuse_overwriting(place)
@@ -140,8 +140,9 @@ class Plan:
     ) -> TrainingComparison:
         """Train with a script on CPU processes, and with plain PyTorch in one; compare both.
 
-        Without `script`, the plan's own script is used. `is_within(1e-9)` says whether both train
-        alike: equal in float64, and in the plan's 16-bit dtype as close to fp32 as plain PyTorch.
+        Without `script`, the plan's own script is used. The result's `is_within(1e-9)` says whether
+        both train alike: equal in float64, and in the plan's 16-bit dtype about as close to fp32 as
+        plain PyTorch.
         """
         from autopar.codegen.proof.verification import read_script_of, verify  # needs torch
 

@@ -94,14 +94,14 @@ def verified_in(folder: Location) -> list[KeptCheckpoint]:
 
 
 def left_in(folder: Location) -> Iterator[tuple[Location, str]]:
-    """Yield folders that are not checkpoints, and what they are."""
+    """Yield folders of unfinished or damaged checkpoints, each with an explanation."""
     place = _place(folder)
     yield from ((one, _UNFINISHED) for one in unfinished_in(place))
     yield from ((one, _BROKEN) for one in located(place, f"{STEP}*{BROKEN}"))
 
 
 def whole_checkpoint(path: Location) -> Checkpoint:
-    """Return the named checkpoint, or the newest in a folder; raises if it is damaged."""
+    """Return the checkpoint at a path, or the newest in a folder; raise if it is damaged."""
     folder = _folders(path)[-1]
     found = _looked_at(folder, check=check_file)
     if found.manifest is None or found.faults:
@@ -175,7 +175,7 @@ _FIX = "name another place with -o"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """The path of exported weights, in words, and the names of tensors that are rounded."""
+    """A message with the place of exported weights, and the names of rounded tensors."""
 
     place: str
     rounded: tuple[str, ...]  # buffers that a training in 16 bits has rounded
@@ -260,7 +260,7 @@ class CheckpointDifference:
 
     tensors: tuple[TensorDifference, ...]  # all tensors that both have in the same shape
     numbers: tuple[NumberDifference, ...]  # only those that differ
-    unlike: tuple[str, ...]  # tensors that one of them lacks, or has in another shape
+    unlike: tuple[str, ...]  # sentences on tensors that one lacks, or has in another shape
 
     @property
     def is_equal(self) -> bool:
@@ -269,7 +269,7 @@ class CheckpointDifference:
 
 
 def difference(before: Checkpoint, after: Checkpoint) -> CheckpointDifference:
-    """Compare all weights and states of two checkpoints, whatever their plans are."""
+    """Compare all weights and states of two checkpoints; their plans may differ."""
     one, other = before.manifest, after.manifest
     keys = sorted(one.tensors.keys() | other.tensors.keys())
     unlike = tuple(_unlike(one.tensors.get(key), other.tensors.get(key), key) for key in keys)
@@ -297,7 +297,7 @@ def _unlike(one: Logical | None, other: Logical | None, key: str) -> str:
 
 
 def _compared(key: str, before: Reader, after: Reader) -> TensorDifference:
-    """Compare a tensor wherever a shard of one checkpoint overlaps a shard of the other."""
+    """Compare a tensor in two checkpoints, overlap by overlap of their shards."""
     one, other = (reader.checkpoint.manifest.tensors[key] for reader in (before, after))
     unequal, largest, largest_value = 0, 0.0, 0.0
     for shard in one.shards:

@@ -87,7 +87,7 @@ class LazyGroup(CommandGroup):
 
     @contextmanager
     def _help_alone(self) -> Iterator[None]:
-        """Replace the commands by stand-ins that have nothing but their help."""
+        """Replace the commands inside by stand-ins that only have a help text."""
         whole = self.commands
         self.commands = {name: TyperCommand(name, help=_help_of(name)) for name in FUNCTIONS}
         try:
@@ -155,7 +155,7 @@ def autopar_options(
 def main(command: typer.Typer = app) -> None:
     """Run a command line; every AutoparError exits with its documented code."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch and PuLP
-    warnings.filterwarnings("ignore", module=r"torch\.")  # addressed to autopar, as torch's caller
+    warnings.filterwarnings("ignore", module=r"torch\.")  # meant for torch's caller, not the user
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

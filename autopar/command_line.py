@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from autopar.planner.cluster.toml_reading import did_you_mean
 from autopar.planner.errors import InputError
 
-# Typer exports only subclasses of UsageError; its module depends on the version.
+# Typer exports only subclasses of UsageError, whose module depends on the version.
 _UsageError: Any = typer.BadParameter.__base__
 
 
@@ -53,7 +53,7 @@ def read_arguments(
 
 
 def _refuse_empty(arguments: Sequence[str], path: str) -> None:
-    """Reject empty arguments, which a shell makes of unset variables."""
+    """Reject empty arguments, as a shell passes for unset variables."""
     for before, word in pairwise(["", *arguments]):
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
         if (equals or not option) and not value.strip():
@@ -85,7 +85,7 @@ def _refusal(error: Any, context: Any) -> InputError:
 
 
 def _near(option: str, context: Any) -> str:
-    """Return an option that has the word in its name, else one with a similar name, or ""."""
+    """Return an option with this word in its name, or else a similar option, or ""."""
     known = (name for one in context.command.params for name in (*one.opts, *one.secondary_opts))
     bare = {name.lstrip("-"): name for name in known}
     word = option.lstrip("-")

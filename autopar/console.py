@@ -1,4 +1,4 @@
-"""Output of commands on stdout, notes and progress on stderr."""
+"""Prints results on stdout, and notes, errors and progress on stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.texts import masked, plain
 
 
 class PlainConsole(Console):
-    """Prints text without markup, spells out control characters, and hides passwords."""
+    """A console that ignores markup, spells out control characters, and hides passwords."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
@@ -36,7 +36,7 @@ class PlainConsole(Console):
 
 
 def results() -> Console:
-    """Return the console for results; without a terminal it is wide and has no colour."""
+    """Return the console for results; without a terminal it has a fixed width and no colour."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # stdout may be closed
     return PlainConsole(width=None if is_terminal else _FILE_WIDTH)
 
@@ -51,7 +51,7 @@ def print_json(data: object, *, indent: int | None = 2) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Say on a terminal what is being done; elsewhere say nothing."""
+    """Show `doing` on a terminal while the code inside runs; print nothing elsewhere."""
     with status_line(doing):
         yield
 
@@ -63,7 +63,7 @@ def print_note(text: str, *, on: TextIO | None = None) -> None:
 
 
 def print_error(error: AutoparError) -> None:
-    """Print an error on stderr: what was found, where, what was expected, what to do."""
+    """Print an error on stderr: the finding, its place, the expectation, and the fix."""
     console = PlainConsole(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), _short(error.found)))
     for label, text in (("at", error.where), ("expected", error.expected), ("fix", error.fix)):
@@ -82,7 +82,7 @@ _MOST_CHARACTERS = 4_000
 
 @contextmanager
 def status_line(doing: str, *, after_seconds: float = 2.0) -> Iterator[Callable[[str], None]]:
-    """Show what is being done in a line on a terminal; the yielded function replaces its text.
+    """Show `doing` in a line on a terminal; the yielded function replaces the line's text.
 
     The line appears after `after_seconds`.
     """
@@ -115,12 +115,12 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 _FIRST_SECONDS = 10.0  # until the first note on an import
-_OTHERS_FACTOR = 3  # until the first note on another phase, times _FIRST_SECONDS
+_OTHERS_FACTOR = 3  # times _FIRST_SECONDS, until the first note on another phase
 
 
 @contextmanager
 def noting_slow_phases(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
-    """Print notes on what this thread is doing if it takes long; each pause doubles."""
+    """Print notes on the phase that this thread is in, if it takes long; each pause doubles."""
     ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
 

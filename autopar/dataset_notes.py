@@ -30,12 +30,13 @@ from autopar.runtime.data.row_faults import (
 )
 from autopar.runtime.evaluation.metrics import fault_of_metrics
 
-# Errors that every machine would raise. Missing files, packages and variables may exist elsewhere.
+# Errors that the code raises on every machine; missing files, packages and variables may exist
+# elsewhere.
 _MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
 _MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
 _FIRST_ROWS = 8
 _READING_SECONDS = 5.0  # limit for reading rows
-_ELSEWHERE = object()  # returned for code that may work on the training machine
+_ELSEWHERE = object()  # the result of code that fails here but may work on the training machine
 
 
 def check_dataset(
@@ -105,7 +106,7 @@ def _check_collated(
 def _note_plain(
     maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile, tell: Callable[[str], None]
 ) -> None:
-    """Print a note if a row has another number than example_batch has for all rows."""
+    """Pass a note to `tell` if a row's number differs from that of example_batch for all rows."""
     for key, plain in file.plain_entries().items():
         numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
         other = next((one for one in numbers if not _is_same(one, plain)), None)
@@ -128,7 +129,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _few_rows(
     maker: str, build: Callable[[], Any], file: ModelFile, tell: Callable[[str], None]
 ) -> tuple[Any, list[tuple[int, Any]]]:
-    """Return a dataset and some of its rows with their indices, if this machine can read them.
+    """Return a dataset and some rows with their indices; no rows if they cannot be read here.
 
     A stream is not read, because its first row may take long.
     """
@@ -183,8 +184,8 @@ def _shape(value: Any) -> list[int] | None:
 
 
 _ROWS = 2
-_MOST_PARAMETERS = 10**8  # a model with so many is built in about a second
-_MOST_FLOPS = 10**10  # a forward with so many takes about a second on a CPU
+_MOST_PARAMETERS = 10**8  # a model with so many parameters is built in about a second
+_MOST_FLOPS = 10**10  # a forward with so many FLOPs takes about a second on a CPU
 
 
 def check_metrics(file: ModelFile, graph: Graph, facts: Model) -> None:

@@ -36,8 +36,8 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# By the number of tensors that weight a mean: none (a term of the loss), one (a mask or targets),
-# or two (targets and class weights).
+# Fixes, by the number of tensors that weight a mean: none (a term of the loss), one (a mask or
+# targets), or two (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -80,7 +80,7 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
 
 
 def _note_expected(graph: Graph) -> None:
-    """Print how many rows each expert is assumed to get; the routing is unknown."""
+    """Print the share of rows that each expert is assumed to get; the routing is unknown."""
     parted = {one.counted_by: one.expected for one in graph.tensors.values() if one.expected != 1.0}
     if not parted:
         return
@@ -114,9 +114,9 @@ def note_parts_apart(plan: Plan) -> None:
 
 
 def note_plan(plan: Plan) -> None:
-    """Print notes on what may surprise in a plan, and on memory above the default limit."""
+    """Print notes on surprising properties of a plan, and on memory above the default limit."""
     for note in meaning_notes(plan):
-        if note and note != parts_apart(plan):  # otherwise printed before the search
+        if note and note != parts_apart(plan):  # `parts_apart` was printed before the search
             print_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
@@ -130,7 +130,7 @@ def note_plan(plan: Plan) -> None:
 
 
 def note_unpriced(graph: Graph, axes: GraphAxes) -> None:
-    """Print a note on each significant op without a formula: no figure has its FLOPs."""
+    """Print a note on each significant op without a formula, whose FLOPs no figure includes."""
     for one in unpriced(graph, axes):
         print_note(
             f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
@@ -144,7 +144,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
     """Print a note if a size that is no multiple of 8 slows down 16-bit products on a GPU."""
     arrangement = plan.arrangement
     if plan.arrangement.compile is Compile.LAYERS:
-        return  # which pads such sizes
+        return  # torch.compile pads such sizes
     one = unaligned(
         plan.graph,
         axes,
@@ -220,7 +220,7 @@ def note_devices(graph: Graph, cluster: Cluster) -> None:
 
 
 def note_own_choices(graph: Graph) -> None:
-    """Print a note if the model itself recomputes activations or chooses precisions."""
+    """Print notes if the model itself recomputes activations or chooses precisions."""
     if graph.autocast_at:
         print_note(
             f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
@@ -249,7 +249,7 @@ def note_own_gradients(graph: Graph) -> None:
 
 
 def note_optimizer(traits: OptimizerTraits | None) -> None:
-    """Print notes on a schedule's end, an optimizer's tensors outside its state, its draws."""
+    """Print notes on a schedule's end, and on an optimizer's hidden tensors and random draws."""
     if traits is not None and traits.ends is not None:
         print_note(
             f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
@@ -271,7 +271,7 @@ def note_optimizer(traits: OptimizerTraits | None) -> None:
 
 
 def note_fewer(plan: Plan, fewer: Fewer) -> None:
-    """Print a note that fewer of the devices are as fast."""
+    """Print a note that fewer of the devices need no more time."""
     ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
     all_of_them = plan.machines.devices
     how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"

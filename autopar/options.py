@@ -1,4 +1,4 @@
-"""Options that commands share, and those of `autopar plan`."""
+"""Defines the options that commands share, and those of `autopar plan`."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ Command = Callable[..., None]
 
 
 def with_demands(*, after: str) -> Callable[[Command], Command]:
-    """Replace a command's `demands` by an option for each constraint, after the option `after`."""
+    """Return a decorator that replaces `demands` by an option per constraint, after `after`."""
 
     def changed(command: Command) -> Command:
         given = signature(command, eval_str=True)

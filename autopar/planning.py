@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 def cache_of(uses_cache: bool) -> Cache:
-    """Return the user's cache, or one that keeps nothing."""
+    """Return the user's cache, or a cache that keeps nothing."""
     return Cache(cache_folder(), told=print_note) if uses_cache else NO_CACHE
 
 
@@ -285,7 +285,7 @@ def scripted(
     """Return the best plan that a script can be written for, and the script.
 
     A layer can only be recomputed if the script calls it as a module, which is known once the
-    script is written. If it does not, the plan is made again without recomputing that layer. If the
+    script is written. Otherwise the plan is made again without recomputing that layer. If the
     cached graph is outdated, the plan is made again without the cache.
     """
     found = plans(request)
@@ -327,13 +327,13 @@ def is_quick(plan: Plan, cores: int) -> bool:
     if parts_apart(plan) or statistics_apart(plan):
         return False
     processes = plan.arrangement.ranks + 1
-    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and again by one process
+    computed = 2 * (STEPS + 1) * plan.step_flops  # by all ranks together, and by one process
     seconds = _START_SECONDS * max(1.0, processes / cores) + computed / _FLOPS_PER_SECOND
     return seconds < _QUICK_SECONDS
 
 
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Compare a script with one process; if that fails, print why and return None."""
+    """Compare a script with one process; if the comparison fails, print why and return None."""
     from autopar.codegen.proof.verification import check_fits, read_script_of, verify
 
     try:
@@ -355,7 +355,7 @@ def memory_bytes() -> int:
 
 
 def verify_command(plan: Plan, folder: Path) -> str:
-    """Return the command that verifies a plan; with a smaller model if this one is too large."""
+    """Return the command that verifies a plan, with a smaller model if the plan's is too large."""
     is_large = plan.step_flops > MANY_FLOPS
     smaller = " --arg NAME=VALUE (a smaller model: see build_model in the model file)"
     return f"autopar verify {folder}{smaller if is_large else ''}"

@@ -83,7 +83,7 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 def emit_with_notes(
     plan: Plan, *, destination: Path, folder: Path | None = None, cache: Cache = NO_CACHE
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the script of a plan, and notes to read before running it."""
+    """Return the script of a plan, and notes for the user to read before running it."""
     place = destination.resolve()
     subject = subject_of(plan, place.parent if folder is None else folder, cache)
     refuse_replacing(place, subject.file.path)

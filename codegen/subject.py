@@ -1,4 +1,4 @@
-"""Turns a plan into its subject: the loaded model file, its modules, and the opened classes."""
+"""Turns a plan into its subject: the loaded model file, its modules, and its printed source."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
     """Return the model's graph for rows of other lengths, or None if none fits the plan."""
     other = _traced_on_other_lengths(model)
     is_alike = other is not None and other.tensors.keys() == model.graph.tensors.keys()
-    return other if is_alike else None  # the plan may have been edited
+    return other if is_alike else None  # they differ if the plan was edited
 
 
 @lru_cache(maxsize=16)
 def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     """Return the graph for rows of other lengths, cached for all plans of a model.
 
-    The graph takes another trace, and `dryrun`, `verify` or a program that plans for several
-    machines may print several scripts of one model.
+    Finding the graph takes another trace, and `dryrun`, `verify` or a program that plans for
+    several machines may print several scripts of one model.
     """
     question = (model.path, model.facts, model.precision, model.fixed_batch)
     known = lengths_found(model.cache, question)

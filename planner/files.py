@@ -113,7 +113,7 @@ def check_format(table: Mapping[str, Any], known: int, *, what: str, where: str,
 
 
 def told(error: ValidationError) -> list[str]:
-    """Return pydantic's messages, each after the path of its field without the outermost name."""
+    """Return pydantic's messages, each after its field's path (without the outermost name)."""
     return [
         f"{'.'.join(str(part) for part in one['loc'][1:] or one['loc'])}: {one['msg']}"
         for one in error.errors(include_url=False, include_input=False)

@@ -158,8 +158,7 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: repeated blocks, and beside them calls with their own
-    ops."""
+    """Return the calls that are layers: repeated blocks, and other calls with ops of their own."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent

@@ -14,8 +14,7 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
 class Precision(StrEnum):
-    """The dtype of a model's floating-point tensors in training; 16-bit weights have fp32
-    masters."""
+    """The dtype of a model's floating-point tensors in training; 16-bit ones have fp32 masters."""
 
     _value_: str
     torch_name: str

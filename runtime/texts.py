@@ -1,4 +1,4 @@
-"""Makes texts safe to print: without control characters and secrets, if asked in one line."""
+"""Makes texts safe to print: without control characters and secrets, perhaps in one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 _HIDDEN = "***"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # The password of a URL, up to the last @ before a space or a quote, because passwords may contain /
-# and @. A number alone is a port.
+# and @. A number without an @ is a port.
 _PASSWORD = re.compile(r"([A-Za-z][\w+.-]*://[^\s:/@'\"]*:)(?!\d{1,5}(?:[/\s'\"]|$))[^\s'\"]+@")
 _HTTP_TOKEN = re.compile(r"(\bhttps?://)[^\s:/@'\"]+@")
 _SECRET_NAME = r"[\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|pwd|credential|key)[\w.-]*"
@@ -21,7 +21,7 @@ def visible(text: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return a text for use inside one line: newlines and tabs are spelled out, too."""
+    """Return a text for use inside a line: newlines and tabs are spelled out, too."""
     return visible(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 

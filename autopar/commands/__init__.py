@@ -1,1 +1,1 @@
-"""One thin module per command: read the arguments, call the planner, print."""
+"""The commands, one thin module each: they read arguments, call the planner, and print."""

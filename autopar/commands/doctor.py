@@ -15,7 +15,8 @@ import autopar
 from autopar.console import print_json, results
 from autopar.planner.errors import AutoparError, ExitCode
 
-# What is examined is imported in the functions: --help and --version need none of it.
+# The examined packages are imported in the functions, because --help and --version do not need
+# them.
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
 TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
@@ -23,7 +24,7 @@ TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A requirement of autopar; `fix` says what to do if it is missing."""
+    """A requirement of autopar, and what was found; `fix` says what to do if it is missing."""
 
     name: str
     found: str
@@ -76,7 +77,7 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """Yield the findings."""
+    """Examine this machine, and yield the findings."""
     yield Finding(
         name="Python",
         found=f"{platform.python_version()} ({sys.executable})",
@@ -117,7 +118,7 @@ def _torch() -> Finding:
 
 
 def _advice(number: tuple[int, ...]) -> str:
-    """Return advice about a version of torch, or "" if all tests run with it."""
+    """Return advice about a version of torch, or "" if everything works with it."""
     from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
 
     least, pipelined, tried = (
@@ -167,7 +168,7 @@ def _process_groups() -> Finding:
 
 
 def _solver() -> Finding:
-    """Solve a program with one variable."""
+    """Solve a program with one variable, and return whether that worked."""
     import pulp
 
     from autopar.planner.programs.solver import Solved, default_solver, new_program, solve

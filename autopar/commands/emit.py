@@ -87,7 +87,7 @@ def emit_script(
 
 
 def _needed(model: Path) -> list[str]:
-    """Return the model file and the files that it imports, or their package."""
+    """Return the files and folders to copy for a model file and its imports."""
     folder = import_name(model).folder
     return sorted({file.relative_to(folder).parts[0] for file in sources(model)})
 

@@ -13,7 +13,8 @@ from autopar.options import CACHE, MachineOptions
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.files import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 
-# What plans and prints is imported in the functions: --help and completion need none of it.
+# The planner and the pages are imported in the functions, because --help and completion do not need
+# them.
 if TYPE_CHECKING:
     from autopar.codegen.proof.comparison import TrainingComparison
     from autopar.planner.plan.plan import Plan
@@ -98,7 +99,7 @@ def plan(
 
 
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
-    """Print that the script trains like one process, what differs, or how to verify it."""
+    """Print that the script trains like one process, or the differences, or how to verify it."""
     from autopar.planning import STEPS, TOLERANCE, verify_command
 
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
@@ -114,7 +115,7 @@ def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -
 
 
 def tell(planned: Planned, *, as_json: bool) -> None:
-    """Print the plan; if several numbers of devices were compared, print their table first."""
+    """Print the plan, after a table if several numbers of devices were compared."""
     from autopar.notes import note_fewer
     from autopar.pages.plan_page import curve_json, curve_page, plan_page, work_text
     from autopar.planner.plan.files.document import summary

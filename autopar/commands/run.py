@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the run in a folder, or the runs in it, or those of the plan in it."""
+    """Return the run that a folder is, or the runs in it, or those of the plan in it."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -131,7 +131,7 @@ class DevicesError(AutoparError):
 
 
 class TrainingFailedError(AutoparError):
-    """A rank failed and no restart was left, or a rank refused to start, with its own exit code."""
+    """A rank failed and no restart was left, or a rank refused to start, with its exit code."""
 
     def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
         super().__init__(found, where=where, fix=fix)
@@ -292,8 +292,8 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
 def _planned_again(chosen: PlanToTrain, devices: int, folder: Path, nodes: Nodes) -> PlanToTrain:
     """Return a new plan for the training; the first of several machines makes it for all.
 
-    A plan left by an earlier start is reused by all machines: otherwise some might read it before
-    the first machine replaces it.
+    If an earlier start left a plan, all machines use it: otherwise some of them might read this
+    plan before the first machine replaces it.
     """
     if nodes.count > 1 and (found := left_in(folder, chosen, devices, nodes.count)) is not None:
         return found
@@ -372,7 +372,7 @@ def _tell_start(
 
 
 def _tell_end(end: End, folder: Path) -> None:
-    """Print how a run ended, as the last line, and exit with its code."""
+    """Print how a run ended, as the last line, and exit with the run's code."""
     if end.leftovers:
         print_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
     if end.state is RunState.FAILED:

@@ -140,7 +140,7 @@ def _carried_over(
 
 
 def _smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
-    """Return the plan of the model with these arguments; print how it resembles the given one."""
+    """Return the plan of the model with these arguments; print how it resembles the given plan."""
     with progress("planning the smaller model"):
         smaller = smaller_plan(plan, folder, arguments)
     arranged = smaller.plan.arrangement
@@ -173,7 +173,7 @@ def _tell_edits(given: GivenScript) -> None:
 
 
 def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
-    """Print which figures of a script equal those of plain PyTorch in one process."""
+    """Print whether the figures of a script equal those of plain PyTorch in one process."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),
@@ -220,14 +220,14 @@ def _tell_half(half: InHalf) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """The plan of a smaller model, and splits of the larger model's plan that it lacks."""
+    """The plan of a smaller model, and the splits of the larger model that it lacks."""
 
     plan: Plan
     unlike: tuple[str, ...]
 
 
 def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
-    """Return a plan with the same degrees, for the model with other arguments.
+    """Return a plan for the model with other arguments, with the same degrees.
 
     Modules are split and recomputed as in the given plan where sizes allow it.
     """

@@ -1,1 +1,1 @@
-"""The output of commands: tables and text."""
+"""Lays out the output of commands as tables and text."""

@@ -1,4 +1,4 @@
-"""Pages: why a plan was chosen, two plans compared, a run analysed."""
+"""Lays out the pages of `autopar explain` and `autopar diff`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def memory_table(explanation: Explanation, only: int | None = None) -> Table:
 
 
 def communication_table(plan: StoredPlan) -> RenderableType:
-    """Return what the busiest rank sends in one step, and why."""
+    """Return a table of the busiest rank's collectives in one step, with their reasons."""
     if not plan.prediction.communication:
         return Text("No communication.\n")
     table = plain_table(
@@ -207,7 +207,7 @@ def _change(one: ComparedFigure) -> str:
 
 
 def analysis_page(plan: StoredPlan, found: Analysis) -> Iterator[RenderableType]:
-    """Yield predicted and measured figures, and advice about those that are far off."""
+    """Yield the page of a run: predicted and measured figures, and advice if a step is far off."""
     yield _side_by_side("Predicted and measured", found.figures)
     if found.ranks:
         yield _side_by_side(f"Step {found.profiled_step:,}, which was profiled", found.ranks)

@@ -1,4 +1,4 @@
-"""The pages of `inspect`, `profile` and `ckpt` as tables."""
+"""Lays out the pages of `inspect`, `profile` and `ckpt` as tables."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def _host_table(found: MeasuredFile) -> Table:
 
 
 def _op_table(ops: Sequence[MeasuredOp]) -> Table:
-    """Return a table of the slowest ops; times are of one call."""
+    """Return a table of the slowest ops, with the times of one call."""
     table = plain_table("slowest ops", "op", "operands", "forward", "backward", "samples", left=2)
     longest = sorted(ops, key=lambda one: -_seconds(one))[:_MOST_OPS]
     for one in longest:
@@ -282,7 +282,7 @@ def _left_out_table(left_out: Sequence[LeftOut]) -> Table:
     return table
 
 
-_MOST_SHOWN = 8  # most tensors of one kind that are listed
+_MOST_SHOWN = 8  # the most tensors of one kind that are listed
 
 
 def time_text(seconds: float) -> str:
@@ -293,7 +293,7 @@ def time_text(seconds: float) -> str:
 def list_page(
     kept: Sequence[KeptCheckpoint], others: Sequence[tuple[Location, str]]
 ) -> Iterator[RenderableType]:
-    """Yield a table of the checkpoints, then the folders that are none."""
+    """Yield a table of the checkpoints, then the other folders."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")

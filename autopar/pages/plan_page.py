@@ -1,4 +1,4 @@
-"""Pages: a plan, and the curve over numbers of devices."""
+"""Lays out the pages of a plan, and of plans for several numbers of devices."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def figure_text(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanRow:
-    """A plan in the table: the chosen one, or another."""
+    """A plan in the table of the best plans."""
 
     arrangement: Arrangement
     recompute: str
@@ -177,7 +177,7 @@ def _table(plan: StoredPlan) -> Table:
 
 
 def _rows(plan: StoredPlan) -> Iterator[_PlanRow]:
-    """Yield the chosen plan, then the others; the fastest is marked if it is not the chosen one."""
+    """Yield the chosen plan, then the others; the fastest plan is marked if it was not chosen."""
     prediction = plan.prediction
     fastest = (plan.fastest,) if plan.fastest is not None else ()
     others = (*fastest, *plan.runners_up)
@@ -227,7 +227,7 @@ _KNEE = (
 
 
 def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
-    """Yield the table of all numbers of devices, and which one was chosen and why."""
+    """Yield the table of all numbers of devices, and a sentence why one was chosen."""
     yield _curve_table(curve, choice)
     refused = [one for one in curve.trials if one.plan is None]
     if refused:
@@ -286,7 +286,7 @@ def _cells(point: CurvePoint, unit: str) -> Mapping[str, str]:
 
 
 def _plan_words(point: CurvePoint) -> str:
-    """Return a plan in few words: what it splits, shards and recomputes."""
+    """Return a plan in few words: degrees, sharding, schedule and recomputation."""
     arranged, again = point.plan.arrangement, recompute_words(point.plan.stages)
     parts = (
         degrees_words(arranged),

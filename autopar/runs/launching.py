@@ -71,7 +71,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RankVerdict(BaseModel):
-    """Why a rank exited: message, exit code and time."""
+    """The reason why a rank exited: message, exit code and time."""
 
     model_config = ConfigDict(strict=True, frozen=True, str_max_length=10_000)
 
@@ -82,7 +82,7 @@ class RankVerdict(BaseModel):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code, if it is one that scripts use."""
+        """The exit code as autopar's: USAGE, MISMATCH, or else TRAINING_FAILED."""
         known = (ExitCode.USAGE, ExitCode.MISMATCH)
         return ExitCode(self.code) if self.code in known else ExitCode.TRAINING_FAILED
 
@@ -95,7 +95,7 @@ class Ranks:
 
     @classmethod
     def of(cls, logs: Path, *, since: float) -> Ranks:
-        """Return the ranks of all machines that were started since a time."""
+        """Return the ranks that were started since a time, on all machines."""
         return cls(folders=tuple(_last_ranks(logs, since)))
 
     def verdict(self) -> RankVerdict | None:
@@ -104,7 +104,7 @@ class Ranks:
         return min(said, key=lambda one: one.time, default=None)
 
     def raised(self) -> str:
-        """Return the error of the first rank that failed, in one line, or ""."""
+        """Return the error of the rank whose log ended first, in one line, or ""."""
         logs = [folder / name for folder in self.folders for name in _LOGS]
         ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
         return next((line for log in ended if (line := _raised_in(log))), "")
@@ -145,7 +145,7 @@ _UNFINISHED_FIX = "look in the model file or the dataset for code that ends the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a run ended; `last` says after which step."""
+    """The end of a run: state and reason; `last` names the last step in words."""
 
     state: RunState
     code: ExitCode
@@ -159,7 +159,7 @@ def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], 
     """Write the run's record, train, and write the result into the record, even after an error."""
     name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
     write_record(folder, record, name=name)
-    state, why = RunState.INTERRUPTED, None  # interrupted by a signal before torchrun started
+    state, why = RunState.INTERRUPTED, None  # stays if a signal comes before torchrun starts
     try:
         end = train()
         state, why = end.state, end.why
@@ -192,7 +192,7 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
 
 
 def ended_as(ended: Ended, lines: Sequence[dict[str, Any]]) -> RunState:
-    """Return the state of a run from its metrics since the start.
+    """Return the final state of a run, from torchrun's end and the metrics since the start.
 
     The exit code of torchrun alone shows neither a finished nor a preempted training.
     """
@@ -230,7 +230,7 @@ _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
 # torchrun would die of SIGUSR1, and does not save the training on Ctrl-C.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-# Environment variables of torchrun: how long ranks may take to stop, the prefix of their lines.
+# Environment variables of torchrun: the time for ranks to stop, and the prefix of their lines.
 ENVIRONMENT: Mapping[str, str] = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_KEEPING_SECONDS),
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] ",
@@ -239,7 +239,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How torchrun ended."""
+    """The end of a torchrun process."""
 
     code: int
     is_signalled: bool  # this process got a signal
@@ -275,7 +275,7 @@ def script_help(script: Path) -> int:
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[Any], token: str) -> Iterator[list[int]]:
-    """Pass the first signal to torchrun as SIGTERM; a second one kills all ranks."""
+    """Pass the first signal to torchrun as SIGTERM; a second signal kills all ranks."""
     got: list[int] = []
 
     def act(number: int, _: FrameType | None) -> None:
@@ -298,7 +298,7 @@ def _passing_on(process: subprocess.Popen[Any], token: str) -> Iterator[list[int
 
 
 def _end_leftovers(token: str) -> int:
-    """Kill processes of a run that outlived torchrun."""
+    """End the processes of a run that outlived torchrun, and return their number."""
     found = _processes(token)
     if not found:
         return 0

@@ -1,4 +1,4 @@
-"""Turns a plan and options into the folder of a run, and into the torchrun command."""
+"""Turns a plan and options into the folder of a run and the torchrun command."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run keeps its checkpoints, and what it resumes from."""
+    """A run's folder of checkpoints, and the place from which it resumes."""
 
     checkpoints: Location
     goes_on_from: Location | None = None  # a run, a folder of checkpoints, or a checkpoint
@@ -89,7 +89,7 @@ def run_name(plan: StoredPlan, runs: Path, given: str | None) -> str:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Reject a folder that is not empty and not a run's."""
+    """Reject a folder that is neither empty nor that of a run."""
     refuse_in_checkpoint(folder)
     names = {one.name for one in folder.iterdir()} - {IN_USE} if folder.is_dir() else set()
     if not names and (folder.is_dir() or not os.path.lexists(folder)):
@@ -103,7 +103,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
-    """Return where a run keeps its checkpoints, and what it resumes from."""
+    """Return a run's folder of checkpoints, and the place from which it resumes."""
     own = folder / CHECKPOINTS
     is_taken = bool(checkpoints_in(own))
     if nodes.rank == 0:
@@ -160,9 +160,9 @@ def _named(path: Location, own: Path) -> Start:
 
 @contextmanager
 def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
-    """Create a run's folder, and claim it until the run has ended.
+    """Create a run's folder, and claim it while the code inside runs.
 
-    Of several machines, the first one claims it.
+    Of several machines, the first one claims the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,10 +208,10 @@ def copy_checkpoint(checkpoint: Location, to: Location) -> None:
 def script_arguments(
     settings: Mapping[str, Any], folder: Path, start: Start, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return the script's arguments: where to keep its files, and then `given`.
+    """Return the script's arguments: places for the files that it writes, and then `given`.
 
-    The files are checkpoints, the export and the metrics. Where the script or `given` names a place
-    for one of them, no other is added.
+    The files are checkpoints, the export and the metrics. If the script or `given` names a place
+    for one of them, no other place is added.
     """
     own: list[str] = []
     if keeps_in_run(settings, given):
@@ -301,7 +301,7 @@ def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: s
 
 
 def surroundings(command: str) -> dict[str, Any]:
-    """Return what a run depends on beyond the files in its folder."""
+    """Return facts on a run that its files do not contain: machine, versions, variables."""
     packages = {name: _version(name) for name in _PACKAGES}
     return {
         "command": command,

@@ -21,7 +21,7 @@ from autopar.runs.run_record import read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # bytes at the end of a file; they contain the last step
+_END_BYTES = 2**16  # so many bytes at the end of a file contain the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
@@ -29,7 +29,7 @@ Reading = float | str | None  # nan and inf are strings
 
 
 class _Record(BaseModel):
-    """Fields that both kinds of line have. Later versions may add more."""
+    """The fields of all kinds of lines. Later versions may add more."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, str_max_length=100_000
@@ -55,7 +55,7 @@ class StepRecord(_Record):
 
 
 class _RankRecord(_Record):
-    """What a rank did in the profiled step."""
+    """The times and memory of a rank in the profiled step."""
 
     pipeline_rank: Rank
     compute_seconds: Seconds
@@ -197,7 +197,7 @@ FAR = 0.25  # relative to the prediction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigure:
-    """A predicted and a measured figure; `unit` is one of autopar.pages.plan_page."""
+    """A predicted and a measured figure; `unit` is one that `plan_page.figure_text` knows."""
 
     name: str
     unit: str
@@ -206,27 +206,27 @@ class RunFigure:
 
     @property
     def error(self) -> float:
-        """The measured figure's excess over the predicted one, as a share of the predicted one."""
+        """The measured figure's excess over the prediction, as a share of the prediction."""
         if not self.predicted:
             return 0.0 if not self.measured else float("inf")
         return self.measured / self.predicted - 1
 
     @property
     def is_far_off(self) -> bool:
-        """Whether it is off by more than a quarter, in either direction."""
+        """Whether the measured figure differs from the prediction by more than a quarter."""
         return abs(self.error) > FAR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """A run compared with its plan: medians of the step lines, without the first of each start."""
+    """A run compared with its plan, mostly by medians of step lines (except warm-up lines)."""
 
     lines: int
     fastest_seconds: float
     slowest_seconds: float
     is_on_planned_device: bool
     figures: tuple[RunFigure, ...]
-    profiled_step: int | None  # of --profile-step
+    profiled_step: int | None  # the step of --profile-step
     ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
     keeping_seconds: float | None  # how long the training waits for a checkpoint
 
@@ -283,7 +283,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
 
 
 def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the step lines but the first of each start (warm-up), unless there are no others."""
+    """Return the step lines except the first after each start (warm-up), if there are others."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []
     is_first = True
@@ -332,7 +332,7 @@ def _stages(plan: StoredPlan, rank: int) -> list[StagePrediction]:
 
 
 def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
-    """Yield what each pipeline rank did in the profiled step."""
+    """Yield each pipeline rank's times and memory in the profiled step."""
     step = plan.prediction.step_seconds
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in ranks if one["pipeline_rank"] == rank]

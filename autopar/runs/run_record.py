@@ -1,4 +1,4 @@
-"""The record of a run, and a new plan of it for other devices."""
+"""Reads and writes the record of a run, and plans its training for other devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from autopar.runtime.texts import masked
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
-PRIVATE = 0o600  # mode of files that say how a run was started
+PRIVATE = 0o600  # mode of files that contain the command of a run
 _MARK = "autopar"
 _MOST_CHARACTERS = 100_000
 _HIDDEN = "***"
@@ -78,7 +78,7 @@ class RunRecord:
     started_at: Time
     ended_at: Time | None = None
     state: RunState = RunState.RUNNING
-    why: str | None = None  # why it failed
+    why: str | None = None  # why the run failed
 
     def metrics_in(self, folder: Path) -> Path:
         """Return the metrics file of the run in this folder."""
@@ -99,7 +99,7 @@ class RunRecord:
         return location(self.checkpoints)
 
     def as_seen_now(self, folder: Path) -> RunRecord:
-        """Return the record; its state is KILLED if the run's process has gone."""
+        """Return the record, with the state KILLED if the run's process has gone."""
         is_gone = self.state is RunState.RUNNING and not is_held(folder)
         return replace(self, state=RunState.KILLED) if is_gone else self
 
@@ -120,7 +120,7 @@ def own_process() -> tuple[str, int]:
 
 
 def relative_to_folder(folder: Path, place: Location) -> str:
-    """Return a path relative to the record's folder if it is inside."""
+    """Return a path as text, relative to the run's folder if it is inside."""
     if isinstance(place, Path) and folder in place.parents:
         return str(place.relative_to(folder))
     return masked(str(place))
@@ -133,7 +133,7 @@ def write_record(folder: Path, record: RunRecord, *, name: str = RECORD) -> None
 
 
 def read_record(folder: Path, *, name: str = RECORD) -> RunRecord | None:
-    """Return a run's record, or None if the folder is not a run's; raises for a damaged one."""
+    """Return a run's record, or None if the folder is not a run's; raise if it is damaged."""
     path = folder / name
     if not os.path.lexists(path):
         return None
@@ -194,7 +194,7 @@ class PlanToTrain:
     plan: StoredPlan
     file: Path
     script: Path
-    text: str | None = None  # of a script that is not written yet; nor is its plan then
+    text: str | None = None  # of the script; None if script and plan are already written
 
     @classmethod
     def read(cls, path: Path) -> PlanToTrain:
@@ -208,7 +208,7 @@ class PlanToTrain:
         return read_given(self.script, what="the script") if self.text is None else self.text
 
     def refuse_another_plan(self) -> None:
-        """Raise if the script was not written from this plan."""
+        """Raise if the script was written from another plan."""
         if is_of_another_plan(self.source, self.plan):
             raise OtherPlanError(
                 "the script was not written from this plan, or the plan was changed since",
@@ -224,7 +224,7 @@ class PlanToTrain:
 
 
 def planned_in_advance(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
-    """Return a plan of the same training for so many devices that was made in advance, or None.
+    """Return a plan of the same training for `devices` devices that was made in advance, or None.
 
     Its folder has the plan's name with the number of devices: `out-4` beside `out`.
     """
@@ -266,7 +266,7 @@ def _written_in(folder: Path) -> PlanToTrain | None:
 
 
 def _differences(trained: PlanToTrain, devices: int, found: PlanToTrain) -> list[str]:
-    """Return the facts in which a found plan differs from this training on so many devices."""
+    """Return the facts in which a found plan differs from this training on `devices` devices."""
     facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
     return [word for word, fact in needed.items() if facts[word] != fact]
 
@@ -289,7 +289,7 @@ def _facts(plan: StoredPlan) -> dict[str, object]:
 def planned_again(
     trained: PlanToTrain, devices: int, folder: Path, machines: int = 1
 ) -> PlanToTrain:
-    """Return the best plan of the same training on machines with so many devices together.
+    """Return the best plan of the same training on `devices` devices of `machines` machines.
 
     The plan and its script are to be written into `folder`.
     """
@@ -318,6 +318,6 @@ def planned_again(
     )
     these_alone = partial(make_plans, looks_at_fewer=False)
     made, text = scripted(request, folder / SCRIPT_NAME, plans=these_alone)
-    # --resume auto finds the runs of a model by its spec as it was first given.
+    # --resume auto finds the runs of a model by the spec of its first plan.
     found = replace(made.plan, model=replace(made.plan.model, spec=plan.model.spec))
     return PlanToTrain(plan=found, file=folder / FILE_NAME, script=folder / SCRIPT_NAME, text=text)

@@ -1,4 +1,4 @@
-"""Adds ops one by one to the body of a forward, as a rank runs them."""
+"""Builds the body of a printed forward, op by op, as a rank runs it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
-    """Name the squeezed dims, because another dim may have size one on a rank."""
+    """Print a squeeze with its dims named, because on a rank more dims may have size one."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -77,14 +77,14 @@ def _is_whole_numbered(op: Op, body: AvailableValues) -> bool:
 
 
 def _histogram(op: Op, body: AvailableValues) -> SourceForm:
-    """Count integers as floats, which every device supports."""
+    """Print a histogram of integers as one of floats, which every device supports."""
     borders = tuple((key, body.plain_size(op.argument(key))) for key in ("bins", "min", "max"))
     counted = call("torch.histc", method(body.inputs(op)[0], "float"), keywords=borders)
     return method(counted, "to", text(f"torch.{body.graph.tensors[op.outputs[0]].dtype}"))
 
 
 def _are_alike(op: Op, body: AvailableValues) -> bool:
-    """Whether all parts have one size, so that `chunk` needs only their number on every rank."""
+    """Whether all parts have the same size, so that `chunk` with their number makes them."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -168,7 +168,7 @@ def part_of_mean(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
 
 
 def _parts(op: Op, body: AvailableValues) -> list[tuple[str, Expression]]:
-    """Return how the vocabulary of an op's first input is cut, unless evenly."""
+    """Return the argument `parts` for the vocabulary of an op's first input; none if it is even."""
     layout = body.split.need(op, 0)
     dim = body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis
     return [] if body.sizes.are_even(*dim) else [("parts", body.sizes.listed(*dim))]
@@ -178,7 +178,8 @@ def late_bias(op: Op, body: AvailableValues) -> str | None:
     """Return the bias of a row-parallel linear, if it may be added after the sum of partials.
 
     Added after the sum, the bias counts once; before it, only one rank could add the bias. The
-    bias's gradient is correct only if the sum's is of the same kind: both whole, or both partial.
+    bias's gradient is correct only if it is of the same kind as that of the sum: both whole, or
+    both partial.
     """
     bias = op.argument("bias") if op.target == "aten.linear.default" else None
     if not isinstance(bias, Ref) or body.split.made(op.outputs[0]).kind is not LayoutKind.PARTIAL:
@@ -250,7 +251,7 @@ class BodyBuilder(AvailableValues):
             self.add_line(call_line(unit, self))
 
     def _add_function(self, first: Op) -> bool:
-        """Add the call of a function whose first op is `first`, if possible; tell if it was."""
+        """Add the call of a function that begins with the op `first`; False if none fits."""
         for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
@@ -322,7 +323,7 @@ class BodyBuilder(AvailableValues):
         raise InputError(f"{op.name} only renames what the module holds", where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether a slice takes all of a dim; slices of the module's own tensors are printed."""
+        """Whether an op is a slice of an activation or input that takes all of its dim."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))

@@ -162,7 +162,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
 
 
 def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> bool:
-    """Whether the unchanged function does on this rank what its ops are planned to do."""
+    """Whether the author's function, called on a rank's tensors, computes what the plan wants."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
     layouts = [split.made(tensor) for tensor in made]
@@ -332,7 +332,7 @@ def unnamed_function(record: ModuleCall, op: Op) -> InputError:
 
 
 def _is_left_out(name: str, value: Value, unit: str, body: AvailableValues) -> bool:
-    """Whether a keyword argument may be left out: it is the default, or training does not need it.
+    """Whether a keyword argument may be left out: it has its default, or training does not need it.
 
     Training does not need empty caches for later calls, nor arguments that the module's printed
     code does not read.

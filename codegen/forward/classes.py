@@ -1,4 +1,4 @@
-"""Prints the classes that a plan changes, and the function that describes what stages send."""
+"""Prints the classes that a plan changes, and a function with the shapes that a stage sends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
 
 
 def _with_cut_shape(line: str) -> str:
-    """Cut `.shape` to as many sizes as there are names: the stand-in for a batch has more dims."""
+    """Cut `.shape` to the number of unpacked sizes: the runtime's stand-in for a batch has more."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
@@ -97,7 +97,7 @@ class Printed:
 
 
 def printed_forward(opening: Opening, call: str) -> Printed:
-    """Return the forward of an opened call, with the signature of the original."""
+    """Return the printed forward of an opened call, with the signature of the original."""
     record = opening.split.graph.calls[call]
     module = opening.split.modules[record.path]
     builder = BodyBuilder(opening, call)

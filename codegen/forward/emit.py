@@ -1,4 +1,4 @@
-"""Prints the code that a plan changes; opens more code while a call cannot be printed as a call."""
+"""Prints the code that a plan changes, and that of calls which cannot be printed as calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def opened_classes(
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # with targets to count, each rank needs the whole batch
+    # a rank that counts targets needs the whole batch
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
@@ -70,7 +70,7 @@ def open_split(
     opened: Iterable[str] = (),
     called: Iterable[str] = (),
 ) -> OpenedSource:
-    """Return what a script defines for a split graph; `stages` are numbers of layers."""
+    """Return what a script defines for a split graph; `stages` has the layers in each stage."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
     weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]

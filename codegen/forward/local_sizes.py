@@ -98,7 +98,7 @@ def local_arguments(op: Op, body: AvailableValues) -> dict[str, Expression]:
 
 
 def _local_groups(op: Op, groups: int, body: AvailableValues) -> Expression:
-    """Return a rank's number of groups of channels; ranks may differ."""
+    """Return a rank's number of groups of channels; ranks may have different numbers."""
     split = body.split
     channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
     parts = parts_of_dim(channels.dim, channels.axis)
@@ -131,7 +131,7 @@ def _local_cut(op: Op, layout: Layout, body: AvailableValues) -> dict[str, Expre
 
 
 def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
-    """Return how often a dim is repeated on a rank: the repetitions may be split."""
+    """Return the argument `repeats` on a rank, if the repetitions are split."""
     split = body.split
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
     if made.kind is not LayoutKind.SPLIT or need.kind is LayoutKind.SPLIT:

@@ -1,4 +1,4 @@
-"""Prints results, losses and metrics; defines the classes that describe printed source."""
+"""Prints results, losses and metrics; defines the records of a script's printed source."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def store_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
 
 
 def absent_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Return the parts of the outputs that the code does not compute, such as `outputs.preds`."""
+    """Return the parts of the outputs that are not computed, such as `outputs.preds`."""
     found = leaves(value, "outputs")
     return tuple(_named(place) for place, part in found if _is_absent(builder, part))
 
@@ -232,11 +232,11 @@ class StageClass:
     """The root's subclass for one pipeline stage, or for the whole model without a pipeline.
 
     The forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
-    stage's returns the model's outputs, or with `returns_loss` the loss; then it stores the outputs
-    for metrics, except those in `absent`. `modules` are the modules that the stage uses; the script
-    drops the others. `bounds` are attributes that the script sets: similar stages share one class
-    and differ in these numbers. If the shapes that the stage sends vary with the lengths of rows,
-    `crossing` is the source of a function that returns them.
+    stage's forward returns the model's outputs, or with `returns_loss` the loss; then it stores the
+    outputs for metrics, except those in `absent`. `modules` are the modules that the stage uses;
+    the script drops the others. `bounds` are attributes that the script sets: similar stages share
+    one class and differ in these numbers. If the shapes that the stage sends vary with the lengths
+    of rows, `crossing` is the source of a function that returns them.
     """
 
     cls: OpenedClass
@@ -255,15 +255,16 @@ class OpenedSource:
     """The source that a script defines in addition to the user's own.
 
     `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
-    batch, tensor)`, or None if the user's own loss is correct. `metrics` is that of
+    batch, tensor)`, or None if the user's own loss is correct. `metrics` is the source of
     `whole_metrics(outputs, batch, tensor)`, if ranks have shards of outputs; `absent` are outputs
     that the code does not compute, so no metric can use them. `valid_targets` is the source of a
-    function that counts the targets which the loss averages over, or None if every row counts the
-    same. With `weighs_terms` there are several means, each multiplied by its own weight. `divisor`
-    is the source of a function that maps counts to what the loss divides by (at least one, say).
-    `imports` are import lines. The code of `inlined` calls is in their callers' code. `functions`
-    of the model's files are called by the printed code. Of the batch's keys in `own_rows`, a tensor
-    rank gets only its own rows. `splits_rows` is true if tensor ranks split rows anywhere.
+    function that counts the targets which the loss averages over, or None if every row has the same
+    weight. With `weighs_terms` the loss has several means, each multiplied by its own weight.
+    `divisor` is the source of a function that maps a count to the loss's divisor (say, the count,
+    but at least one). `imports` are import lines. The code of `inlined` calls is in their callers'
+    code. `functions` of the model's files are called by the printed code. Of the batch's keys in
+    `own_rows`, a tensor rank gets only its own rows. `splits_rows` is true if tensor ranks split
+    rows anywhere.
     """
 
     classes: tuple[OpenedClass, ...]

@@ -40,7 +40,7 @@ from autopar.planner.rules.table import kind_of
 class NeedsInlineError(Exception):
     """A call cannot be printed as a call: its code must be inlined into its caller.
 
-    If it only takes what printed code does not have (`lacks_argument`), opening it is enough.
+    If only an argument is missing in printed code (`lacks_argument`), opening the call is enough.
     """
 
     def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
@@ -194,7 +194,7 @@ class Owner:
 
 
 class AvailableValues:
-    """The values that a call's code has so far, and access to its module's tensors."""
+    """The values that a call's printed code has so far, and access to its module's tensors."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class AvailableValues:
         self.have: dict[str, Layout] = {}
         self.same: dict[
             LocalTensor, LocalTensor
-        ] = {}  # result of an op that does nothing, or repeats another → the equal value
+        ] = {}  # result of an op that does nothing or repeats another op → the equal value
         self.defined: set[LocalTensor] = set()
         self.arguments: dict[LocalTensor, str] = {}
         self.lines: list[Line] = []
@@ -310,7 +310,7 @@ class AvailableValues:
             maker = self.graph.index.made_by[held.tensor]
             bias = self.owned(self.late_biases[held.tensor], maker)
             converted = binary(converted, "+", bias, Binding.SUM)
-        # a later op writes to this value, and others may still read the source
+        # a later op writes to this value, and other ops may still read the source
         if self.graph.index.is_written_later(wanted.tensor):
             converted = method(converted, "clone")
         return Line(
@@ -350,14 +350,14 @@ class AvailableValues:
         )
 
     def dtype(self) -> Expression | None:
-        """Return the model's own floating dtype, read from an available value."""
+        """Return the model's own floating dtype, read from an available value or a parameter."""
         for held in self.values():
             if self.graph.tensors[held.tensor].dtype == "model":
                 return Fact(held, "dtype")
         return self.owner.parameter_fact("dtype", self.ops)
 
     def device(self) -> Expression | None:
-        """Return the device, read from an available value."""
+        """Return the device, read from an available value, or else from a parameter."""
         held = next(self.values(), None)
         if held is not None:
             return Fact(held, "device")
@@ -369,7 +369,7 @@ class AvailableValues:
         yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
 
     def plain_size(self, value: Value, other: Value = None) -> Expression:
-        """Return a whole size, or another plain argument; `other` is its value at other lengths."""
+        """Print a size or another plain argument; `other` is its value at other lengths."""
         if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
             more = value if other is None else other
             assert isinstance(more, (int, Extent))

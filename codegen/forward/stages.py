@@ -1,7 +1,7 @@
 """Prints the root's forward, whole or split into pipeline stages.
 
-Stages that differ only in their layers share one class, whose `first` and `end` the script sets. So
-a deep pipeline needs no more printed code than one of three stages.
+Stages that differ only in their layers share one class, whose `first` and `end` the script sets. A
+deep pipeline then needs no more printed code than one of three stages.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A stage, printed with its layers' numbers; in `form` (to share), with `first : end`."""
+    """A stage as printed with its layers' numbers; `form` has `first : end` instead (shared)."""
 
     number: int
     part: StagePiece
@@ -151,7 +151,7 @@ class _Printer:
         )
 
     def stage(self, draft: _Draft, *, is_shared: bool) -> StageClass:
-        """Return a stage with a class of its own, or with a shared one."""
+        """Return a stage; its class is its own, or shared with other stages."""
         base = base_name(self.module)
         bounds: tuple[tuple[str, int], ...] = ()
         printed, name = draft.printed, self._name(draft.number)
@@ -229,7 +229,7 @@ class _Printer:
     def _opening_of(self, part: StagePiece) -> Opening:
         """Return the opening in which calls that run only partly in this stage are inlined.
 
-        So a stage can compute a mask or a table that is made inside such a call.
+        The stage can then compute a mask or a table that is made inside such a call.
         """
         mine = {op.name for op in part.ops}
         calls = {call for op in part.ops for call in self.tree.chain(op)}
@@ -244,7 +244,7 @@ class _Printer:
         return replace(self.opening, inlined=self.opening.inlined | partly)
 
     def _is_plain(self, op: Op) -> bool:
-        """Whether an op has no gradient, and is the same on every tensor rank."""
+        """Whether an op has no gradient and computes the same on every tensor rank."""
         layouts = [self.split.made(name) for name in op.outputs]
         layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
         return not self.graph.learns(op) and all(layout == WHOLE for layout in layouts)
@@ -280,7 +280,7 @@ class _Printer:
         return returned(builder, self.graph.calls[ROOT].result)
 
     def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Add a line that stores the outputs if the stage returns the loss; return lacking ones."""
+        """Add a line that stores outputs, if the stage returns the loss; return missing outputs."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()

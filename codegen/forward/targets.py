@@ -43,7 +43,7 @@ from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 
-DIVISOR = "divisor"  # the script's function for what the loss divides by
+DIVISOR = "divisor"  # the script's function that returns the loss's divisor
 _COUNTS, _PARTS = "counts", "parts"  # its parameters
 
 
@@ -51,8 +51,8 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     """Return the source of `valid_targets(batch)`, or None if the loss has no mean over targets.
 
     The function returns the number of targets in the mean, or one number for each mean if the loss
-    adds several. For a mean that divides by a number of its own, it returns the counts from which
-    this number is computed.
+    adds several. If a mean's divisor is computed from several counts, the function returns these
+    counts.
     """
     graph, terms = split.graph, _terms(split)
     counted = _counted(graph, terms)
@@ -79,7 +79,7 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
 def printed_divisor(split: SplitGraph, tree: CallTree) -> str | None:
     """Return the source of `divisor(counts, parts)`, or None if the loss divides by the counts.
 
-    The function returns what the loss divides by, from counts summed over `parts` parts of a batch.
+    The function returns the loss's divisor, from counts summed over `parts` parts of a batch.
     """
     graph, terms = split.graph, _terms(split)
     follows = all_of_parts(graph)
@@ -118,7 +118,7 @@ def _divisor(
     follows: Mapping[str, Follows],
     builder: _CountBuilder,
 ) -> Expression:
-    """Return what a mean divides by, taking its counts from `names`."""
+    """Return a mean's divisor, taking its counts from `names`."""
     if division is None:
         return text(next(names))
     parts = text(_PARTS)

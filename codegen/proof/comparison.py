@@ -2,8 +2,9 @@
 
 Ranks that hold the same elements may disagree, so each rank is compared separately.
 
-In 16 bits two trainings round differently, so they are not equal. Instead, each one's distance from
-fp32 after some steps is compared. A script may be twice as far as plain PyTorch, which is one bit.
+In 16 bits two trainings round differently, so they are not equal. Instead, their distances from an
+fp32 training after some steps are compared. A script may be twice as far as plain PyTorch (one
+bit).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def gap(one: Tensor, other: Tensor) -> Tensor:
 
 
 def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
-    """Assemble the ranks' shards to whole tensors; missing elements are nan."""
+    """Assemble the ranks' shards to whole tensors; elements that no rank has are nan."""
     whole: dict[str, Tensor] = {}
     for block in (block for held in ranks for block in held):
         shape = block.chunks.global_shape
@@ -76,7 +77,7 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return each tensor's largest difference; infinite if no rank has some element of it."""
+    """Return each tensor's largest difference; infinite if no rank has one of its elements."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
     for block in (block for held in ranks for block in held if block.name in found):
@@ -124,7 +125,7 @@ def _with_offsets(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrained:
-    """What one rank computed, drew and holds; the losses are the same on every rank."""
+    """The numbers that one rank computed, drew and holds; the losses are the same on every rank."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]  # of all gradients, before clipping
@@ -192,16 +193,16 @@ def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:
     )
 
 
-TIMES = 2.0  # a script may be so many times as far from fp32 as plain PyTorch in 16 bits
+TIMES = 2.0  # a script in 16 bits may be this many times as far from fp32 as plain PyTorch
 FEW = 64  # elements; in larger tensors the error norms of two trainings are nearly equal
 LOSSES, ALL = "losses", "all together"
 
 
 @dataclass(slots=True, kw_only=True)
 class RankInHalf:
-    """What one rank held and computed in a training in 16 bits."""
+    """The tensors and losses of one rank in a training in 16 bits."""
 
-    initial: Held = ()  # parameters, in fp32 if the optimizer has them so, and buffers
+    initial: Held = ()  # buffers, and parameters (fp32 masters if the optimizer has them)
     types: Mapping[str, str] = field(default_factory=dict)  # of the buffers
     losses: tuple[float, ...] = ()
     final: Held = ()
@@ -229,7 +230,7 @@ class InHalf:
 
 
 def compared_in_half(ranks: Sequence[RankInHalf], half: PlainHalf, single: PlainHalf) -> InHalf:
-    """Return how a script's ranks compare with plain PyTorch in 16 bits, and in fp32."""
+    """Return how a script's ranks in 16 bits compare with plain PyTorch in 16 bits and in fp32."""
     initial = apart([list(_begun(rank.initial, half)) for rank in ranks], half.initial)
     types = dict.fromkeys(text for rank in ranks for text in _other_types(rank, half))
     found = assembled(rank.final for rank in ranks)
@@ -249,9 +250,9 @@ def times_as_far(
 ) -> dict[str, float]:
     """Return the relative distances from fp32: of each tensor, of all together, and of the losses.
 
-    Plain PyTorch may happen to be exact in one tensor. So its average error for as much movement is
-    added to its own distance there. Tensors with few elements are dominated by chance, so they only
-    count among all.
+    Plain PyTorch may happen to be exact in one tensor. Its distance there is therefore increased by
+    its average error for a tensor that moves as far. Tensors with few elements are dominated by
+    chance, so they only count among all.
     """
     ends = with_losses(single.final, single.losses)
     far, missed = _distances(found, ends), _distances(with_losses(half.final, half.losses), ends)

@@ -1,7 +1,7 @@
 """Records the random numbers of a training, and compares trainings by them.
 
-Ranks that draw from the same state draw the same numbers, so masks need not be read. The checks:
-as many numbers are independent as in one process; no two modules or data ranks share any; a
+Ranks that draw from the same generator state draw the same numbers, so masks need not be read. The
+checks: as many numbers are independent as in one process; no two modules or data ranks share any; a
 recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
 """
 
@@ -30,7 +30,7 @@ _SEEDING = "seeding"
 
 @dataclass(frozen=True, slots=True)
 class NotedDraw:
-    """An op that drew numbers: where, what, how many, from which state, in which pass."""
+    """A random op that ran: where, which, how many numbers, from which state, in which pass."""
 
     module: str  # the path of the module whose code draws
     place: str  # the line of the script or the model, "train.py:121"
@@ -43,7 +43,7 @@ class NotedDraw:
 
     @property
     def seeds_a_split(self) -> bool:
-        """Whether this is the seed that `split_randomness` drew."""
+        """Whether the number is a seed, drawn by `split_randomness`."""
         return self.op == _SEEDING
 
 
@@ -58,7 +58,7 @@ class _Seen:
 class Drawing(TorchDispatchMode):
     """Records every op that advances a generator, in the forward and in recomputation.
 
-    `unseeded` is the seed of the process before the script seeds it.
+    `unseeded` is the generators' seed before the script sets one.
     """
 
     def __init__(self, unseeded: int) -> None:
@@ -172,7 +172,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_DROPOUT_MASK = "bernoulli_"  # makes the mask of a dropout, by the probability to keep
+_DROPOUT_MASK = "bernoulli_"  # makes a dropout's mask from the probability to keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +265,9 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
 
 
 def _inlined(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair the sites of one process with the callers into which a script inlined their modules.
+    """Pair sites of one process with those in callers into which a script inlined their modules.
 
-    They are paired only if the caller draws as many numbers as it and they do in one process.
+    They are paired only if the caller draws as many numbers as all of them do in one process.
     """
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
@@ -304,7 +304,7 @@ def _drawn_differently(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[s
 def _on_one_side(
     found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn], pairs: Mapping[Site, Site]
 ) -> Iterator[tuple[str, str]]:
-    """Yield sites that draw on one side only, or with another probability."""
+    """Yield sites that draw only in the script or only in one process, or with other settings."""
     rest = [site for site in found if site not in pairs.values()]
     for site, drawn in expected.items():
         if site in pairs:
@@ -389,7 +389,7 @@ def _at(drawn: _Drawn) -> str:
 
 
 def _joined(faults: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Combine the faults of modules that differ only by their number."""
+    """Combine the faults of modules that differ only by their numbers."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for site, text in faults:
         path, mark, kind = site.partition(" (")

@@ -1,4 +1,4 @@
-"""Makes trainings comparable to the last digit, and reports how a script failed."""
+"""Makes trainings comparable to the last digit, and explains how a script failed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFa
 def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     """Return the first traceback of the first rank that printed one, or all lines.
 
-    Lines of other ranks may be in between; an empty line of this rank ends the traceback.
+    Lines of other ranks may be in between; an empty line of the same rank ends the traceback.
     """
     at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
     if at is None:
@@ -79,11 +79,11 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class Widely(TorchFunctionMode):
-    """Ignores casts of float64 to float32.
+    """A mode that ignores casts of float64 to float32.
 
-    If a model casts its logits to float32, sums in another order differ by 1e-7, and differences
-    below that cannot be told from real ones. In a float64 training new tensors are float64, too,
-    and literals have the values of a float32 training.
+    If a model casts its logits to float32, sums in another order differ by 1e-7, and this hides
+    real differences below that. In a float64 training new tensors are float64, too, and literals
+    have the values of a float32 training.
 
     Optimizer steps run without this mode. AdamW's fused kernel on a GPU reads its step count as
     float32, whatever the tensor's dtype is.
@@ -93,11 +93,11 @@ class Widely(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # number that step now; one may step another
+        self.optimizers = 0  # number that step now; an optimizer may step another one
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        """Begin, with the training's dtype as default."""
+        """Enter the mode, with the training's dtype as default."""
         self.hooks += (
             register_optimizer_step_pre_hook(self._pause),
             register_optimizer_step_post_hook(self._resume),
@@ -107,7 +107,7 @@ class Widely(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End, and restore the default dtype."""
+        """Leave the mode, and restore the default dtype."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         while self.hooks:
             self.hooks.pop().remove()
@@ -133,7 +133,7 @@ class Widely(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a torch function; inside an optimizer's step, unchanged."""
+        """Call a torch function, unchanged inside an optimizer's step."""
         del types
         if self.optimizers:
             return func(*args, **(kwargs or {}))
@@ -162,7 +162,7 @@ class Widely(TorchFunctionMode):
 
 
 class Exactly(Widely):
-    """Also disables dropout and other random numbers."""
+    """A mode that also disables dropout and other random numbers."""
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function without dropout."""
@@ -190,7 +190,7 @@ def _engine_within(mode: Widely) -> Iterator[None]:
 
 
 def _product_by_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: None) -> Tensor:
-    """Multiply each group of rows by its matrix; torch's kernel has at most 32 bits."""
+    """Multiply each group of rows by its matrix; torch's kernel takes at most 32 bits."""
     ends = [int(end) for end in offs]
     sizes = [end - start for start, end in pairwise([0, *ends, len(rows)])]
     *groups, rest = torch.split(rows, sizes)
@@ -208,7 +208,7 @@ def _unscaled(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> Non
 def _with_wide_weights(
     scores: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast a loss's class weights, which the model file may hold, to the model's dtype."""
+    """Cast a loss's class weights, which the model file may have made, to the scores' dtype."""
     wide = None if weight is None else weight.to(scores.dtype)
     return (scores, target, wide, *args), kwargs
 

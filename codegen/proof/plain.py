@@ -1,8 +1,8 @@
 """A training as a person would write it for one device, in plain PyTorch.
 
 It uses the runtime only for seeds, for the numbering of random draws (`plain_model`), and to read
-streamed or collated rows. So other faults of the runtime show as differences. Rows come in the
-scripts' order: the seed gives each epoch a permutation, and each row its own random numbers.
+streamed or collated rows. All other faults of the runtime therefore show as differences. Rows come
+in the scripts' order: the seed gives each epoch a permutation, and each row its own random numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Batch: TypeAlias = dict[str, Tensor]
 
 
 def plain_batches(file: ModelFile, *, rows: int, seed: int, uses_dataset: bool) -> Iterator[Batch]:
-    """Yield global batches without end; each key has a tensor of its own."""
+    """Yield global batches without end; the tensors of a batch share no memory."""
     with seeded(seed):
         found = file.example_batch(rows)
     example = {key: one for key, one in found.items() if isinstance(one, Tensor)}
@@ -71,7 +71,7 @@ def _places(length: int, seed: int) -> Iterator[tuple[int, int]]:
 def _row(
     dataset: Any, example: Mapping[str, Tensor], place: tuple[int, int], seed: int
 ) -> Mapping[str, Tensor]:
-    """Return the model's inputs from a row, with the example's dtypes."""
+    """Read a row of a dataset, with the example's keys and dtypes."""
     with cpu_generators_restored():
         seed_cpu_generators(mixed_seed(seed, *place))
         row = dataset[place[1]]
@@ -79,7 +79,7 @@ def _row(
 
 
 def _as_scripts_do(file: ModelFile, dataset: Any, rows: int, seed: int) -> Iterator[Batch]:
-    """Read streamed or collated rows with the code of scripts."""
+    """Yield batches of streamed or collated rows, read with the code that scripts use."""
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         yield from dataset_batches(
@@ -111,8 +111,8 @@ class Task:
     uses_dataset: bool
     dtype: str
     seed: int = 0
-    clip_norm: float | None = 1.0  # the script's
-    adamw: AdamWDefaults = ADAMW  # if the model file has no optimizer
+    clip_norm: float | None = 1.0  # as in the script
+    adamw: AdamWDefaults = ADAMW  # used if the model file has no optimizer
     half_buffers: tuple[str, ...] = ()  # buffers that a 16-bit plan casts
     device: str = "cpu"
 
@@ -171,7 +171,7 @@ def cast_model(model: nn.Module, task: Task) -> nn.Module:
 
 
 def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tensor:
-    """Return a batch's loss; a 16-bit model gets 16-bit inputs, the file's loss fp32 outputs."""
+    """Return a batch's loss; a 16-bit model gets 16-bit inputs, and the loss fp32 outputs."""
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:
@@ -274,7 +274,7 @@ def _single(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedAlone:
-    """What one process computed; its draws are of one additional step."""
+    """The numbers that one process computed; its draws are those of one additional step."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]  # of all gradients, before clipping
@@ -285,7 +285,7 @@ class TrainedAlone:
 
 
 def all_steps(exact: int) -> int:
-    """Return the number of steps: those compared, and one whose draws are recorded."""
+    """Return the number of all steps: the compared ones, and one whose draws are recorded."""
     return exact + 1
 
 
@@ -334,7 +334,7 @@ def train_alone(task: Task) -> TrainedAlone:
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Cast a batch's floating tensors to a dtype, if it is wider."""
+    """Cast a batch's floating tensors to a dtype, except those that are wider."""
 
     def wide(one: Tensor) -> Tensor:
         return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one

@@ -31,7 +31,7 @@ FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would underflow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainHalf:
-    """What one process held and computed, by first names of parameters and buffers."""
+    """The tensors that one process held, by their first names, and its losses."""
 
     initial: Mapping[str, Tensor]
     types: Mapping[str, str]  # of the buffers
@@ -43,7 +43,7 @@ class PlainHalf:
 
 @dataclass(frozen=True, slots=True)
 class _Both:
-    """The fp32 model that the optimizer steps, and the 16-bit one that computes."""
+    """The fp32 model that the optimizer steps, and the 16-bit model that computes."""
 
     masters: nn.Module
     computing: nn.Module

@@ -1,4 +1,4 @@
-"""Turns a plan into a plain PyTorch loop: one process, the same rows and weights.
+"""Turns a plan into a plain PyTorch loop: one process, with the script's rows and weights.
 
 Users run it beside the plan's script. It only needs torch and the model file.
 """

@@ -1,11 +1,11 @@
 """A pretended device, and the random numbers drawn on it.
 
-Tensors claim to be on it and hold no values. As on a GPU, an op that mixes its tensors with the
+Tensors seem to be on it and hold no values. As on a GPU, an op that mixes its tensors with the
 CPU's raises, and random numbers come from the device's own generator. Its ops run only under
 FakeTensorMode.
 
-It shows whether recomputed layers draw the same numbers. Training on CPUs does not show this,
-because torch saves the CPU's generator in other cases than a GPU's. `python -m
+The device shows whether recomputed layers draw the same numbers. Training on CPUs does not show
+this, because torch saves the CPU's generator in other cases than a GPU's. `python -m
 autopar.codegen.proof.pretended_device SCRIPT RANK/WORLD …` prints a JSON list of sentences on
 layers that draw other numbers when recomputed.
 """
@@ -78,7 +78,7 @@ class _Stream(_Event):
 class PretendedDevice(_DummyBackendModule):
     """torch's interface of a device type (like torch.cuda).
 
-    Nothing is drawn from its generator; each op that would draw changes its seed.
+    No op draws from its generator; each op that would draw changes its seed.
     """
 
     Stream, Event = _Stream, _Event
@@ -127,7 +127,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """Creates tensors on the device in calls that no dispatch mode sees, or without any mode."""
+    """A mode for calls that make tensors on the device where no dispatch mode sees them."""
 
     def __torch_function__(
         self,
@@ -163,7 +163,7 @@ def _convolved_backward(
 
 
 def pretend() -> PretendedDevice:
-    """Make this process and its forks believe that it has such a device."""
+    """Register the device with torch, for this process and its forks."""
     device = PretendedDevice()
     _setup_privateuseone_for_python_backend(NAME, backend_module=device)
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
@@ -171,7 +171,7 @@ def pretend() -> PretendedDevice:
     dist.Backend.backend_capability["fake"].append(NAME)
     mesh._device = lambda: torch.device(DEVICE)
     with FakeTensorMode():
-        torch.ones(2).exp()  # loads libraries once, before forks; no backward before a fork
+        torch.ones(2).exp()  # loads libraries once, before forks; must not be a backward
     return device
 
 
@@ -234,7 +234,7 @@ def _without_values() -> Iterator[None]:
 
 @contextmanager
 def _attention_of_gpus() -> Iterator[None]:
-    """Make attention with dropout one op that draws, as on GPUs."""
+    """Make attention with dropout a single random op, as on GPUs."""
     with patch.object(functional, "scaled_dot_product_attention", _fused):
         yield
 
@@ -262,7 +262,7 @@ def _fused(
 
 
 def main(script: str, *ranks: str) -> None:
-    """Print, as JSON, the layers of these ranks that draw other numbers when recomputed."""
+    """Print a JSON list: a sentence on each layer that draws other numbers when recomputed."""
     device = pretend()
     found: dict[str, None] = {}
     for rank in ranks:

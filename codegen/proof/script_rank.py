@@ -1,7 +1,7 @@
-"""Runs a script as one rank, and saves what can be compared.
+"""Runs a script as one rank, and saves its losses, tensors and random draws.
 
 `torchrun … -m autopar.codegen.proof.script_rank SCRIPT JOB` writes files of each rank into the
-job's folder. A rank whose script hangs for the job's patience prints where, and exits.
+job's folder. A rank whose script hangs longer than the job's patience prints where, and exits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Watched:
         self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients to a fraction of their norm, not to the limit; keep those of step 1."""
+        """Clip gradients to a share of their norm, not to the limit; keep the first step's."""
         norm = self.clip(parts, math.inf, *args, **kwargs)
         if limit:
             share = clipped_share(self.step)
@@ -75,7 +75,7 @@ class Watched:
         return norm
 
     def stepped(self, step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
-        """Return a step that is exact, except for the last one, whose draws are recorded."""
+        """Return a step function that computes exactly, and records the draws of the last step."""
 
         def watched(model: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.step += 1
@@ -92,7 +92,7 @@ class Watched:
         return watched
 
     def faults(self, limit: float | None) -> tuple[str, ...]:
-        """Return faults in the steps, such as missing clipping."""
+        """Return faults in the clipping of the steps; `limit` is the script's setting."""
         if not self.limits:
             return ("gradients are never clipped",)
         missing = [step for step in range(1, self.steps + 1) if step not in self.limits]
@@ -107,7 +107,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
-    with (  # the package and its module both have the name
+    with (  # both the package and its module have the function
         patch.object(optimizer, "clip_by_global_norm", watched.clipped),
         patch.object(gradients, "clip_by_global_norm", watched.clipped),
     ):
@@ -157,7 +157,7 @@ def parts_of(model: Any) -> Sequence[nn.Module]:
 
 
 def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[HeldBlock]:
-    """Return parameters, in fp32 if the optimizer has them so, and buffers."""
+    """Return buffers, and parameters (fp32 masters if the optimizer has them)."""
     held = weights_held(parts, optimizer)
     return [HeldBlock(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
 
@@ -204,7 +204,7 @@ def _parameters(part: nn.Module) -> Iterator[HeldBlock]:
 
 
 def _gradients(part: nn.Module) -> Iterator[HeldBlock]:
-    """Yield gradients by all names of their parameters; under ZeRO-1 this rank's parts."""
+    """Yield gradients under all names of their parameters; in ZeRO-1 the parts of this rank."""
     chunks, names = chunks_by_name(part), defaultdict[int, list[str]](list)
     for name, parameter in part.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -233,12 +233,12 @@ class Job:
     in_half: Sequence[str] = ()  # arguments of the 16-bit training, if there is one
 
     def left(self, kind: str, rank: int) -> Path:
-        """Return the file of a rank's results of a training."""
+        """Return the path of a rank's results of one training."""
         return self.folder / f"{kind}-{rank}.pickle"
 
 
 def main(script: str, job_file: str) -> None:
-    """Run a script as this torchrun rank, each training in a fresh fork."""
+    """Run a job's trainings of a script as this torchrun rank, each in a fresh fork."""
     job: Job = pickle.loads(Path(job_file).read_bytes())
     exact = partial(run_script, script, job.exact, limit=job.clip_norm)
     _run_in_new_process(exact, job, "exact")
@@ -247,7 +247,7 @@ def main(script: str, job_file: str) -> None:
 
 
 def _run_in_new_process(run: Callable[[], Any], job: Job, kind: str) -> None:
-    """Run in a new process, so that trainings do not share state of the model file."""
+    """Run a training in a new process, so that trainings do not share state of the model file."""
 
     def leave() -> None:
         faulthandler.dump_traceback_later(job.patience_seconds, exit=True)

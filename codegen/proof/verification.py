@@ -34,7 +34,7 @@ from autopar.planner.plan.traced import model_spec
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
-_NEEDED = ("main", "train_step")  # the first is run, the second is recorded
+_NEEDED = ("main", "train_step")  # `main` is run, `train_step` is watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenScript:
-    """A script, and those of its settings that plain PyTorch uses, too."""
+    """A script, and the settings that it shares with the plain training."""
 
     path: Path
     edits: tuple[Edit, ...]
@@ -120,7 +120,7 @@ def edits_of(text: str, emitted: str) -> tuple[Edit, ...]:
 
 
 def carried_over(script: GivenScript, emitted: str, other: str) -> str:
-    """Return another plan's script, `other`, with the lines that people changed in this script."""
+    """Return another plan's script, `other`, with the edits that people made in this script."""
     lines = [line for _, line in _lines(emitted)]
     others = [line for _, line in _lines(other)]
     places = {
@@ -163,11 +163,11 @@ def _settings(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 _RECOMPUTING = ("recompute(", "checkpoint(")  # a script's calls that recompute layers
-MANY_FLOPS = 10**12  # of all 16-bit steps; more take minutes
-LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and a multiple of one process's time, per rank
+MANY_FLOPS = 10**12  # of all 16-bit steps together; more FLOPs take minutes
+LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, plus this multiple of one process's time, per rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
-# Bytes of a parameter: in float64 its value, its gradient and AdamW's two moments, and copies of
-# its first and last value and its gradient; in fp32 first and last values of two more trainings.
+# Bytes per parameter: in float64 its value, its gradient and AdamW's two moments, and copies of its
+# first and last value and its gradient; in fp32 the first and last values of two more trainings.
 STATE_BYTES = 72
 
 
@@ -176,10 +176,10 @@ def verify(
 ) -> TrainingComparison:
     """Return how far a script is from one process of plain PyTorch.
 
-    Both compute in float64, exactly, and their random numbers are compared. A plan in 16 bits is
-    also compared in that dtype, for `half_steps`. Draws of recomputed layers are checked on a
-    pretended device. A relative path of the model file starts at the working directory, or at
-    `folder`.
+    Both are trained in float64 without random numbers; the random numbers are compared separately.
+    A plan in 16 bits is also compared in that dtype, for `half_steps`. Draws of recomputed layers
+    are checked on a pretended device. A relative path of the model file starts at the working
+    directory, or at `folder`.
     """
     task = replace(
         task_of(plan, model_spec(plan, folder), steps=steps),
@@ -226,7 +226,7 @@ def _options(steps: int, dtype: str) -> list[str]:
 def _trained_in_half(
     plan: Plan, task: Task, steps: int
 ) -> tuple[tuple[PlainHalf, PlainHalf] | None, tuple[str, ...]]:
-    """Train in the plan's 16-bit dtype with plain PyTorch, or say why this CPU cannot."""
+    """Train in the plan's 16-bit dtype with plain PyTorch, or return a note why this CPU cannot."""
     if not steps:
         return None, ()
     precision = plan.arrangement.precision
@@ -238,7 +238,7 @@ def _trained_in_half(
 
 
 def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return differences in recomputed layers' draws on a device, or why they are unknown."""
+    """Return faults in the draws of recomputed layers, and notes if they could not be checked."""
     text = script.path.read_text(encoding="utf-8")
     if not any(word in text for word in _RECOMPUTING):
         return (), ()

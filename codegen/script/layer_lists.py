@@ -49,7 +49,7 @@ class StageTables:
 
 
 def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str) -> StageTables:
-    """Return the tables of what stages hold and send; `last` is the class of the last stage."""
+    """Return the tables of what stages hold and send; `last` names the last stage's class."""
     holds = stage_holds(plan.graph, opened.stages)
     functions = crossing_names(opened)
     follows = crossings_follow_rows(opened, axes)
@@ -77,7 +77,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
-    """Return the names of the functions for sent shapes, by their sources."""
+    """Return names for the functions `crossing`, which give sent tensors' shapes, by source."""
     sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
     if len(sources) == 1:
         return {sources[0]: Source(CROSSING)}
@@ -133,7 +133,7 @@ def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
 
 
 def _parts(crossing: CrossingTensor, axes: GraphAxes, rows: int) -> Parts:
-    """Return how a tensor with so many rows is cut, or () if it is whole."""
+    """Return how a tensor is cut if it has `rows` rows, or () if it is whole."""
     layout = crossing.layout
     if layout.kind is not LayoutKind.SPLIT:
         return ()
@@ -207,7 +207,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 
 
 def _compiled(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
-    """Return the layers that torch.compile takes: those of several ops, which it may fuse."""
+    """Return the layers to compile: those with several ops, which torch.compile may fuse."""
     layers = zip(subject.layers.layers, paths, strict=True)
     return [path for layer, path in layers if path and len(layer.ops) > 1]
 
@@ -235,7 +235,7 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
 
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the gathered or recomputed layers that write to memory which others read."""
+    """Return the gathered or recomputed layers that write to memory which other code reads."""
     units = plan.arrangement.zero.divides_gradients
     calls = {
         layer.call: path
@@ -249,7 +249,7 @@ def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
 
 
 def _paths(subject: PlannedSubject) -> list[str]:
-    """Return the module of each layer, or "" if it is not called as one."""
+    """Return the path of each layer's module, or "" if the script does not call it as a module."""
     return [_path(subject, layer.call) for layer in subject.layers.layers]
 
 

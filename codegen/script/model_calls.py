@@ -151,7 +151,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     """Yield `new_model = …` and the model file's other functions."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
-    plain = file.plain_entries() if evaluates else NOTHING  # a plain loop passes them itself
+    plain = file.plain_entries() if evaluates else NOTHING  # the plain loop passes them in its call
     around = "in_float32" if is_half else ""
     if file.loss is not None:
         yield _bound(file, "loss", "new_loss", around=around, plain=plain)
@@ -165,7 +165,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
 def _bound(
     file: ModelFile, name: str, own: str, *, around: str = "", plain: Mapping[str, Any] = NOTHING
 ) -> str:
-    """Return the line that names a model file's function, with the arguments given when planning.
+    """Return the assignment of a model file's function, with the arguments given when planning.
 
     `plain` are the batch's entries that are no tensors.
     """
@@ -184,7 +184,7 @@ def _bound(
 
 
 def model_source(path: Path) -> Source:
-    """Return the names of a model file and its imports, and their digest."""
+    """Return the constants with the paths of a model file and its imports, and their digest."""
     files = sources(path)
     names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
     lines = [
@@ -195,9 +195,9 @@ def model_source(path: Path) -> Source:
 
 
 def images(plan: Plan, subject: PlannedSubject) -> list[ScriptSetting]:
-    """Return the setting that names image inputs, if their memory format matters.
+    """Return the setting that names image inputs, if they should be in channels_last order.
 
-    With printed forwards images keep the usual format, for which the sizes were printed.
+    With printed forwards images keep the usual order, for which the sizes were printed.
     """
     opened = subject.opened
     if Backend(plan.machines.backend).is_on_cpu or opened.classes or opened.stages:
@@ -233,7 +233,7 @@ def _reading_weights(plan: Plan, opened: OpenedSource) -> Iterator[str]:
 
 
 def waits_for_last(arrangement: Arrangement) -> Source:
-    """Return a comment on what waits for a step's last microbatch, or "" if nothing does."""
+    """Return a comment on work that waits for a step's last microbatch, or "" if none does."""
     if min(arrangement.data, arrangement.microbatches) == 1 or arrangement.zero.divides_parameters:
         return Source()
     if arrangement.zero.keeps_gathered:
@@ -242,7 +242,7 @@ def waits_for_last(arrangement: Arrangement) -> Source:
 
 
 def seeding(plan: Plan) -> Source:
-    """Return a comment on the ranks with random numbers of their own, or "" if no two differ."""
+    """Return a comment on ranks whose random numbers differ, or "" if there are none."""
     arranged = plan.arrangement
     degrees = (("data", arranged.data), ("pipeline", arranged.pipeline))
     axes = " and ".join(axis for axis, degree in degrees if degree > 1)
@@ -251,7 +251,7 @@ def seeding(plan: Plan) -> Source:
 
 
 def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
-    """Return a comment about these weights."""
+    """Return a comment on why microbatches have weights, or "" if they have none."""
     if opened.weighs_terms:
         return Source("The loss adds several means, each over its own valid targets.")
     if opened.valid_targets is not None:
@@ -260,7 +260,7 @@ def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
 
 
 def _fewer_rows(plan: Plan, subject: PlannedSubject) -> Iterator[str]:
-    """Yield arguments of `read_batches`, if not every number of rows works."""
+    """Yield arguments of `read_batches` for a model that does not take every number of rows."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     least = least_rows(plan.graph, data=plan.arrangement.data)
     if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
@@ -299,7 +299,7 @@ def first_step(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def plainly(plan: Plan, subject: PlannedSubject) -> Source:
-    """Return the call `Plainly(…)`, with all that plain PyTorch needs to compute a loss."""
+    """Return the call `Plainly(…)`, with everything needed to compute a loss in plain PyTorch."""
     given = ["new_model", "new_batch"]
     if subject.file.loss:
         given.append("new_loss")
@@ -337,7 +337,7 @@ def absent_notes(subject: PlannedSubject) -> Iterator[str]:
 
 
 def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
-    """Return the function for microbatches' losses, and the rank's modules."""
+    """Return two expressions: a function for microbatches' losses, and the rank's modules."""
     is_pipelined = plan.arrangement.pipeline > 1
     split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
     losses = "model.losses_of" if is_pipelined else f"one_by_one(partial(loss_of, model{split}))"
@@ -348,7 +348,7 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads rows; if ops mix rows, none is repeated to fill a batch."""
+    """Return the call that reads rows; if ops mix rows, no row is repeated to fill a batch."""
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

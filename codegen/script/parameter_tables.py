@@ -1,4 +1,4 @@
-"""Turns a plan into the tables of its parameters, many layers under one pattern."""
+"""Turns a plan into the tables of its parameters, with one pattern for many layers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FEWEST_IN_STEPS = 3  # names at regular steps that become a range
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
-    """Return a table with patterns in place of names with equal values.
+    """Return a table with patterns in place of names that have equal values.
 
     `known` are all names: a pattern must not match one that the table lacks. If several
     patterns match a name, the one that matches most names is taken. A pattern may also match names
-    with other values: these keep rows of their own, which count before patterns.
+    with other values: these keep their own rows, which take precedence.
     """
     families: dict[str, list[str]] = {}
     for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
@@ -71,7 +71,7 @@ def _agrees(found: Mapping[str, Value], name: str, value: Value) -> bool:
 
 
 def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:
-    """Return the table with a pattern in place of some equal names."""
+    """Return the table with a pattern in place of some names with equal values."""
     first, *others = names
     return {
         (form if name == first else name): value
@@ -97,7 +97,7 @@ def _outermost(name: str, others: Collection[str]) -> str:
 
 
 def numbered_tuple(names: Iterable[str]) -> Bracketed:
-    """Return a tuple of names as Python; consecutive ones as `expand("h.*", range(4))`."""
+    """Return a tuple of names as Python; consecutive names become `expand("h.*", range(4))`."""
     runs = tuple(numbered_runs(names))
     if len(runs) == 1 and isinstance(runs[0], Bracketed):
         return Bracketed(runs[0].opening.removeprefix("*"), runs[0].items, runs[0].closing)
@@ -105,7 +105,7 @@ def numbered_tuple(names: Iterable[str]) -> Bracketed:
 
 
 def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
-    """Yield names as Python; consecutive ones as `*expand(…)`."""
+    """Yield names as Python; consecutive names become `*expand(…)`."""
     run: list[str] = []
     for name in names:
         if run and not _follows(run[-1], name):
@@ -116,7 +116,7 @@ def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
 
 
 def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
-    """Yield a table's names as Python with their values; consecutive ones as one call.
+    """Yield a table's names as Python with their values; regularly numbered names become one call.
 
     For example `expand("h.*.attn", range(1, 4))` for three names with one value.
     """
@@ -179,7 +179,7 @@ def _numbered(name: str) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSplit:
-    """How a parameter or buffer is cut, as Python, and the axis's name."""
+    """Python text that says how a parameter or buffer is cut, and the axis's name."""
 
     text: str
     axis: str
@@ -194,7 +194,7 @@ class ParameterTables:
 
 
 def parameter_tables(plan: Plan, axes: GraphAxes) -> ParameterTables:
-    """Return the tables of parameters that are split, and of those whose gradients are summed."""
+    """Return the tables of split parameters, and of replicated ones (with summed gradients)."""
     if plan.arrangement.tensor == 1:
         return ParameterTables(splits=Source(), summed=Source())
     known = list(names_with_aliases(plan.graph))
@@ -219,7 +219,7 @@ def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
 
 
 def unread(plan: Plan) -> Source:
-    """Return the list of trainable parameters that no op reads: fully_shard gives them zeros."""
+    """Return the script's list of trainable parameters that no op reads, under fully_shard."""
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
     if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.divides_gradients:
@@ -232,14 +232,14 @@ def unread(plan: Plan) -> Source:
 
 
 def once(plan: Plan) -> Source:
-    """Return the list of buffers that a step writes once, though it has several microbatches."""
+    """Return the script's list of buffers that a step writes once, not in each microbatch."""
     found = steady_buffers(plan.graph) if plan.arrangement.microbatches > 1 else ()
     known = [one.name for one in plan.graph.buffers]
     return assigned("ONCE", numbered_tuple(outermost(found, known))) if found else Source()
 
 
 def half_buffers(plan: Plan) -> Source:
-    """Return the list of fp32 buffers that a 16-bit plan casts."""
+    """Return the script's list of fp32 buffers that a 16-bit plan casts."""
     found = dict.fromkeys((one.name for one in narrowed_buffers(plan)), True)
     names = patterns(found, [one.name for one in plan.graph.buffers])
     meaning = "buffers in 16 bits too, for the model computes with them as they are"
@@ -261,8 +261,8 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
 def split_text(dim: int, parts: Parts, *, degree: int = 0) -> str:
     """Return the cut of a dim as Python.
 
-    The parts are left out if there is one, of single elements or, over so many ranks, of blocks
-    that make an even cut. The parts of fused weights are often equal.
+    A single part is left out if it has single elements, or if its blocks divide evenly over
+    `degree` ranks. The parts of fused weights are often equal.
     """
     blocks, size = parts[0]
     if len(parts) == 1 and (size == 1 or (degree and blocks % degree == 0)):

@@ -133,7 +133,7 @@ _BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "ne
 
 
 class UnsafeScriptError(AssertionError):
-    """A script contains something unexpected: a bug of autopar, or a forged plan."""
+    """A script contains code that training does not need: a bug of autopar, or a forged plan."""
 
 
 def check_script(script: str) -> None:
@@ -186,7 +186,7 @@ def _strange_names(
 
 
 def _readings(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls that read options: only these may access all constants of the script."""
+    """Yield the calls that read options; no other code may access all constants of the script."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     yield from (call for call in calls if ast.unparse(call) == "read_options(argv, globals())")
 
@@ -211,11 +211,11 @@ _LINE = re.compile(
     r"^# Written by autopar (\S+)(?:, [^\n]*:| \(checksum) ([0-9a-f]{16})"
     r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.)$",
     re.MULTILINE,
-)  # with a colon: as earlier versions wrote it
+)  # the form with a colon is that of earlier versions
 
 
 def with_checksum(script: str, plan: Plan) -> Source:
-    """Return a script with a checksum line after its docstring."""
+    """Return a script with the line of its checksum after its docstring."""
     head, mark, body = script.partition('\n"""\n')
     own = f"checksum {_digest(script)}, plan {plan_digest(plan)}"
     line = remark(f"Written by autopar {plan.autopar} ({own}); edits are kept.")

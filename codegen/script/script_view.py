@@ -1,4 +1,4 @@
-"""The decided contents of a script: each part is laid out by its own template."""
+"""The contents of a script, ready for its templates; each part has its own template."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildView:
-    """How this rank's modules are built (build.py.j2)."""
+    """The function that builds a rank's modules (build.py.j2)."""
 
     is_pipelined: bool
-    built: str  # the variable of what is wrapped: the model, or a part of it
+    built: str  # the variable that is wrapped: the model, or a part of it
     has_ties: bool
     has_splits: bool
-    has_classes: bool  # that modules take
+    has_classes: bool  # printed classes, which replace those of modules
     has_unread: bool  # parameters that the loss does not depend on
-    has_writing: bool  # layers that write to memory that others read
+    has_writing: bool  # layers that write to memory that other code reads
     has_steady: bool  # buffers that are written once a step, not in each microbatch
-    compiles: bool  # layers by torch.compile
+    compiles: bool  # compiles layers with torch.compile
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
 
@@ -57,7 +57,7 @@ class StepView:
     axis_value: Source
     loss: Source
     counting: Source  # the function that counts a batch's targets
-    waits_for_last: Source  # a comment on what waits for the last microbatch
+    waits_for_last: Source  # a comment on work that waits for the last microbatch
     scales_loss: bool  # fp16
     scaling: Source  # of a pipeline's losses
     parts: Source  # the rank's modules
@@ -72,7 +72,7 @@ class TrainingView:
 
     products: str  # how products of fp32 are rounded; empty for torch's default
     start: Source
-    prints_forwards: bool  # of the model's classes
+    prints_forwards: bool  # forwards of the model's classes
     has_dataset: bool
     weighing: Source  # a comment about the weights of microbatches
     reading: Source  # the call that yields microbatches
@@ -87,14 +87,14 @@ class TrainingView:
     scales_loss: bool  # fp16
     seeding: Source  # a comment on which ranks draw their own random numbers
     kept: Source  # what a checkpoint contains
-    measures: bool  # with metrics() of the model file
+    measures: bool  # whether the model file has metrics()
     units: Source  # the constant with the samples or tokens of a step
     unit: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptView:
-    """The parts of a script from top to bottom; empty text for what a plan does not have."""
+    """The parts of a script from top to bottom; parts that a plan does not need are empty."""
 
     head: HeadView
     build: BuildView

@@ -39,7 +39,7 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
-_FEW = 8  # data ranks, at most, whose rows are listed one by one
+_FEW = 8  # at most so many data ranks have their rows listed one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ScriptSetting:
 
 
 def lines(settings: Iterable[ScriptSetting]) -> Source:
-    """Return an assignment on each line."""
+    """Return the settings as lines, each an assignment with a comment."""
     return Source(
         "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
     )
@@ -125,7 +125,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether a step's loss is the sum of the losses of several parts of the batch."""
+    """Whether a batch has several parts in a step and its loss is the sum of their losses."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
@@ -190,7 +190,7 @@ def _predicted(plan: Plan) -> tuple[str, float, float]:
 
 
 def _each(rows: tuple[int, ...]) -> Source:
-    """Return the rows of each data rank, as runs of equal ones if there are many."""
+    """Return the rows of each data rank; many ranks are written as runs of equal numbers."""
     if len(rows) <= _FEW:
         return literal(rows)
     runs = ((own, len(list(run))) for own, run in groupby(rows))
@@ -198,7 +198,7 @@ def _each(rows: tuple[int, ...]) -> Source:
 
 
 def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
-    """Yield how data ranks share states and gradients, as far as it is not the usual way."""
+    """Yield settings of data parallelism; except ZERO, only those that differ from the default."""
     yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero.words)
     if has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
@@ -241,7 +241,7 @@ def parts(arranged: Arrangement) -> str:
 
 
 def units_per_step(model: Model) -> Source:
-    """Return the constant that says how many samples or tokens a step trains on."""
+    """Return the name of the constant with the samples or tokens of a step."""
     many = f"{unit_word(model).upper()}_PER_STEP"
     return identifier(many if model.tokens_per_row > 1 else "GLOBAL_BATCH")
 

@@ -1,4 +1,4 @@
-"""Turns a plan into the view of its script: all decisions that remain after planning."""
+"""Turns a plan into the view of its script, and decides everything that the plan left open."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
 
 
 def _wrap_arguments(plan: Plan) -> Iterator[str]:
-    """Yield the arguments of wrap() that matter under this plan."""
+    """Yield the arguments of wrap() that this plan needs."""
     arranged = plan.arrangement
     part = "part" if _is_pipelined(plan) else "model"
     yield from (part, "mesh", *_zero(arranged), "compute_dtype=dtype")
@@ -376,7 +376,7 @@ def _zero(arranged: Arrangement) -> list[str]:
 
 
 def _optimizer(plan: Plan) -> Source:
-    """Return the call that builds the optimizer of this rank's parameters."""
+    """Return the call that builds a rank's optimizer."""
     given = (_parts(plan), "new_optimizer", *_zero(plan.arrangement), "mesh=mesh", "lr=options.lr")
     return Source(call("build_optimizer", *given).laid_out(before=16, indent=4))
 

@@ -19,7 +19,7 @@ def is_identifier(text: str) -> bool:
 
 
 def identifier(text: str) -> str:
-    """Return an identifier made of the letters, digits and underscores of a text."""
+    """Return a lower-case identifier made of the letters, digits and underscores of a text."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_").lower() or "x"
     if name[0].isdigit():
         name = f"x{name}"
@@ -214,7 +214,7 @@ def binary(left: Expression, operator: str, right: Expression, level: Binding) -
 
 
 def power(base: Expression, exponent: Expression) -> SourceForm:
-    """Return a power; the formatter writes simple operands without spaces (see `rendered`)."""
+    """Return a power; Ruff writes simple operands without spaces (see `rendered`)."""
     return SourceForm((Slot(base, Binding.CALL), "**", Slot(exponent, Binding.SIGN)), Binding.POWER)
 
 
@@ -244,7 +244,7 @@ def replaced(
 
 
 def with_numbers(form: SourceForm, known: Mapping[SourceForm, SourceForm]) -> SourceForm:
-    """Return a form with literals replaced by the expressions known for them."""
+    """Return a form with the literals in `known` replaced by their expressions."""
     parts = tuple(
         Slot(
             known[part.expression]
@@ -278,6 +278,6 @@ def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:
 
 
 def _is_simple(operand: str) -> bool:
-    """Whether the formatter writes the operator without spaces: names, attributes, numbers."""
+    """Whether Ruff writes the operator without spaces: names, attributes, numbers."""
     bare = operand.removeprefix("-")
     return all(piece.replace("_", "a").isalnum() for piece in bare.split("."))

@@ -1,4 +1,4 @@
-"""Lines of Python as text: imports, wrapping, repetitions."""
+"""Lines of Python as text: imports, line breaks, and values that need no second line."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ Pattern = LocalTensor | None | tuple["Pattern", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A step of a body, before it is decided which values get a name.
+    """A line of a body, before values have names and before lines are joined into statements.
 
-    Steps with `is_ordered` (random numbers, writes) keep their order. If the line is one call of a
-    module, `module` is its path and `arguments` are the call's. `function` is the name of a plain
-    function that it calls.
+    Lines with `is_ordered` (random numbers, writes) keep their order. If the line is one call of a
+    module, `module` is the module's path and `arguments` are those of the call. `function` is the
+    name of a plain function that it calls.
     """
 
     results: Pattern
@@ -123,7 +123,7 @@ class Repeats:
         self.made: dict[Expression, LocalTensor] = {}
 
     def earlier(self, expression: Expression, made: LocalTensor) -> LocalTensor | None:
-        """Return an earlier value with this expression; if there is none, record this one."""
+        """Return an earlier value with this expression; if there is none, record `made`."""
         learns = self.graph.tensors[made.tensor].requires_grad
         if learns or self.graph.index.is_written_later(made.tensor):
             return None
@@ -199,7 +199,7 @@ def _bracketed(line: str, indent: int) -> list[str]:
 
 
 def _choice(line: str, indent: int) -> list[str]:
-    """Put brackets around `a if b else c`, with each of the three on a line if necessary."""
+    """Put brackets around `a if b else c`, with the three on separate lines if necessary."""
     margin = " " * indent
     value = line
     for mark in ("return ", " = ", "="):

@@ -1,4 +1,4 @@
-"""Turns plain values into Python text, in the formatter's layout; knows the names of scripts."""
+"""Turns plain values into Python text, as Ruff lays it out; lists the names that scripts import."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ class Bracketed:
         return is_identifier(self.opening[:-1].rpartition(".")[2].lstrip("*"))
 
     def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
-        """Return the group after `before` characters, as the formatter lays it out.
+        """Return the group after `before` characters, as Ruff lays it out.
 
-        It is put on one line; or, for a call, all items on a line of their own; or one per line.
+        It is one line if it fits. Otherwise a call has its items on one inner line if they fit, and
+        everything else has one item per line.
         """
         if before + len(self.flat) + after <= WIDTH:
             return self.flat
@@ -108,14 +109,14 @@ def tuple_of(*items: str | Bracketed) -> Bracketed:
 
 
 def unpacked(items: str | Bracketed) -> str | Bracketed:
-    """Return an item to put among others: a group of several gets a star."""
+    """Return an item to put among others; a bracketed group gets a star."""
     if isinstance(items, str):
         return items
     return Bracketed(f"*{items.opening}", items.items, items.closing)
 
 
 def row(key: str | Bracketed, value: str | Bracketed) -> tuple[str, str | Bracketed]:
-    """Return the beginning and the value of a dict's row, for one key or a group of keys."""
+    """Return the beginning and the value of a row of a dict, for one key or a group of keys."""
     if isinstance(key, str):
         return f"{key}: ", value
     return "", Bracketed("**dict.fromkeys(", (key, value), ")")

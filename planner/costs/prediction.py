@@ -75,10 +75,10 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """What torch.compile turns into kernels of its own."""
+    """The parts of a model that are compiled with torch.compile."""
 
     NONE = "none"
-    LAYERS = "layers"  # each layer by itself; layers of equal code share what is compiled
+    LAYERS = "layers"  # each layer by itself; layers with equal code share the compiled code
 
 
 class Zero(IntEnum):

@@ -218,8 +218,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from means that weight a part by something else than its
-    rows."""
+    """Whether a number is computed from means whose parts are not weighted by their rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False

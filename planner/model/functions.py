@@ -1,5 +1,4 @@
-"""Finds the files of a model's code, the code inside functions, hooks, and the data that it
-reads."""
+"""Finds a model's source files, the code inside functions, hooks, and the data that it reads."""
 
 from __future__ import annotations
 
@@ -133,8 +132,8 @@ class DataReads:
 
     Python tells audit hooks about each file that it opens; a hook cannot be removed, so there is
     one for the whole process. Variables are seen by replacing the lookup of `os.environ` while a
-    model runs. Neither sees files that libraries open without Python, nor that a model asks whether
-    a file exists.
+    model runs. Not seen are files that libraries open without Python, and checks whether a file
+    exists.
     """
 
     def __init__(self) -> None:

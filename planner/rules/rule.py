@@ -148,17 +148,17 @@ class OpKind(StrEnum):
 
     @property
     def is_class_loss(self) -> bool:
-        """Whether it is a loss over classes with one class per row."""
+        """Whether the op is a loss over classes with one class per row."""
         return self in (OpKind.CROSS_ENTROPY, OpKind.CLASS_LOSS)
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is a loss, with a reduction."""
+        """Whether the op is a loss, with a reduction."""
         return self.is_class_loss or self is OpKind.LOSS
 
     @property
     def reads_table(self) -> bool:
-        """Whether it reads rows of a table, so that a rank with some rows gives a partial sum."""
+        """Whether the op reads rows of a table, so that ranks with some rows give partial sums."""
         return self in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
@@ -228,8 +228,8 @@ class Rule:
     added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
     with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
     `written_by` is the op that makes a new tensor with this part replaced; `updates` are arguments
-    that the op writes to, although its schema does not say so. torch requires the arguments `alike`
-    to have one dtype ("*inputs": all tensors), and has no 16-bit kernel if `is_wide`. `names`
+    that the op writes to, although its schema does not say so. The arguments `alike` must have the
+    same dtype ("*inputs": all tensors); with `is_wide`, torch has no 16-bit kernel. `names`
     proposes names of letters.
     """
 

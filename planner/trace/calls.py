@@ -209,7 +209,7 @@ def structured(value: Any) -> Value:
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
-    """Yield the calls around unused ones, up to the first one with a used op.
+    """Yield the calls around unused calls, up to the first call with a used op.
 
     The code of these calls runs the unused ones, perhaps with arguments that are not computed.
     """

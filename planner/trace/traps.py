@@ -1,4 +1,4 @@
-"""Notices, while a model is traced, what a trace would silently get wrong.
+"""Finds, while a model is traced, code that a trace would silently get wrong.
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.

@@ -7,7 +7,8 @@ buffers are cast to 16 bits, as few as possible; model.to(torch.bfloat16) would 
 gaussian_nll_loss checks a tensor's values, which a trace does not know; here the check is left out.
 
 Libraries ask torch whether a graph is being made. If it is, they compute otherwise than in
-training: with masks of their own instead of `is_causal`, or without a check. So torch answers no.
+training: with their own masks instead of `is_causal`, or without a check. Therefore torch answers
+no.
 """
 
 from __future__ import annotations

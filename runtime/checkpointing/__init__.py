@@ -1,4 +1,4 @@
-"""What remains of a training: the weights, and everything needed to resume it.
+"""Keeps the results of a training: the weights, and everything needed to resume it.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -42,7 +42,7 @@ from autopar.runtime.ranks.refusal import refuse
 
 NAME = ".autopar-in-use.json"
 BEAT_SECONDS = 15.0
-_MISSED = 4  # after so many beats without a change, a process on another machine is taken for dead
+_MISSED = 4  # after so many beats without a change, a process on another machine counts as dead
 _SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
 _SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # clocks of two machines differ
@@ -54,11 +54,11 @@ class FolderHolder:
     """The process that holds a folder."""
 
     written_by: str = MARK["written_by"]
-    word: str  # unique to this claim
+    word: str  # a random word, unique to this claim
     host: str
     machine: str  # the scope of process numbers: one boot of a machine, or one container
     process: int
-    began: int | None  # ticks since the boot; None where the system does not say
+    began: int | None  # ticks since the boot; None if unknown
     folder: str  # as that process sees it
     beats: int = 0
 
@@ -147,7 +147,7 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the path `seen` is another folder. If it does not exist, this one was moved."""
+    """Whether the path `seen` is another folder. If it does not exist, `folder` was moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -186,7 +186,7 @@ def _own(folder: Location) -> FolderHolder:
 
 
 def _machine() -> str:
-    """Return an identifier that differs between machines and containers of one host name."""
+    """Return an identifier of this machine or container; others may have the same host name."""
     found = []
     with suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -213,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Create the file, and return whether that worked. On a disk, it works for one process only."""
+    """Create the holder's file; False if another process did, or if there is no disk with links."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"
@@ -228,7 +228,7 @@ def _created(folder: Location, holder: FolderHolder) -> bool:
 
 
 def _put(folder: Location, holder: FolderHolder) -> None:
-    """Write the file over any old one, so that a reader never finds half of it."""
+    """Replace the holder's file at once, so that a reader never finds half of it."""
     if isinstance(folder, Path):
         aside = folder / f"{NAME}.{holder.word}"
         write(aside, [_text(holder)])
@@ -265,7 +265,7 @@ def _give_back(folder: Location, holder: FolderHolder, ended: threading.Event) -
             (folder / NAME).unlink()
 
 
-FOLDER = "checkpoints"  # the default: --resume auto looks here if --checkpoint names no folder
+FOLDER = "checkpoints"  # the default, in which --resume auto looks if --checkpoint names no folder
 _FIX = "name another place with --checkpoint, or --checkpoint none to keep nothing"
 
 

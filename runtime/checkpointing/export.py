@@ -1,4 +1,4 @@
-"""Turns the weights that the ranks hold into .safetensors files of the user's whole model."""
+"""Writes the weights that the ranks hold as .safetensors files of the user's whole model."""
 
 from __future__ import annotations
 
@@ -134,14 +134,14 @@ def _marked(index: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporting:
-    """Where the trained weights go, and the files that `save_pretrained` would write there."""
+    """The destination of the trained weights, and the files that `save_pretrained` would write."""
 
     place: Destination
     form: SavedForm | None  # None: each weight is written under its name in the model
 
 
 def exporting(place: Destination | None, recipe: Recipe, mesh: Mesh) -> Exporting | None:
-    """Return where weights go, and what `save_pretrained` would write, before training begins."""
+    """Return the destination and form of the export before training begins; None without export."""
     if place is None:
         return None
     form = _form(recipe) if place.is_folder and mesh.rank == 0 else None
@@ -193,7 +193,7 @@ def _write(
     saved = SavedModel(to.form, whole_model.gathered) if to.form is not None else None
     entries = whole_model.entries
     wanted = saved.weights if saved is not None else tuple(one.name for one in entries)
-    # the first rank's list: it alone knows the files of the export
+    # all ranks use the first rank's list, because only the first knows the files of the export
     (wanted, *_) = every_rank(wanted, mesh)
     if mesh.rank != 0:
         for name in wanted:
@@ -235,7 +235,7 @@ class _Whole:
         )
 
     def gathered(self, name: str) -> Tensor:
-        """Return a whole tensor on the first rank. The others send their shards and get nothing.
+        """Return a whole tensor on the first rank. Other ranks send shards and return nothing.
 
         Every rank calls this for the same tensors in the same order.
         """

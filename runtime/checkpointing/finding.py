@@ -1,10 +1,10 @@
 """Finds the checkpoint to resume from, and deletes old ones.
 
-Distinguishes the folders of a training: complete checkpoints, unfinished ones, broken ones.
+Distinguishes complete, unfinished and broken checkpoints among the folders of a training.
 
-On a disk, a checkpoint is written as `step-N.tmp` and renamed when it is complete. An object store
-cannot rename: there it has its final name from the start, and its manifest is written last and
-deleted first. A `step-N` folder that holds no file of a checkpoint belongs to another program.
+On a disk, a checkpoint is written as `step-N.tmp` and renamed when it is complete. In an object
+store, which cannot rename, it has its final name from the start, and its manifest is written last
+and deleted first. A `step-N` folder that holds no file of a checkpoint belongs to another program.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def unfinished_in(folder: Location) -> list[Location]:
-    """Return unfinished checkpoints: being written now, or left by a training that was killed."""
+    """Return unfinished checkpoints: being written, or left by a training that was killed."""
     if isinstance(folder, StorePath):
         return [one for one in _named_folders(folder) if not (one / NAME).exists()]
     every = folder.glob(f"{STEP}*{UNFINISHED}") if folder.is_dir() else ()
@@ -128,7 +128,7 @@ def put_in_place(fresh: Location, place: Location, manifest: str) -> None:
 
 
 def give_up(place: Location) -> None:
-    """Mark a folder as unfinished, so that it does not look like a broken checkpoint."""
+    """Give up a checkpoint: mark its folder as unfinished, so that it does not look broken."""
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
@@ -237,7 +237,7 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose files are all as they were written."""
+    """A checkpoint's folder, in which all files are as they were written."""
 
     folder: Location
     manifest: Manifest
@@ -246,8 +246,8 @@ class Checkpoint:
 def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None; every byte of it has been verified.
 
-    The ranks share the reading. Broken checkpoints are skipped with a note. If the named one is
-    broken, or all are, the training exits instead of starting over.
+    The ranks share the reading. Broken checkpoints are skipped with a note. If the named checkpoint
+    is broken, or every one, the training exits instead of starting over.
     """
     if resume not in (AUTO, NEVER):
         return _named(location(resume).resolve(), folder, mesh)

@@ -1,4 +1,4 @@
-"""Resumes a training from its last checkpoint, writes new ones, and exports the weights."""
+"""Resumes a training from its last checkpoint, writes new checkpoints, and exports the weights."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from autopar.runtime.weights.loading import WeightsOrigin
 
 
 class Keeper:
-    """What a script calls to save its training and to resume it.
+    """The object through which a script saves and resumes its training.
 
-    `step` and `rows` are where this run begins: 0, or the position of the checkpoint. `steps` is
-    the last step of the training; --epochs is converted to steps.
+    `step` and `rows` count what was trained before this run: 0, or the position of the checkpoint.
+    `steps` is the last step of the training; --epochs is converted to steps.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Keeper:
         return self._progress
 
     def evaluated(self, step: int, found: Evaluated) -> None:
-        """Print the result of an evaluation after a step; `after` saves the best one."""
+        """Print the result of an evaluation after a step; `after` saves the best weights."""
         assert self._progress is not None
         self._progress.leave_out(found.seconds)
         self._evaluations.note(step, found)
@@ -151,7 +151,7 @@ class Keeper:
         return self._evaluations.are_over
 
     def after(self, step: int) -> None:
-        """Do what is due after a step: save a checkpoint, run checks, exit after a signal."""
+        """Finish a step: save a checkpoint if one is due, run checks, exit after a signal."""
         self._profile.end(step)
         self._garbage.after(step)
         self._keep(step)
@@ -222,7 +222,7 @@ class Keeper:
         owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             restore_random_states(found, self._mesh)
-        else:  # another plan: new random states, other than those of the first steps
+        else:  # for another plan: new random states, different from those of the first steps
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
             torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
@@ -276,7 +276,7 @@ class Keeper:
             self._tell_kept(self._saving.finish())
 
     def _tell_kept(self, saved: SavedCheckpoint) -> None:
-        """Print that a checkpoint was saved, or why not; the training goes on in either case."""
+        """Print that a checkpoint was saved, or why it was not; the training goes on."""
         if saved.failure is not None:
             self._tell_failure(saved.step, saved.failure)
             return
@@ -333,7 +333,7 @@ class Keeper:
         )
 
     def _refuse_broken(self, step: int, told: str) -> None:
-        """Print that weights are not finite and not kept; exit unless --on-nan go-on is set."""
+        """Print that weights are not finite and so not saved; exit unless --on-nan go-on is set."""
         found = f"{told} after step {step:,}, and are not kept"
         if self._options.on_nan == GO_ON:
             self._say(f"note: {found}")
@@ -369,7 +369,7 @@ class Keeper:
         self._rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
 
     def _learning_rate(self) -> float | None:
-        """Return the learning rate of the last step, of the first parameter group."""
+        """Return the learning rate of the first parameter group in the last step."""
         return None if self._rate is None else float(self._rate)
 
     def _say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which tensor lies in which file; written, read and validated."""
+"""Writes, reads and validates the manifest of a checkpoint: which tensor lies in which file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CheckpointOrigin:
 
     torch: Word
     model: Word  # the digest of its model file
-    plan: Word  # a digest of which rank holds which shards
+    plan: Word  # a digest of the shards on each rank
     degrees: Word = ""  # the plan's degrees as text: dp 2 · tp 2
 
 
@@ -87,7 +87,7 @@ class CheckpointOrigin:
 class ExportedWeight:
     """A weight of the exported model."""
 
-    dtype: torch.dtype  # chosen by the constructor
+    dtype: torch.dtype  # the constructor's
     aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
@@ -188,7 +188,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def read_moment(folder: Location) -> Moment:
-    """Read only the position from a manifest: to check the rest takes seconds for large models."""
+    """Read only the position from a manifest; checking the rest takes seconds for large models."""
     with _told_as_broken():
         return record(Moment, _content(folder).get("moment"), where="moment")
 
@@ -241,8 +241,8 @@ def _as_data(one: Logical) -> dict[str, Any]:
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
 
 
-_MOST_PAIRS = 10_000_000  # most pairs of shards to compare; more would take minutes
-_LARGEST = 2**63  # of a tensor's integers
+_MOST_PAIRS = 10_000_000  # of shards to compare; more pairs would take minutes
+_LARGEST = 2**63  # integers of a tensor are smaller
 
 
 def manifest_faults(manifest: Manifest) -> Iterator[str]:
@@ -263,7 +263,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_made(scalar: Scalar) -> bool:
-    """Whether the scalar's number fits its dtype."""
+    """Whether a scalar's number and its dtype are possible."""
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         return False
@@ -281,7 +281,7 @@ def _of_tensors(manifest: Manifest) -> Iterator[str]:
         fault = _of_shards(one, manifest) or _of_cover(one, pairs)
         if fault:
             yield f"{where}: {fault}"
-            return  # the shards cannot be checked against a shape that is wrong
+            return  # the sizes of shards are not known if a shape is wrong
         for shard in one.shards:
             sizes[shard.file] += shard.chunks.elements * one.dtype.itemsize
     for name, size in sizes.items():
@@ -329,7 +329,7 @@ def _of_cover(one: Logical, pairs: _Pairs) -> str:
 
 
 def _overlap(shards: Sequence[Stored], dims: int, pairs: _Pairs) -> bool:
-    """Whether two shards overlap. Sweeps along the dim that is cut into most pieces."""
+    """Whether two shards overlap, found by a sweep along the dim that is cut into most pieces."""
     cuts = [{ends for shard in shards for ends in shard.chunks.ranges[dim]} for dim in range(dims)]
     along = max(range(dims), key=lambda dim: len(cuts[dim]), default=0)
     every = sorted(

@@ -1,4 +1,4 @@
-"""Writes the tensors of a whole model, and replaces no files of other programs."""
+"""Writes the tensors of a whole model to files, and replaces no files of other programs."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ WEIGHTS = (f"*model*{ENDING}", f"*{ENDING}.index.json")  # file names that libra
 EXPORT_MARK = MappingProxyType({"format": "pt", **MARK})  # shards of checkpoints have no "format"
 _FIX = "name another place with --export, or --export none to keep no weights"
 _MOST_BYTES = 10**8  # the limit of safetensors for a header; also used for an index
-_LEFT_SECONDS = 3600.0  # after which an unfinished file that does not grow is taken for abandoned
+_LEFT_SECONDS = 3600.0  # an unfinished file that has not grown for so long is abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where an export goes: a .safetensors file, or a folder of them."""
+    """The place of an export: a .safetensors file, or a folder of them."""
 
     path: Location
 
@@ -104,7 +104,7 @@ def check_destination(
 
 
 def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FIX) -> None:
-    """Exit if a folder holds weights or named files that are not from an export."""
+    """Exit if a folder holds weights, or files of these names, that are not from an export."""
     foreign = next(to.foreign(names), None)
     if foreign is not None:
         found = f"{foreign} is there, and autopar has not exported it: it is not replaced"
@@ -113,7 +113,7 @@ def refuse_foreign(to: Destination, names: Iterable[str] = (), *, fix: str = _FI
 
 @contextmanager
 def written_aside(paths: Sequence[Location]) -> Iterator[Mapping[Location, Location]]:
-    """Give each file a temporary name to write to; after an error, no temporary file stays."""
+    """Give each file a temporary name to write to; after an error, remove the temporary files."""
     word = uuid4().hex[:8]
     aside = {path: path.with_name(f".{path.name}.{word}.autopar-tmp") for path in paths}
     for path in paths:
@@ -200,7 +200,7 @@ def write_model(
 ) -> None:
     """Write tensors in the order of their entries; an earlier export stays until all are written.
 
-    Other files are written only where no file of another program has their name.
+    Other files (such as config.json) replace existing ones only if an earlier export is there.
     """
     folder = to.path if to.is_folder else to.path.parent
     is_again = any(to.earlier())
@@ -216,7 +216,7 @@ def write_model(
             path.parent.mkdir(parents=True, exist_ok=True)
             tensors = map(partial(tensor_of, file), file.entries)
             write_tensors(aside[path], file.entries, tensors, file.metadata)
-        foreign = next(to.foreign(), None)  # written by somebody else during the training
+        foreign = next(to.foreign(), None)  # written by another program during the training
         if foreign is not None:
             raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
         if to.is_folder:
@@ -231,7 +231,7 @@ def write_model(
 
 
 def told(to: Destination, files: ModelFiles) -> str:
-    """Return where the weights are, with their size, as a message."""
+    """Return a message with the place and the size of the weights."""
     return f"in {to.path}{os.sep if to.is_folder else ''} ({files.size_bytes / 1e6:,.1f} MB)"
 
 

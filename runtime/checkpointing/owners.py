@@ -1,10 +1,10 @@
-"""Which rank writes which part of the model.
+"""Decides which rank writes which part of the model.
 
-Turns the modules of this rank into the logical tensors that the rank holds parts of.
+Turns the modules of this rank into parts of logical tensors.
 
 A logical tensor is a tensor of the user's whole model, under the first of its names there. The plan
 determines which part of it is on this rank. Checkpoints store logical tensors, so every plan can
-read those of another plan.
+read the checkpoints of another plan.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class NamedTensor:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, not a buffer."""
+        """Whether the tensor is a parameter, not a buffer."""
         return isinstance(self.place.tensor, nn.Parameter)
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it belongs to a state dict."""
+        """Whether the tensor belongs to a state dict."""
         return self.place.attribute not in self.place.module._non_persistent_buffers_set
 
 
@@ -79,7 +79,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """What an optimizer steps: whole parameters, or pieces of them."""
+    """Finds what an optimizer steps of a parameter: the whole, or pieces."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None
@@ -96,7 +96,7 @@ class Stepped:
 
 
 def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Iterator[LocalPart]:
-    """Yield the weights on this rank; where the optimizer has an fp32 copy, the copy."""
+    """Yield the weights on this rank; if the optimizer has an fp32 copy, yield the copy."""
     stepped = Stepped(optimizer)
     for one in named_tensors(parts):
         tensor, key = one.place.tensor, one.names[0]
@@ -157,7 +157,7 @@ def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
 
 
 SMALL = 2**14  # elements; a tensor up to this size is written whole by one rank
-# Each rank writes at least so many pieces, so that all ranks write about as much.
+# Each rank writes about so many pieces, so that all ranks write nearly equal amounts.
 _PIECES = 16
 
 
@@ -189,9 +189,10 @@ class _HeldShard:
 
 
 class Owners:
-    """Which rank writes which shard: agreed on once, and again when a rank holds other tensors.
+    """The agreement on which rank writes which shard, renewed when a rank holds other tensors.
 
-    Its tensors change, because an optimizer creates a parameter's states at the first gradient.
+    The tensors of a rank change, because an optimizer creates a parameter's states at the first
+    gradient.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -200,7 +201,7 @@ class Owners:
         self._owned: tuple[Owned, ...] = ()
 
     def of(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
-        """Return what each rank writes: the same list on all ranks, ordered by key."""
+        """Return the shards that ranks write: the same list on all ranks, ordered by key."""
         here = [
             _HeldShard(
                 key=one.key, dtype=one.tensor.dtype, chunks=one.chunks, is_buffer=one.is_buffer
@@ -213,7 +214,7 @@ class Owners:
 
 
 class Here:
-    """Finds the tensors that this rank writes in the memory of the training."""
+    """Finds, in the memory of the training, the tensors that this rank writes."""
 
     def __init__(self, local_tensors: Iterable[LocalPart]) -> None:
         self._tensors: dict[tuple[str, Chunks], Tensor] = {}
@@ -221,7 +222,7 @@ class Here:
             self._tensors.setdefault((one.key, one.chunks), one.tensor)
 
     def tensor(self, owned: Owned) -> Tensor:
-        """Return the values that this rank owns."""
+        """Return the values of a shard that this rank writes."""
         tensor = self._tensors[owned.key, owned.held]
         return tensor if owned.rows is None else tensor[slice(*owned.rows)]
 

@@ -1,9 +1,9 @@
-"""What a training prints: its step lines, slow ranks, non-finite numbers.
+"""Prints the progress of a training: step lines, slow ranks, non-finite numbers.
 
-Finds ranks that are slower than the others.
+Also finds the slow ranks.
 
-In a step all ranks wait for the slowest one, so step times are equal everywhere. Two things are
-measured per rank instead: how long it waits for its rows, and how long it takes for the same small
+In a step all ranks wait for the slowest one, so step times are equal everywhere. Instead, two times
+are measured on each rank: how long it waits for its rows, and how long it takes for the same small
 matrix product between two steps. Slow links are not found.
 """
 
@@ -44,7 +44,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Return which parameters of this rank have nan or inf, reading each once."""
+    """Return the number of this rank's parameters with nan or inf; each parameter is read once."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
@@ -88,7 +88,7 @@ class Own:
     """Times that one rank measures alone."""
 
     product_seconds: float
-    reading_seconds: float  # waited for the rows of a step
+    reading_seconds: float  # the time waited for the rows of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +115,11 @@ class Pace:
         # step lines until the next comparison; the first line is skipped as a warm-up
         self._lines = 1
         self._reading, self._slow_before = mesh.reading.seconds, frozenset[int]()
-        # names of the ranks' devices: only equal ones are compared
+        # names of the ranks' devices; only ranks with equal devices are compared
         self._kinds: Sequence[str] | None = None
 
     def slow_ranks(self, steps: int, step_seconds: float) -> Sequence[SlowRank]:
-        """Return the slow ranks of the `steps` since the last line; all ranks call this at each."""
+        """Return the slow ranks in the `steps` since the last line; all ranks call this."""
         read, self._reading = self._mesh.reading.seconds - self._reading, self._mesh.reading.seconds
         self._lines -= 1
         if self._mesh.world.size == 1 or self._mesh.is_dry_run or self._lines >= 0:
@@ -135,8 +135,7 @@ class Pace:
         ranks = [Own(product_seconds=one[0], reading_seconds=one[1]) for one in every]
         each = self._mesh.data.size * self._mesh.tensor.size
         found = list(slow_among(ranks, self._kinds, step_seconds, ranks_of_stage=each))
-        # One product may be disturbed, so a rank must be slow twice; reading is a mean of many
-        # steps.
+        # One product may be disturbed, so a rank must be slow twice in a row.
         once, self._slow_before = self._slow_before, frozenset(one.rank for one in found)
         return [one for one in found if one.rank in once]
 
@@ -191,8 +190,8 @@ def _kind(device: torch.device) -> str:
 
 
 GO_ON = "go-on"  # of --on-nan
-_BAR_SECONDS = 0.1  # between two updates of the bar, which is drawn while the device computes
-Planned = tuple[str, float, float]  # the device, seconds of a step on it, MFU
+_BAR_SECONDS = 0.1  # at least, between two updates of the bar
+Planned = tuple[str, float, float]  # predicted: the device, seconds of a step, MFU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +229,7 @@ class StepLine:
 
 
 class Progress:
-    """What the first rank prints during training; times are means since the last line.
+    """The progress that the first rank prints; times are means since the last line.
 
     Numbers are read from the device only for these lines.
     """
@@ -261,7 +260,7 @@ class Progress:
         self._drawn = 0.0
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
-        """Print a step line and return its loss; exit if the loss is not finite, unless allowed."""
+        """Print a step line and return its loss; exit if the loss is not finite (see --on-nan)."""
         loss = mean_loss(own_loss, self._mesh)
         clipped = float(norm) if self._options.clip else None
         steps = step - self._step
@@ -314,7 +313,7 @@ class Progress:
         data = asdict(line)
         self._metrics.add(**data)
         if self._mesh.rank == 0:
-            # Formulas of a CPU without a profile may be far off: that is no fault of the run.
+            # Formulas for a CPU without a profile may be far off, which is no fault of the run.
             is_rough = self._planned[0] == CPU_BY_FORMULA
             shown = replace(line, against_plan=None) if is_rough else line
             say(json.dumps(data) if self._options.json else shown, sys.stdout)
@@ -326,7 +325,7 @@ class Progress:
                 say(f"note: {one}")
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
-        """Exit on all ranks and print where the loss became non-finite; or go on if allowed."""
+        """Unless --on-nan is go-on, print where the loss became non-finite, and exit."""
         if self._options.on_nan == GO_ON:
             return
         self._before_stopping()

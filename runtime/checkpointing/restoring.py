@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background, and restores a training from one."""
+"""Restores a training from a checkpoint, writes checkpoints in threads, and notes evaluations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from autopar.runtime.weights.stored_tensors import open_tensors
 
 
 class Reader:
-    """Reads slices of logical tensors; each file is opened once."""
+    """Reads slices of a checkpoint's logical tensors; each file is opened once."""
 
     def __init__(self, checkpoint: Checkpoint, files: ExitStack) -> None:
         self.checkpoint = checkpoint
@@ -78,7 +78,7 @@ class Reader:
                 tensor[target] = found.to(tensor.device, tensor.dtype)
 
     def box(self, shard: Stored, place: Slices) -> Tensor:
-        """Return a box of a shard; for a 0-dim tensor, the tensor."""
+        """Return a box of a shard, or a 0-dim tensor itself."""
         found = self._file(shard.file).get_slice(shard.entry)
         box: Tensor = found[place] if place else found[...]
         return box
@@ -183,7 +183,7 @@ def _restored_state(reader: Reader, target: Target, key: str, optimizer: Optimiz
 def go_back(
     folder: Location, best: int, parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh
 ) -> None:
-    """Restore this rank's weights from the checkpoint of the best step; note if it is broken."""
+    """Restore this rank's weights from the checkpoint of the best step, unless it is broken."""
     place = step_folder(folder, best)
     found = verified(place, mesh)
     if isinstance(found, str):
@@ -201,7 +201,7 @@ class SavedCheckpoint:
 
     step: int
     failure: str | None
-    seconds: float  # from its step until it was in place
+    seconds: float  # from the step's end until the checkpoint was in place
     waited_seconds: float  # the part of `seconds` in which the training stood still
 
 
@@ -216,8 +216,8 @@ class _UnderWay:
 class CheckpointSaving:
     """The checkpoint that is being written; there is at most one.
 
-    On each rank a thread writes the rank's file. The thread sends no messages, because messages of
-    two threads would need process groups of their own. The ranks exchange them between two steps.
+    On each rank a thread writes the rank's file. The thread sends no messages, because this would
+    need further process groups. The ranks exchange messages between two steps.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -237,7 +237,7 @@ class CheckpointSaving:
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
         """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
 
-        A rank without host memory for the copy writes at once. The other ranks are not told.
+        A rank without host memory for the copy writes at once; the others are not informed.
         """
         file: Future[Written | str] = Future()
         try:
@@ -288,7 +288,7 @@ class Evaluations:
         self._since = 0  # number of evaluations since the best one
 
     def go_on(self, folder: Location, step: int) -> None:
-        """Resume after a step; the best evaluation is the one that has a checkpoint."""
+        """Resume after a step; the best evaluation is the best among the checkpoints up to it."""
         there = checkpoints_in(folder) if self._mesh.rank == 0 else ()
         before = [one for one in there if step_of(one) <= step]
         self._best = every_rank(best_of(before), self._mesh)[0]

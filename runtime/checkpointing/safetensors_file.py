@@ -1,9 +1,7 @@
-"""Writes tensors into a .safetensors file, from copies on the host.
-
-Copies tensors from the device into pinned host memory.
+"""Copies tensors into host memory, and writes them into a .safetensors file.
 
 torch's own allocator of pinned memory rounds each tensor up to a power of two and never frees it.
-The memory here is allocated pageable and pinned by the CUDA driver.
+This file allocates pageable memory and lets the CUDA driver pin it.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class HostRoom:
 
 
 def blocks_of(flat: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of flat tensors. A block is valid until the next one is requested.
+    """Yield the bytes of flat tensors in blocks. A block is valid until the next is requested.
 
     Tensors on a device are copied block by block: one block is copied while another is used.
     """
@@ -126,7 +124,7 @@ class _Memory:
 
 
 def free_host_bytes() -> int | None:
-    """Return the free memory of this machine, or of this process's container."""
+    """Return the free memory of this machine or, if that is less, of this process's container."""
     found = []
     with suppress(OSError, StopIteration):
         line = next(one for one in _MEMORY.read_text().splitlines() if "MemAvailable" in one)

@@ -1,7 +1,7 @@
-"""What a loop does between steps: signals, garbage collection, the profile of a step.
+"""Work of the loop between steps: signals, garbage collection, the profile of a step.
 
-Python runs its garbage collector after a certain number of allocations, on each rank at another
-time, and the other ranks wait each time. Here all ranks collect after the same step. Objects that
+Python runs its garbage collector after a certain number of allocations. Ranks reach it at different
+times, and each time the other ranks wait. Here all ranks collect after the same step. Objects that
 exist before the first step are frozen and not examined again.
 """
 
@@ -45,15 +45,15 @@ _LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after the first signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """What all ranks know after a step. Steps without an exchange have the defaults."""
+    """The ranks' common answer after a step. Steps without an exchange have the defaults."""
 
-    stops: bool = False  # some rank was asked to stop
+    stops: bool = False  # a signal asked some rank to stop
     is_written: bool = False  # no rank is still writing
     is_due: bool = False  # a checkpoint is due by the clock
 
 
 class StopWish:
-    """Whether this process, or that of another rank, was asked to stop.
+    """The wish of a signal, to this rank or another, that the training stops.
 
     Ranks exchange this about once a second, or after each step if steps are longer: a message after
     every step of 10 ms would cost 3 %. Each answer fixes the step of the next exchange.
@@ -89,7 +89,7 @@ class StopWish:
         self._before = {}
 
     def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> StepAnswer:
-        """Return what the ranks agree on. All ranks call this after every step."""
+        """Return the ranks' common answer. All ranks call this after every step."""
         self._steps_ended += 1
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:
@@ -108,7 +108,7 @@ class StopWish:
         return StepAnswer(stops=bool(stops), is_written=not writing, is_due=bool(due))
 
     def _end_with_torchrun(self) -> None:
-        """Start a thread that exits if torchrun has asked for it and no step ends in time.
+        """Start a thread that ends the process if torchrun asks for it and no step ends in time.
 
         Python runs signal handlers between two bytecode instructions, so a main thread that waits
         for a device never runs one. Signals are therefore also written to a socket that a thread
@@ -117,7 +117,7 @@ class StopWish:
         told, teller = socketpair()
         teller.setblocking(False)
         signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
-        # forked workers have signals of their own
+        # forked workers handle their own signals
         os.register_at_fork(after_in_child=_write_no_signals)
         threading.Thread(target=self._look, args=(told, teller), daemon=True).start()
 
@@ -153,7 +153,7 @@ EVERY_STEPS = 100
 
 
 class Garbage:
-    """When garbage is collected: seldom, or after each step if reference cycles hold tensors."""
+    """Collects garbage: seldom, or after each step if reference cycles hold tensors."""
 
     def __init__(self) -> None:
         self._every, self._first_step = EVERY_STEPS, 0
@@ -163,14 +163,14 @@ class Garbage:
         """Turn off automatic collection; `after` collects."""
         self._first_step, self._was_enabled = step + 1, gc.isenabled()
         gc.collect()
-        self._is_frozen = gc.get_freeze_count() == 0  # otherwise somebody else froze the objects
+        self._is_frozen = gc.get_freeze_count() == 0  # otherwise other code has frozen objects
         if self._is_frozen:
             gc.freeze()
         gc.disable()
 
     def after(self, step: int) -> None:
         """Collect if it is due; the step is the same on all ranks."""
-        # the first step leaves garbage that later steps do not
+        # not after the first step: its garbage is not typical
         if step == self._first_step + 1 and _free_tensors():
             # the model's code makes cycles with tensors: device memory matters more than time
             self._every = 1
@@ -199,12 +199,12 @@ _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """What one rank did in the profiled step."""
+    """The times and memory of one rank in the profiled step."""
 
     rank: int
     pipeline_rank: int
     step_seconds: float
-    compute_seconds: float  # time in which at least one kernel ran that is no communication
+    compute_seconds: float  # in which at least one kernel ran, not counting communication
     memory_bytes: int | None  # peak reserved so far, on a GPU
 
 
@@ -257,7 +257,7 @@ def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
 
 
 def covered_us(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of the spans lasts; spans may overlap."""
+    """Return the total time covered by spans, which may overlap."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

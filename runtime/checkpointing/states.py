@@ -72,7 +72,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What an optimizer steps: a parameter, or a piece of one."""
+    """A tensor that an optimizer steps: a parameter, or a piece of one."""
 
     name: str  # of the parameter in the whole model
     parameter: nn.Parameter  # the optimizer's
@@ -88,7 +88,7 @@ class Target:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the optimizer steps the whole parameter here."""
+        """Whether this rank's optimizer steps the whole parameter."""
         shape = self.chunks.global_shape
         return self.chunks == whole(shape) and tuple(self.parameter.shape) == shape
 
@@ -146,14 +146,14 @@ def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scala
 
 
 def is_scalar(value: Any, target: Target) -> bool:
-    """Whether a state is a single number although the parameter has more elements."""
+    """Whether a state is a plain number, or a 0-dim tensor of a parameter with dims."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.shape != target.parameter.shape
     return isinstance(value, _PLAIN)
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
-    """Read one-element tensors, by their ids; the host waits once per dtype."""
+    """Return the numbers in one-element tensors, by their ids; the host waits once per dtype."""
     alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for one in tensors:
         alike[one.dtype, one.device].append(one)

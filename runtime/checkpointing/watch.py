@@ -1,12 +1,12 @@
 """Notices that a training hangs, and prints where each rank is.
 
 Torch's flight recorder shows which collectives a rank has started and which one it waits for. On a
-GPU the host runs ahead: every rank waits at a line that reads a number, whatever the cause. The
-collectives started in each group, compared between ranks, show more.
+GPU the host runs ahead, so every rank waits at a line that reads a number, whatever the cause is.
+Comparing the collectives that ranks have started in each group shows more.
 
 The ranks exchange their places through torchrun's store. Each rank appends one line to one key; one
-rank per node reads it, and all wait for the result. One thread of one rank serves the store, so
-each rank makes only a few calls. Ranks that write nothing are found to be stopped.
+rank per node reads it, and all wait for the result. A single thread serves the store, so each rank
+makes only a few calls. A rank that writes nothing is taken to be stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnderWay:
 
 
 def under_way() -> UnderWay:
-    """Return this rank's collectives, or nothing if the flight recorder is off or missing."""
+    """Return this rank's collectives; none if the flight recorder is off or missing."""
     with suppress(Exception):  # an error here must not hide the rest of the message
         return _read(json.loads(_dumped()).get("entries", []))
     return UnderWay(begun={})
@@ -104,14 +104,14 @@ def _op(entry: Mapping[str, Any]) -> str:
 
 
 def _axis(described: str) -> str:
-    """Return which ranks form a group, from its description."""
+    """Return words for the ranks of a group, from its description."""
     if described.startswith("mesh_"):
         return f"the {described.removeprefix('mesh_')} axis"
     return "all ranks" if described == "default_pg" else f"group {described!r}"
 
 
 def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
-    """Return the ranks that hold others up, with the collective they have not started.
+    """Return the ranks that delay others, each with the collective that it has not started.
 
     A rank that itself waits for a collective is not to blame, unless all ranks wait.
     """
@@ -127,12 +127,12 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
 
 _POLL_SECONDS = 0.5
 _LEAST_SECONDS = 5.0  # time for all ranks to write their places
-_RANKS_PER_SECOND = 50  # that connect to the store and write
+_RANKS_PER_SECOND = 50  # so many ranks can connect to the store and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank is, and its collectives."""
+    """The code that a rank is running, and its collectives."""
 
     rank: int
     where: str
@@ -186,7 +186,7 @@ class RollCall:
         self.reads = False  # whether this rank reads the answers for its node
 
     def answer(self, place: RankPlace) -> RollCallResult:
-        """Write this rank's place and return all places. Raises if the store is gone."""
+        """Write this rank's place, and return the result. Raises if the store is gone."""
         self._store.append(self._key("places"), place.to_line())
         self.reads = self._store.add(self._key(f"reader of {self._nodes[self._rank]}"), 1) == 1
         if self.reads:
@@ -211,7 +211,7 @@ class RollCall:
         return f"{self._word}/{name}"
 
     def _read(self) -> RollCallResult:
-        """Return the places written in time; wait a second time for missing ranks."""
+        """Return the result from the places written in time; wait twice if ranks are missing."""
         places = self._places()
         if len(places) < len(self._nodes):
             places = self._places()
@@ -232,7 +232,7 @@ class RollCall:
 
 
 def told_places(places: Iterable[RankPlace], silent: Sequence[int] = ()) -> str:
-    """Describe the places: silent ranks first, then the few that differ from the others."""
+    """Describe the places: silent ranks first, then places with few ranks, then the others."""
     every = sorted(places, key=lambda place: place.rank)
     missing = not_begun({one.rank: one.under_way for one in every})
     found: dict[str, list[int]] = {}
@@ -262,9 +262,9 @@ _PATIENT = 3  # times the usual wait, during a checkpoint or an evaluation
 class Watch:
     """A thread on each rank that checks whether the training still takes steps.
 
-    If it hangs, all ranks wait for one that has stopped, reads its data for ever, or calls another
-    collective. The ranks exchange their places through torchrun's store. A rank that does not
-    answer has stopped.
+    If it hangs, all ranks wait for one rank that has stopped, reads data endlessly, or calls
+    another collective. The ranks exchange their places through torchrun's store. A rank that does
+    not answer has stopped.
     """
 
     def __init__(self, mesh: Mesh, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Takes a snapshot of a training, and writes it as a checkpoint in the background."""
+"""Takes a snapshot of a training, and writes it as a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def exported_of(
 def export_dtype(held: torch.dtype, built: torch.dtype) -> torch.dtype:
     """Return the dtype to export: the constructor's, except after a training in float64.
 
-    Such a training is compared with another one to the last digit.
+    Such a training is compared with another training to the last digit.
     """
     is_exact = held is torch.float64
     return held if is_exact or not built.is_floating_point else built
@@ -104,7 +104,7 @@ class CheckpointSnapshot:
         return self.manifest.moment.step
 
     def write(self) -> Written | str:
-        """Write this rank's file, in any thread; return the result, or why it failed."""
+        """Write this rank's file, in any thread; return its size and digest, or the failure."""
         try:
             return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
         except OSError as error:
@@ -112,7 +112,7 @@ class CheckpointSnapshot:
 
 
 class Agreed:
-    """What the ranks agreed on for a checkpoint; reused for later ones."""
+    """The agreements of the ranks for a checkpoint, reused for later checkpoints."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -120,7 +120,7 @@ class Agreed:
         self._exported: Mapping[str, ExportedWeight] | None = None
 
     def owned(self, local_tensors: Iterable[LocalPart]) -> tuple[Owned, ...]:
-        """Return what each rank writes."""
+        """Return the shards that each rank writes."""
         return self._owners.of(local_tensors)
 
     def exported(

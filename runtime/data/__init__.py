@@ -1,4 +1,4 @@
-"""Rows of a dataset, and the weight of each loss.
+"""Reads rows of a dataset, and weights losses.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -1,10 +1,10 @@
 """Turns a dataset, a stream, or an example batch into the microbatches of one data rank.
 
-Step s takes rows s·G to (s+1)·G − 1 of one endless sequence; G is the global batch. Exceptions are
-the last rows of an epoch, which may be dropped or form a step of their own. The rows of a step are
-the same under every plan. Within a step, microbatch m of all data ranks together is one contiguous
-block. A plan with d data ranks therefore trains on the rows that one process would with
-microbatches d times as large. On different devices, data ranks have different numbers of rows.
+Step s takes rows s·G to (s+1)·G − 1 of one endless sequence; G is the global batch. Only the last
+rows of an epoch may be dropped, or form a smaller step. The rows of a step are the same under every
+plan. Within a step, microbatch m of all data ranks together is one contiguous block. A plan with d
+data ranks therefore trains on the same rows as one process with microbatches d times as large. If
+devices differ, data ranks may have different numbers of rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Placed = tuple[tuple[int, int], Any]  # ((epoch, number of the row), the row)
 
 
 class StreamedRows(IterableDataset[Row]):
-    """The batches of this data rank from a stream of rows: every rank reads the whole stream.
+    """The batches of this data rank from a stream of rows; every rank reads the whole stream.
 
     Row n of the stream is row n of the training under every plan. Random numbers drawn for a row
     depend on the seed and the row's position. When the stream ends, it is read again from its
@@ -136,7 +136,7 @@ class StreamStack:
 
 
 def refuse_empty(dataset: Any, *, is_first: bool) -> None:
-    """Exit because a stream has no rows, or none the second time."""
+    """Exit because a stream has no rows, or no rows when it is read again."""
     name = f"the dataset ({type(dataset).__name__})"
     if is_first:
         refuse(f"{name} is empty", fix="look where build_dataset reads from")
@@ -238,7 +238,7 @@ def weighed_by_rows(
 
 
 def _weights(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
-    """Yield weights as tensors. There are few distinct ones; each is copied to the device once."""
+    """Yield weights as tensors; each distinct weight is copied to the device only once."""
     known: dict[float, Tensor] = {}
     for part in parts:
         if part not in known:
@@ -286,7 +286,7 @@ def dataset_batches(
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield what a loader reads. The caller has started the loader, which draws a random number."""
+    """Yield a loader's batches. The caller has started the loader, which draws a random number."""
     with refusals_of_workers():
         yield from loaded
 
@@ -350,8 +350,8 @@ def synthetic_batches(
     """Yield this rank's microbatches of one example batch, the same in every step.
 
     `rows` is the number of microbatches in a step, and the rows of each. Each rank of `rows_over`
-    has a share of these rows. Every tensor is a new one, as from a loader, so a model may write to
-    it. For a GPU, the same pinned tensors are yielded again: each copy on the GPU is a new one.
+    has a share of these rows. Every tensor is new, as from a loader, so a model may write to it.
+    For a GPU, the same pinned tensors are yielded again, because their copies on the GPU are new.
     """
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)
@@ -375,7 +375,7 @@ def synthetic_batches(
 def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) -> Batch:
     """Return a batch with all rows of a microbatch, except for keys in `own`.
 
-    Each rank has read a share of the rows. Each key takes one all-gather, usually of few numbers.
+    Each rank has read a share of the rows. Gathering takes one collective for each key.
     """
     if axis.size == 1:
         return batch

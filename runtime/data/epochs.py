@@ -1,8 +1,8 @@
-"""How many steps an epoch has, and which of their rows each data rank reads.
+"""Groups the rows of an epoch into steps, and distributes them over data ranks.
 
-A full step gives each data rank the rows that the plan says. A step with fewer rows (the last of an
-epoch) distributes them evenly over the microbatches of all ranks. If there are too few even for
-that, the last microbatches repeat a row with weight 0.
+A full step gives each data rank as many rows as the plan says. A step with fewer rows (the last of
+an epoch) distributes them evenly over the microbatches of all ranks. If rows are too few for all
+microbatches, the last ones repeat a row with weight 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LastRows(StrEnum):
 class Epochs:
     """How the rows of a dataset are grouped into steps.
 
-    A position is a number of rows: those of finished epochs and those read of the current one.
+    A position is a number of rows: those of finished epochs, and those read in the current epoch.
     Dropped rows count, too. `rows` may be None (unknown) with RUN_ON.
     """
 
@@ -47,7 +47,7 @@ class Epochs:
     last: LastRows = LastRows.RUN_ON
 
     def passes(self, begun: int) -> Iterator[tuple[int | None, Iterator[int]]]:
-        """Yield the remaining rows of each epoch, and the rows of each step that takes them.
+        """Yield, for each epoch, the number of its remaining rows and of the rows in each step.
 
         With RUN_ON there is one endless epoch, whose number of rows is None.
         """
@@ -160,10 +160,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealing:
-    """Distributes the rows of a step over data ranks; seen from one rank.
+    """Distributes the rows of a step over data ranks, as seen from one rank.
 
-    `each` is the number of rows in a microbatch, for each data rank; `fewest` is the least it may
-    be. Only if `repeats` is set can a rank get a row with weight 0.
+    `each` is the number of rows in a microbatch, for each data rank; `fewest` is the smallest
+    allowed number. Only if `repeats` is set can a rank get a row with weight 0.
     """
 
     each: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Reads microbatches, and weights their losses: the sum is the mean over the whole global batch.
+"""Reads microbatches, and weights their losses so that they add up to the global batch's loss.
 
 A mean over valid targets (ignore_index) is not the mean of the microbatches' means: a microbatch
 with few valid targets would count too much.
@@ -31,11 +31,11 @@ from autopar.runtime.ranks.transport import summed
 
 Found = TypeVar("Found")
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
-# (counts, number of parts they come from) → what the loss divides by
+# (counts, number of parts that they come from) → the loss's divisor
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
 _MOST_STEPS_BACK = 4  # ops searched backwards from a loss to its division: casts, factors
-MOST_STEPS_AHEAD = 4  # host memory holds their batches
+MOST_STEPS_AHEAD = 4  # few, because host memory holds their batches
 
 
 def as_counted(counts: Tensor, _: float) -> Tensor:
@@ -71,9 +71,9 @@ def read_batches(
     """Yield this rank's microbatches on its device, with the weights of their losses.
 
     Reading is described in `weighed_by_rows`. A loss that is a mean over valid targets is weighted
-    by the count of these (`targets`), a loss that adds several means by that of each (`terms`);
-    `divisor` maps a count to what the loss divides by. `sums_rows` is for a loss that is a sum over
-    rows. If the ranks of `rows_over` read a share of the rows each, the others' rows are gathered,
+    by their count (`targets`), a loss that adds several means by the count of each mean (`terms`);
+    `divisor` maps a count to the loss's divisor. `sums_rows` is for a loss that is a sum over rows.
+    If each rank of `rows_over` reads a share of the rows, the other ranks' rows are gathered,
     except for keys in `own`.
     """
     data = weighed_by_rows(example_batch, options, mesh, rows=rows, rows_over=rows_over, **reading)
@@ -103,7 +103,7 @@ def weighted(
 
     The sum of a step's scaled losses, averaged over the data axis like gradients, is the mean over
     all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
-    microbatches and ranks). `divisor` maps a count to what the loss divides by.
+    microbatches and ranks). `divisor` maps a count to the loss's divisor.
     """
     ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
     return ((batch, share) for batch, _, share in ahead)
@@ -138,8 +138,8 @@ def _counted_ahead(
     """Yield microbatches with their weights by rows and by counts; repeated rows count 0.
 
     Batches are read one step ahead, then two, then four. The counts of several steps are summed
-    over ranks in one message: one message per step took 0.3 ms on two gloo processes, and made all
-    ranks wait between forward and backward. Later batches are read one at a time as batches are
+    over ranks in one message. (One message per step took 0.3 ms on two gloo processes, and made all
+    ranks wait between forward and backward.) The next batches are read one by one while these are
     used, so that loading keeps pace.
     """
     steps, read = 1, list(islice(data, microbatches))
@@ -162,7 +162,7 @@ def _counted_ahead(
 def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
     """Yield a rank's microbatches with the weight for a loss that is a sum over rows.
 
-    Losses and gradients are averaged over data ranks, so the weight undoes that.
+    Losses and gradients are averaged over data ranks, so the weight undoes the averaging.
     """
     return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 
@@ -197,7 +197,7 @@ def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> 
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
-    """Scale a mean loss. A mean over no targets is nan, and counts as 0.
+    """Scale a mean loss. A mean over no targets would be nan; it counts as 0.
 
     A 16-bit loss becomes float32, because sums and scaled losses do not fit 16 bits.
     """
@@ -207,7 +207,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
-    """Block the gradient of a mean whose count is 0: 0 ÷ 0 has none."""
+    """Make the gradient of a mean over no targets zero; that of 0 ÷ 0 is nan."""
 
     def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)

@@ -1,4 +1,4 @@
-"""Says why a dataset's row or length does not fit the plan."""
+"""Explains why a dataset, its length or a row does not fit the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ROWS = 10**9  # their order is shuffled in memory
 
 
 class Fault(NamedTuple):
-    """What was found, and what to do."""
+    """A fault in a row or dataset, and how to fix it."""
 
     found: str
     fix: str
@@ -103,7 +103,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
-    """Return why something is not a dataset, or has a bad length; its own errors are raised."""
+    """Return why an object is no dataset or has a bad length; errors in its code are raised."""
     name = f"the dataset ({type(dataset).__name__})"
     if isinstance(dataset, DataLoader):
         return Fault(

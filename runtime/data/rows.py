@@ -91,9 +91,9 @@ class Collated:
 
 
 def apart(columns: Row) -> Row:
-    """Return columns of which no two share memory, because a model may write to one.
+    """Return the columns without shared memory, because a model may write to them.
 
-    A collate function may return one tensor under two keys, or two views of one.
+    A collate function may return the same tensor under two keys, or two views of a tensor.
     """
     apart_ones: Row = {}
     for key, value in columns.items():
@@ -154,7 +154,7 @@ class RawRows(Dataset[Any]):
             return [self._read(place) for place in places]
 
     def made(self, place: RowPlace, row: Any) -> Any:
-        """Return the row in the form that the loader stacks."""
+        """Return a row in the form that the loader's collate function takes."""
         return place, row
 
     def _read(self, place: RowPlace) -> Any:
@@ -199,7 +199,7 @@ def row_of(row: Any, columns: Mapping[str, RowColumn], dataset: Any) -> Row:
 
 
 def _reads_at_once(dataset: Any) -> bool:
-    """Whether a dataset reads several rows in one call; torch's Subset only seems to."""
+    """Whether a dataset reads several rows in one call; a Subset does if its own dataset does."""
     if isinstance(dataset, Subset):
         return _reads_at_once(dataset.dataset)
     return hasattr(dataset, "__getitems__")
@@ -210,9 +210,9 @@ def rows_like(
 ) -> DatasetRows:
     """Return the rows of a dataset with the keys of an example batch.
 
-    Exits if a row does not fit, and prints what the dataset should return. Prints notes: for
-    numbers in a row that the example lacks, for other shapes, and for fewer rows than `at_once`,
-    which the data ranks train on at once.
+    Exits if a row does not fit, and prints what the dataset should return. Prints notes about
+    numbers in a row that the example lacks, about other shapes, and about fewer rows than
+    `at_once`, the rows that the data ranks train on at once.
     """
     with exit_on_row_error(dataset):
         first = dataset[0]
@@ -280,9 +280,9 @@ def few(dataset: Any, at_once: int) -> Iterator[str]:
 def to_device(
     batch: Row, mesh: Mesh, dtype: torch.dtype, *, channels_last: Collection[str] = ()
 ) -> Row:
-    """Return a batch on this process's device, in fp64 or fp32 where the training needs it.
+    """Return a batch on this process's device; floats get the training's dtype if it is wider.
 
-    A GPU copies the batch on a stream of its own, while it still runs earlier steps. Images named
+    A GPU copies the batch on a separate stream, while it still runs earlier steps. Images named
     in `channels_last` get this memory format, which convolutions on a GPU prefer.
     """
     moved = _copied(batch, mesh.device, dtype)

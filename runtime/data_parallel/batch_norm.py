@@ -1,4 +1,4 @@
-"""Makes batch norms use statistics over an axis, and fp32 weights where kernels want them."""
+"""Makes batch norms use statistics over an axis, and fp32 weights where kernels need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.ranks.transport import gathered, summed
 def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
     """Make every batch norm of a module take its statistics over an axis.
 
-    The instances take a subclass of their class: parameters, buffers and names stay as they are.
+    The norms get a subclass of their class: parameters, buffers and names stay as they are.
     """
     if axis.size == 1:
         return
@@ -95,7 +95,7 @@ class _Synchronised(_BatchNorm):
     axis: Axis
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the norm's class; in training, with the whole axis's statistics."""
+        """Run the forward of the norm's class; training uses the statistics of the whole axis."""
         with _Asked({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
@@ -130,8 +130,8 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 class _Normalise(torch.autograd.Function):
     """Batch norm with one collective each way, on any device.
 
-    torch's SyncBatchNorm makes the host wait in each forward (it masks out ranks without rows), and
-    copies channels_last inputs.
+    torch's SyncBatchNorm makes the host wait in each forward, because it masks out ranks without
+    rows, and copies channels_last inputs.
     """
 
     @staticmethod
@@ -181,13 +181,13 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
+    """Return mean, biased variance and count of an axis, from those of each rank (Chan's formula).
 
     Sums of squares would also take one collective, but are inexact if the mean is large.
     """
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    unused, unread = x.new_zeros((2, channels), dtype=wide)  # the outputs take these tensors' dtype
+    unused, unread = x.new_zeros((2, channels), dtype=wide)  # outputs have their dtype
     mean, variance = torch.batch_norm_update_stats(x, unused, unread, 0.0)
     count = mean.new_full((1,), x.numel() // channels)
     all_ranks = gathered(torch.cat([mean, variance, count]), axis)

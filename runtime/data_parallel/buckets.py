@@ -1,4 +1,4 @@
-"""Buckets of gradients, and how they are averaged."""
+"""Buckets of gradients, and their averaging over data ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autopar.runtime.ranks.transport import ComingPart, ComingSum
 class Averaging:
     """Which ranks average gradients, and which part of the mean each rank gets."""
 
-    shard: Axis  # each of its ranks gets one part; with size 1, the whole
+    shard: Axis  # each of its ranks gets one part; an axis of one rank gets the whole
     replica: Axis  # all of its ranks get the same part
-    wire_dtype: torch.dtype | None = None  # the dtype in which gradients are sent; None: their own
+    wire_dtype: torch.dtype | None = None  # for sending gradients; None: the gradients' dtype
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the data."""
+        """The number of ranks that average gradients."""
         return self.shard.size * self.replica.size
 
     @property
@@ -57,7 +57,7 @@ class ComingMean:
             self._over_copies = ComingSum(self._part.value(), axis, operation=operation)
 
     def value(self) -> Tensor:
-        """Wait, and return the part in the memory of the flat tensor."""
+        """Wait for the mean, and return this rank's part, which lies in the flat tensor."""
         self.sum_over_replicas()
         assert self._over_copies is not None
         part = self._over_copies.value()
@@ -89,14 +89,15 @@ class Span:
 class Bucket:
     """A flat buffer that several gradients are views of, and its reduction.
 
-    If `shard` has several ranks, each keeps the mean of its own part only. The parameters then have
-    no gradients after the reduction; `held` yields this rank's parts of the means.
+    If `shard` has several ranks, each rank keeps only its part of the mean (the bucket is cut). The
+    parameters then have no gradients after the reduction; `held` yields this rank's parts of the
+    means.
     """
 
     parameters: tuple[nn.Parameter, ...]
     shard: Axis
     spans: tuple[Span, ...] = field(init=False)
-    buffer: Tensor | None = None  # made when the first gradient comes
+    buffer: Tensor | None = None  # allocated when the first gradient arrives
     views: tuple[Tensor, ...] = ()
     missing: int = 0  # gradients still to come in this step
     coming: ComingMean | None = None
@@ -124,7 +125,7 @@ class Bucket:
         return self.shard.size > 1
 
     def allocate(self) -> Tensor:
-        """Return the buffer, and allocate it if needed."""
+        """Allocate the buffer if it does not exist yet, and return it."""
         if self.buffer is None:
             first = self.parameters[0]
             dtype = gradient_dtype(first)
@@ -140,7 +141,7 @@ class Bucket:
         for place in places:
             parameter, view = self.parameters[place], self.views[place]
             if parameter.grad is None:
-                view.zero_()  # no gradient came in this step; the buffer still holds an older one
+                view.zero_()  # without a gradient in this step; the buffer still holds an older one
             elif parameter.grad is not view:
                 views.append(view)
                 gradients.append(parameter.grad)
@@ -154,7 +155,7 @@ class Bucket:
         self.allocate().mul_(1 / ranks)
 
     def let_go(self) -> None:
-        """Drop the .grad of a cut bucket's parameters: their reduction begins."""
+        """Drop the .grad of a cut bucket's parameters when their reduction begins."""
         if self.is_cut:
             here = (n for n, parameter in enumerate(self.parameters) if parameter.grad is not None)
             self._reached |= frozenset(here)
@@ -198,7 +199,7 @@ class Bucket:
         return self._parts.get(place, buffer[:0])
 
     def forget(self) -> None:
-        """Forget the reduced part of a cut bucket: the next step begins."""
+        """Forget the reduced part of a cut bucket before the next step."""
         self._reached, self._earlier = frozenset(), None
 
     def _make_room(self) -> None:

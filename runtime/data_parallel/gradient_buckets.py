@@ -1,4 +1,4 @@
-"""Averages the gradients of one rank over the data axis, bucket by bucket."""
+"""Averages gradients over the data axis, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.runtime.model.parts import is_listed
 
 
 class GradientBuckets:
-    """Reduces gradients over the data axis as soon as a bucket of them is complete.
+    """Averages gradients over the data axis as soon as all gradients of a bucket have arrived.
 
     It does what DistributedDataParallel does, without wrapping the module. It also handles what DDP
     cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards split into halves
-    (zero bubble) or stages, and means of which each rank gets a part (ZeRO-1). Parameters that the
-    loss does not reach keep no gradient, as on one device, so weight decay skips them.
+    (zero bubble) or stages, and means of which each rank needs only a part (ZeRO-1). Parameters
+    that the loss does not reach keep no gradient, as on one device, so weight decay skips them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GradientBuckets:
         self.narrow()  # if no optimizer was built, the parameters are still in fp32
 
     def attach(self, module: nn.Module) -> None:
-        """Register hooks on the parameters that the module has now; later calls do nothing."""
+        """Register hooks on the module's trainable parameters; later calls do nothing."""
         if self._is_attached:
             return
         self._is_attached = True
@@ -98,12 +98,12 @@ class GradientBuckets:
         return tuple(b.buffer for b in self.buckets if b.buffer is not None)
 
     def take_in(self) -> None:
-        """Move gradients that bypassed the hooks (of a split backward) into the buckets."""
+        """Move gradients of split backwards, which bypass the hooks, into the buckets."""
         for bucket in self.buckets:
             bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
 
     def _watch(self, bucket: Bucket, place: int) -> None:
-        """Register a hook that starts the reduction of a bucket once its gradients are there.
+        """Register a hook on one parameter; the last gradient of a bucket starts its reduction.
 
         While microbatches only accumulate, the hook moves the gradient into the bucket at once.
         """

@@ -1,8 +1,8 @@
 """Gives a module data parallelism in place.
 
-Also works around two limits of `fully_shard`. Its hooks gather parameters when a module is called,
-not when its forward is (`layer.forward(x)`). And they pass copies of dicts and lists to a layer, so
-that what the layer writes there is lost.
+Also works around two limits of `fully_shard`. Its hooks do not gather parameters if a module's
+forward is called directly (`layer.forward(x)`). And they pass copies of dicts and lists to a layer,
+so that its writes to them are lost.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to the tensors that replace them in the body.
+    """Copy classes and attributes of parameters to the tensors that replace them inside.
 
-    Sharded parameters get them at once, for the optimizer. Gathered ones get them before a forward.
+    Sharded parameters get them afterwards, for the optimizer. Gathered ones get them before a
+    forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield
@@ -83,7 +84,7 @@ def _marked(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _Carrying:
-    """A forward pre-hook."""
+    """A forward pre-hook that copies classes and attributes to gathered parameters."""
 
     def __init__(self, originals: Mapping[str, Tensor]) -> None:
         self._originals = originals
@@ -108,9 +109,9 @@ def compute_in(
     """Make a module take floating inputs in 16 bits, and cast the named buffers.
 
     Other buffers keep their dtypes: a rotary table rounded to bf16 is off by whole radians at far
-    positions, and a moving mean in bf16 never changes. Trainable parameters are fp32 for now; the
-    optimizer copies them. A pipeline stage (`takes_received`) gets the tensors of the stage before
-    in their own dtypes.
+    positions, and a moving mean in bf16 never changes. Trainable parameters stay in fp32 until the
+    optimizer has copied them. A pipeline stage (`takes_received`) does not cast the tensors that it
+    receives.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
@@ -128,7 +129,7 @@ def compute_in(
 
 
 def narrow_frozen(module: nn.Module, half: torch.dtype) -> None:
-    """Cast frozen parameters to 16 bits: no optimizer needs more."""
+    """Cast frozen parameters to 16 bits: no optimizer needs them in fp32."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             parameter.data = _cast(parameter.data, half)
@@ -154,7 +155,7 @@ def wrap(
     """Give a module data parallelism in place and return it; names stay as they are.
 
     zero 0 and 1: whole parameters, gradients averaged bucket by bucket. With zero 1 each rank of
-    mesh.shard gets its part of every bucket, and the optimizer steps that part (`build_optimizer`).
+    mesh.shard gets one part of every bucket, and its optimizer steps that part (`build_optimizer`).
     `apart` names parameters whose gradients are also summed over other axes. The ranks of such a
     sum must have the same parts, so the parameters of one entry share no bucket with others.
 
@@ -216,8 +217,8 @@ def buckets_of(module: nn.Module) -> GradientBuckets | None:
 def set_last(module: nn.Module, is_last: bool) -> None:
     """Say whether the next backward is the last one of a step (the default).
 
-    zero 0 and 1 average gradients in the last one. zero 2 frees the gathered parameters after it.
-    zero 3 does not need to know.
+    zero 0 and 1 average gradients in the last backward. zero 2 frees the gathered parameters after
+    it. zero 3 ignores this.
     """
     buckets = buckets_of(module)
     if buckets is not None:
@@ -239,7 +240,7 @@ def _shard(
     policy: MixedPrecisionPolicy,
     frees_after_forward: bool,
 ) -> None:
-    """Shard the units, inner ones first, then the module with all that is left."""
+    """Shard the units, inner ones first, then the module with all remaining parameters."""
     device_mesh = _shard_mesh(mesh)
     chosen = {id(unit) for unit in _large(units) if unit is not module}
     shared = _shared_parameters(module)
@@ -258,7 +259,7 @@ def _shard(
 
 
 def _large(units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the units that have at least a tenth of the largest one's elements."""
+    """Return the units with at least a tenth as many elements as the largest unit."""
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
     return [unit for unit, size in zip(units, sizes, strict=True) if 10 * size >= max(sizes)]
 
@@ -282,7 +283,7 @@ def _lay_in_order(module: nn.Module) -> None:
 
 
 def _widen(module: nn.Module) -> None:
-    """Cast a model built entirely in 16 bits to fp32; a model of mixed dtypes stays."""
+    """Cast a model built entirely in 16 bits to fp32; leave a model of mixed dtypes as it is."""
     own = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if own and own.issubset(HALF_DTYPES):
         module.to(torch.float32)

@@ -1,4 +1,4 @@
-"""The loss of a model over the rows of an evaluation dataset.
+"""Computes the loss of a model over the rows of an evaluation dataset.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

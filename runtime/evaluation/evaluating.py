@@ -56,7 +56,7 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Restore a model's modes and buffers and the random states afterwards.
 
-    There are no gradients inside. Random numbers drawn for rows are the same each time.
+    Autograd is off inside. Random numbers drawn for rows are the same each time.
     """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     modes = [(module, module.training) for part in parts for module in part.modules()]
@@ -84,7 +84,7 @@ def _reshard(parts: Sequence[nn.Module]) -> None:
                 module.reshard()
 
 
-Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # from microbatches, in order
+Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbatches, in order
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
@@ -110,7 +110,7 @@ def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
 
 
 def with_gradients(losses: Losses) -> Losses:
-    """Compute losses with autograd on, for a model that computes gradients itself or has hooks."""
+    """Return a function that computes losses with autograd on, for a model that uses gradients."""
 
     @torch.enable_grad()
     def computed(batches: Iterable[Batch]) -> Iterator[Tensor]:
@@ -121,7 +121,7 @@ def with_gradients(losses: Losses) -> Losses:
 
 
 def evaluates_after(step: int, options: Namespace) -> bool:
-    """Whether the options ask for an evaluation after a step: every N steps, and after the last."""
+    """Whether an evaluation follows a step: every --eval-every steps, and after the last step."""
     every = options.eval_every
     return bool(every) and (step % every == 0 or step == options.steps)
 
@@ -130,10 +130,10 @@ class Evaluation:
     """The loss over a dataset, equal to that of one process with all rows in one batch.
 
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
-    these. If the loss adds several means, each is weighted by its own count among the `terms`.
-    `divisor` maps a count to what the loss divides by. A loss that is a sum is scaled to a training
-    step, which has `microbatches` on all data ranks together. `metrics` are means over values
-    computed from the model's outputs.
+    these. If the loss adds several means, each mean is weighted by its count, which `terms`
+    returns. `divisor` maps a count to the loss's divisor. A loss that is a sum is scaled to a
+    training step, which has `microbatches` on all data ranks together. `metrics` are means over
+    values computed from the model's outputs.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Evaluation:
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
         """Yield each microbatch, how often its rows are repeated, the model's inputs, and its loss.
 
-        A pipeline reads several microbatches before it has the loss of the first.
+        A pipeline reads several microbatches before it has the loss of the first microbatch.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
@@ -224,16 +224,16 @@ class Evaluation:
             yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
-        """Return a microbatch's weight in the mean."""
+        """Return a microbatch's weight in the mean: its rows, or its valid targets."""
         if self._targets is None:
             return torch.tensor(rows.dealer.size)
         return self._targets(Exact(batch))
 
     def _weighed(self, batch: Batch, rows: EvaluationRows) -> Batch:
-        """Return a microbatch with a weight for each mean that its loss adds up.
+        """Return a microbatch with weights for the means that its loss adds up.
 
-        The whole loss is weighted by rows / rows.count. Each mean should be weighted by its count
-        over all counts, so its own weight is the quotient of the two.
+        The whole loss is weighted by rows / rows.count. Each mean should be weighted by count / all
+        counts, so the weight added here is the quotient of the two.
         """
         if self._terms is None or self._all_terms is None:
             return batch
@@ -245,5 +245,5 @@ class Evaluation:
 
 
 def _parts_of(rows: EvaluationRows) -> float:
-    """Return how many microbatches the rows make, without repetitions."""
+    """Return how many microbatches of this rank's size the rows make, perhaps a fraction."""
     return rows.count / rows.dealer.size

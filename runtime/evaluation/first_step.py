@@ -32,12 +32,12 @@ from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 from autopar.runtime.weights.stored_tensors import in_float64
 
-# The largest relative difference between a loss and that of plain PyTorch. Both use the same
-# weights and no random numbers; they differ by the order of sums and by roundings. In fp32, sums of
-# thousands of terms over tens of layers make some hundred roundings, and a model that computes in
-# fp64 may round to fp32 somewhere. In 16 bits, sums are made in fp32 and each layer rounds its
-# output; in a mean over all targets this mostly cancels. One 16-bit rounding (8 bits of mantissa)
-# is twenty times the largest difference seen.
+# The largest relative difference allowed between a loss and that of plain PyTorch. Both use the
+# same weights and no random numbers; they differ by the order of sums and by roundings. In fp32,
+# sums of thousands of terms over tens of layers make some hundred roundings, and a model that
+# computes in fp64 may round to fp32 somewhere. In 16 bits, sums are made in fp32 and each layer
+# rounds its output; in a mean over all targets this mostly cancels. One 16-bit rounding (8 bits of
+# mantissa) is twenty times the largest difference seen.
 _FULL = 500 * torch.finfo(torch.float32).eps
 ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
     {
@@ -57,7 +57,7 @@ class Plainly:
     new_batch: Example
     new_loss: Callable[[Any, Batch], Tensor] | None = None  # None if the model returns its loss
     half_buffers: Collection[str] = ()  # names of buffers that a 16-bit training casts
-    needs_gradients: bool = False  # the model computes some itself, or has hooks on them
+    needs_gradients: bool = False  # the model computes gradients itself, or has hooks on them
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a model.
@@ -103,7 +103,7 @@ def first_step_checked(
     own: Collection[str] = (),
     rows: int = 0,
 ) -> Iterator[Weighed]:
-    """Return `data`; exit if the first microbatch's loss differs from plain PyTorch's.
+    """Exit if the first microbatch's loss differs from plain PyTorch's; return `data` unchanged.
 
     Rank 0 computes the loss in plain PyTorch. `terms` counts the targets of each mean in the loss.
     The ranks of `rows_over` have read only their part of the `rows` for the keys in `own`.
@@ -175,7 +175,7 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _P
 
 
 def _built(plainly: Plainly, options: Namespace, mesh: Mesh) -> nn.Module:
-    """Return the whole initial model, with parameters of the training's dtype."""
+    """Return the whole initial model, with parameters in the training's dtype."""
     model = plain_model(plainly.new_model, seed=options.seed)
     if options.weights is not None:
         files, may_lack = options.weights.files, options.weights.may_lack

@@ -20,7 +20,7 @@ from autopar.runtime.ranks.user_code import told
 
 
 def once(found: Tensor, times: int) -> Tensor:
-    """Return sums over rows that occur `times` times as if each occurred once; 0 if none does."""
+    """Count repeated rows once: return their sums divided by `times`; 0 if `times` is 0."""
     return found / times if times else torch.zeros_like(found)
 
 
@@ -31,7 +31,7 @@ def over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
 
 
 class Outputs(dict[str, Any]):
-    """A model output: a dataclass, or the output class of a library.
+    """The outputs of a model that returns a dataclass or a library's output class.
 
     Entries are found by name, by attribute, and by index among those that are not None.
     """
@@ -48,7 +48,7 @@ class Outputs(dict[str, Any]):
 
 
 def named_outputs(**values: Any) -> Any:
-    """Return a namedtuple with the model's own names."""
+    """Return a namedtuple with the field names of the model's output."""
     return namedtuple("NamedOutputs", values)(**values)
 
 
@@ -56,7 +56,7 @@ class Absent:
     """A placeholder for outputs that a script does not compute.
 
     These are outputs that the loss does not depend on, or objects that a trace does not see into.
-    Metrics that use one end the script with a message.
+    If metrics() uses a placeholder, the script exits with a message.
     """
 
     def __init__(self, place: str) -> None:
@@ -100,11 +100,11 @@ class RowMetrics:
     def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
         self._measure, self._mesh = measure, mesh
         self._outputs: list[Any] = []  # of the last microbatch, if this rank computes them
-        self.sums: dict[str, Tensor] = {}  # sum of the elements, and their number
+        self.sums: dict[str, Tensor] = {}  # per metric: sum of the elements, and their number
 
     @contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Capture the model's outputs, or those that a forward returning the loss has stored."""
+        """Capture the model's outputs, returned or (by a forward that returns the loss) stored."""
 
         def take(part: nn.Module, _: Any, returned: Any) -> None:
             found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []
@@ -154,9 +154,9 @@ class RowMetrics:
 
 
 def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, str] | None:
-    """Return why metrics have no mean over all rows and how to mend it, or None.
+    """Return why metrics have no mean over all rows and how to fix this, or None.
 
-    `like` are the names of an earlier batch.
+    `like` are the metrics' names in an earlier batch.
     """
     if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
         return (

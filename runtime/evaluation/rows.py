@@ -1,9 +1,9 @@
 """Deals the rows of an evaluation to data ranks, so that each row counts once.
 
 All ranks get the same number of microbatches, and each microbatch has the size of the plan. The
-last rows of a dataset may not fill one, and are repeated: of 5 rows with 4 to a microbatch, the
-last one fills a microbatch four times. All rows of a microbatch are repeated equally often, so
-their mean is unchanged.
+last rows of a dataset may not fill a microbatch, and are repeated: of 5 rows with 4 to a
+microbatch, the last row fills a microbatch four times. All rows of a microbatch are repeated
+equally often, so their mean is unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Dealer:
     def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
         """Yield this rank's microbatches, and how often each row is repeated.
 
-        While other ranks still have rows, a rank without any gets a microbatch repeated 0 times.
+        While other ranks still have rows, a rank without rows gets a microbatch repeated 0 times.
         """
         left = iter(rows)
         while block := list(islice(left, self.block)):
@@ -121,8 +121,8 @@ def read_evaluation(
 ) -> EvaluationRows | None:
     """Return the rows for evaluation, or None if there is no evaluation.
 
-    Ranks of `rows_over` read a share of a microbatch each, and gather all keys except `own`. If the
-    model mixes rows (not `fills`), the last rows that do not fill a microbatch are dropped.
+    Each rank of `rows_over` reads a share of a microbatch, and gathers all keys except `own`. If
+    the model mixes rows (not `fills`), the last rows that do not fill a microbatch are dropped.
     """
     if not options.eval_every or options.data == "synthetic" or mesh.is_dry_run:
         return None
@@ -146,7 +146,7 @@ def read_evaluation(
 
 
 def _built(new_dataset: Callable[[], Any]) -> Any:
-    """Return the dataset; the rows of a stream as a list."""
+    """Return the dataset, or for a stream the list of its rows."""
     with told(f"{MAKER}() of the model file"):
         dataset = new_dataset()
     if not is_streamed(dataset, maker=MAKER):
@@ -158,7 +158,7 @@ def _built(new_dataset: Callable[[], Any]) -> Any:
             f"{MAKER}() streams more than {MOST_STREAMED:,} rows, and a stream is held in memory",
             fix="let it end earlier, or give it __len__ and __getitem__",
         )
-    is_streamed(rows, maker=MAKER)  # exits if there are none
+    is_streamed(rows, maker=MAKER)  # exits if there are no rows
     return rows
 
 
@@ -189,7 +189,7 @@ class EvaluationRows:
 
     @property
     def count(self) -> int:
-        """How many rows there are, without dropped ones."""
+        """The number of rows, without dropped ones."""
         rows = len(self.rows)
         return rows if self.dealer.fills else rows - rows % self.dealer.block
 
@@ -209,7 +209,7 @@ class EvaluationRows:
             yield from zip(agreed(iter(loader), sharers, mesh.device), times, strict=True)
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return a microbatch as the model takes it: on its device, with all rows it needs."""
+        """Return a microbatch as the model needs it: on the device, with gathered rows."""
         batch = to_device(batch, self.mesh, self.options.dtype)
         if self.rows_over.size == 1:
             return batch

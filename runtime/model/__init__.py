@@ -1,4 +1,4 @@
-"""The modules that a rank holds, and their classes.
+"""Prepares the modules that a rank holds: classes, shards, pipeline stages.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from autopar.runtime.tensor.shards import has_own_ops, put_into
 
-# dicts of modules whose tensors are found by name
+# a module's dicts of registered tensors and submodules
 REGISTERED = ("_parameters", "_buffers", "_modules")
-# prefixes of modules whose objects belong to a plan, not to the user's model
+# prefixes of Python modules whose objects do not belong to the user's model
 OF_PLANS = ("torch.distributed.", "autopar.")
 
-# takes the attribute in which the tensor was found, and the tensor
+# takes the attribute's name and the tensor found there; returns the replacement
 Change: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
@@ -58,7 +58,7 @@ class _ObjectWalk:
         self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
 
     def replaced(self, value: Any) -> Any:
-        """Return the replacement of a value: the value itself, unless it is a tensor or a tuple."""
+        """Return a value, or the replacement of a tensor or tuple; other values change in place."""
         if id(value) in self._seen:
             return self._seen[id(value)]
         self._seen[id(value)] = value
@@ -114,7 +114,7 @@ def _is_of_plan(one: Any) -> bool:
 def sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield pairs of names: a parameter, and another tensor that shares memory with it.
 
-    In plain PyTorch, training changes both. Under a plan each has memory of its own.
+    In plain PyTorch, training changes both. Under a plan they have separate memory.
     """
     parameters = {name: one for name, one in model.named_parameters() if _lies_in_memory(one)}
     others = list(parameters.items()) + list(model.named_buffers())
@@ -139,7 +139,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage share an element; assumed if their dtypes differ."""
+    """Whether two tensors of one storage share an element; True if their dtypes differ."""
     if one is other or not one.numel() or not other.numel():
         return False
     size = one.untyped_storage().nbytes()

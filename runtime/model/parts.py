@@ -1,4 +1,4 @@
-"""The modules of a rank: their names, their classes, and the shards that the rank holds."""
+"""Prepares a rank's modules: looks up names, replaces classes, shards parameters."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from autopar.runtime.tensor.shards import (
 )
 from autopar.runtime.tensor.slices import begin_anew, begins_anew
 
-OUTERMOST = "_autopar_recomputes"  # marks an instance whose own forward wraps that of its classes
+OUTERMOST = "_autopar_recomputes"  # marks modules whose own forward wraps the class's
 
 
 def class_with_forward(module: nn.Module) -> type[nn.Module]:
     """Return a class whose forward is the module's, even if it was assigned to the instance.
 
     `self.forward = self.forward_train` in an __init__ would hide the forward of any class that the
-    module takes. Here that function becomes the forward of a class, which a subclass can override.
+    module takes. Such a function becomes the forward of a new class, which a subclass can override.
     The forward of a recomputed module stays on the instance, because it calls the class's forward.
     """
     kind = type(module)
@@ -71,7 +71,7 @@ def starred(name: str) -> tuple[str, ...]:
 
 
 def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return the entry of each name, itself or with stars; names without an entry are left out."""
+    """Return the table's entry for each name, listed itself or with stars; omit other names."""
     found = (
         (name, next((n for n in (name, *starred(name)) if n in table), None)) for name in names
     )
@@ -84,11 +84,11 @@ def is_listed(name: str, listed: Collection[str]) -> bool:
 
 
 def keep_apart(module: nn.Module) -> None:
-    """Make a module (a layer) copy the tensors it is given, and return no views.
+    """Make a module (a layer) copy its input tensors, and return no views.
 
     A recomputed forward needs its inputs unchanged, and inputs from fully_shard must not be written
-    to. Writing to a view of an output would drop the output's hooks. The instance takes a subclass
-    of its class: parameters, buffers and names stay as they are.
+    to. Writing to a view of an output would drop the output's hooks. The module gets a subclass of
+    its class: parameters, buffers and names stay as they are.
     """
     kind = class_with_forward(module)
     module.__class__ = type(f"Apart{kind.__name__}", (_Apart, kind), {})
@@ -153,7 +153,7 @@ Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A pipeline stage: the class that the model takes, its modules, and the tensors it sends.
+    """A pipeline stage: the class for the model, the modules it holds, and the tensors it sends.
 
     The sent tensors are a function of the batch if their lengths vary. `bounds` are attributes that
     differ between stages of one class: the first layer, and the end of the range of layers.
@@ -180,7 +180,7 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
     """Replace every listed parameter or buffer, under all its aliases, by this rank's part.
 
-    In the names * stands for the number of a layer.
+    In the names of `splits`, * stands for any number, such as that of a layer.
     """
     aliases = group_aliases(places(model))
     known = [place.name for group in aliases for place in group]
@@ -198,7 +198,7 @@ def shard_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) 
 def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
     """Give modules subclasses of their classes, and the tensor axis as an attribute.
 
-    In the modules' names * stands for the number of a layer.
+    In the names of `classes`, * stands for any number, such as that of a layer.
     """
     begin_anew(model)
     modules = dict(model.named_modules())
@@ -259,11 +259,11 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
-    """Compile the named layers, each by itself; layers of equal code share the compiled code.
+    """Compile the named layers, each separately; layers with equal code share the compiled code.
 
-    Call this before `recompute` and `wrap`: what they add to a layer is not compiled. A line that
-    torch cannot compile runs as it is, between two compiled parts. Dropout draws the same numbers
-    as without compiling.
+    Call this before `recompute` and `wrap`: the code that they add to a layer is not compiled. A
+    line that torch cannot compile runs as it is, between two compiled parts. Dropout draws the same
+    numbers as without compiling.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True

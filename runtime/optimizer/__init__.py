@@ -1,4 +1,4 @@
-"""Gradient clipping, and the optimizer step on a rank's shards.
+"""Clips gradients, and steps the optimizer on a rank's shards.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

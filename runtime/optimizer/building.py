@@ -1,4 +1,4 @@
-"""Builds a rank's optimizer and schedule: the model file's, or AdamW with warm-up and cosine."""
+"""Builds a rank's optimizer and schedule: the model file's, or AdamW with warm-up and decay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODEL, NAMED = "model", "named_parameters"  # argument names with a special mean
 
 
 def asked_by(factory: OptimizerFactory) -> str:
-    """Return the name of build_optimizer's one argument."""
+    """Return the name of the only argument of a build_optimizer."""
     return next(iter(inspect.signature(factory).parameters), "")
 
 
@@ -50,8 +50,8 @@ def made_optimizer(
 ) -> Optimizer:
     """Call a factory with the argument that it names, restricted to this rank's modules.
 
-    `stepped` are the trainable parameters; a stage without any passes an empty one. Exits if the
-    factory fails, or returns something that no script can step.
+    `stepped` are the trainable parameters; a stage without any passes an empty tensor. Exits if the
+    factory fails, or returns an object that no script can step.
     """
     name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
     with told(name, factory):
@@ -114,8 +114,8 @@ def adamw(
 ) -> AdamW:
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A parameter has the same number of dims on every rank as in the model. Shards replace it in its
-    parameter group later.
+    A parameter has as many dims on every rank as in the model. Later, shards replace it in its
+    parameter group.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
@@ -127,8 +127,8 @@ def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: int, final: float
     """Build a schedule: linear warm-up to the optimizer's rates, then cosine decay.
 
     The last of the `steps` has `final` times the highest rate. The warm-up takes at most a tenth of
-    the steps. Each rate depends only on the step and on `steps`. A training that is resumed with
-    more steps has the rates of one that had as many from the start.
+    the steps. Each rate depends only on the step and on `steps`, also in a training that is resumed
+    with more steps.
     """
     warmup = min(warmup, steps // 10)
 
@@ -141,7 +141,8 @@ def warmup_cosine(optimizer: Optimizer, *, steps: int, warmup: int, final: float
     return LambdaLR(optimizer, factor)
 
 
-# These treat a parameter as a matrix, or all parameters as one vector: a slice is not enough.
+# These optimizers treat a parameter as a matrix, or all parameters as one vector, so they cannot
+# step slices.
 NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
 
 
@@ -155,9 +156,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build an optimizer that steps this rank's shards of the modules.
 
-    The optimizer gets pieces in place of parameters that are 16-bit or sharded, or with ZeRO-1:
-    fp32 master weights and flat slices, all plain tensors. Masters have the values of the
-    constructor or the file: the factory sees parameters in fp32, and they are rounded to 16 bits
+    In place of 16-bit or sharded parameters, and under ZeRO-1, the optimizer gets pieces: fp32
+    master weights and flat slices, all plain tensors. Masters have the unrounded values of the
+    constructor or the file: the factory sees parameters in fp32, which are rounded to 16 bits
     afterwards. Before a step gradients are copied to the pieces; after it new values are copied
     back. Schedulers and param_groups stay the user's own. `lr`, if given, replaces all learning
     rates.
@@ -203,7 +204,7 @@ def _use_pieces(
 
 
 def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Cast parameters to 16 bits; return their fp32 values by parameter id."""
+    """Cast the parameters of 16-bit modules; return their fp32 values by parameter id."""
     masters: dict[int, Tensor] = {}
     for part in model_parts:
         buckets = buckets_of(part)
@@ -261,7 +262,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """Use the fused kernel unless the user chose one.
+    """Use the fused kernel unless the user chose a kernel.
 
     On a CPU core, fused AdamW takes 4.7 ms and torch's default (a loop) 16 ms, for 100 layers of
     width 256; the values agree to the last bits.
@@ -315,22 +316,22 @@ def _exchange(
     # The user's own hooks expect gradients, so ours runs first.
     optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(give_values)
-    # zero_grad must clear the parameters' gradients, not the pieces'.
+    # zero_grad must clear the parameters' gradients, not only the pieces'.
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 SchedulerFactory: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 _NAME = "build_scheduler() of the model file"
-_REHEARSING_SECONDS = 2.0  # limit for trying out a schedule; a million steps take longer
+_REHEARSING_SECONDS = 2.0  # for trying out a schedule; a million steps would take longer
 
 
 def build_scheduler(
     factory: SchedulerFactory, optimizer: Optimizer, *, steps: int, mesh: Mesh
 ) -> LRScheduler:
-    """Build a scheduler; exit if that fails, or if any of its steps does.
+    """Build a scheduler; exit if building it or any of its steps fails.
 
-    The first rank tries all steps on an optimizer without values.
+    The first rank tries all steps on an optimizer whose parameters have no values.
     """
     with told(_NAME, factory):
         scheduler = factory(optimizer)

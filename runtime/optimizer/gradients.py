@@ -115,7 +115,7 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
             yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
 
 
-# tensors from this size on get a message of their own: copying would cost more than latency
+# tensors of at least this size are sent separately: copying would cost more than latency
 _LARGE_BYTES = 2**20
 
 
@@ -144,7 +144,7 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
 def _end_to_end(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors flattened; neighbours in the same memory become one tensor.
 
-    A bucket has gradients in the backward's order, so the next one lies before the last one.
+    A bucket has gradients in the backward's order, so the next tensor lies before the last one.
     """
     runs: list[Tensor] = []
     for flat in (one.view(-1) for one in tensors):
@@ -178,8 +178,9 @@ def clip_by_global_norm(
 
     Without a max_norm, or with 0, gradients stay as they are, and the norm is not computed. `split`
     names the parameters that are cut over the tensor axis, with or without stars. `tied` names
-    those that another pipeline stage counts. If several ranks hold a parameter whole, the first one
-    counts it. Ranks with the same gradients (copies on the data axis) exchange no message.
+    parameters that another pipeline stage counts. If several ranks hold a parameter whole, the
+    first of them counts it. Ranks with the same gradients (copies on the data axis) exchange no
+    message.
     """
     if not max_norm:
         return torch.zeros((), device=mesh.device)
@@ -223,7 +224,7 @@ def _gradients(
 
 
 def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
-    """Whether no lower rank holds any of these gradients; fully_shard keeps some whole."""
+    """Whether no lower rank holds any of these gradients, as fully_shard keeps some whole."""
     are_buckets_cut = buckets_of(parts[0]) is not None
     is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone
@@ -260,7 +261,7 @@ LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overf
 
 
 class LossScale:
-    """A loss scale that halves after an overflow on any rank, and doubles after a while without.
+    """A loss scale that halves after an overflow on any rank, and doubles after many steps without.
 
     In a step: backward of `loss * scale.value`, then `scale.unscale(parts)`. If that returns True,
     the gradients are finite: clip them and step the optimizer.
@@ -271,7 +272,7 @@ class LossScale:
     ) -> None:
         self.value = initial
         self.fits = True  # whether all gradients of the last step were finite
-        self.calm_steps = 0  # since the scale changed
+        self.calm_steps = 0  # without overflow since the scale changed
         self._mesh = mesh
         self._steps_until_growth = steps_until_growth
 
@@ -280,7 +281,7 @@ class LossScale:
         self.value, self.calm_steps = value, calm_steps
 
     def unscale(self, model_parts: Iterable[nn.Module]) -> bool:
-        """Divide the gradients by the scale, and return whether those of all ranks are finite.
+        """Divide the gradients by the scale, and return whether they are finite on all ranks.
 
         This also updates the scale for the next step, equally on all ranks.
         """

@@ -19,11 +19,11 @@ _PIECES = "stepped_pieces"  # the attribute of an optimizer that holds its piece
 
 
 class ParameterPiece(Protocol):
-    """A tensor that the optimizer steps in place of a parameter: a part of it, in fp32."""
+    """A tensor that the optimizer steps in place of a parameter: a shard, a slice, an fp32 copy."""
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that this is a piece of."""
+        """The parameter to which this piece belongs."""
 
     @property
     def target(self) -> nn.Parameter:
@@ -31,7 +31,7 @@ class ParameterPiece(Protocol):
 
     @property
     def place(self) -> Tensor:
-        """The part of the parameter's current memory that this is a piece of."""
+        """The part of the parameter's memory that belongs to this piece."""
 
     def take_gradient(self) -> None:
         """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
@@ -42,16 +42,16 @@ class ParameterPiece(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalPiece:
-    """A piece that is all of a parameter that this rank holds: its local shard."""
+    """A piece that is the whole local shard of a parameter."""
 
     parameter: nn.Parameter
     target: nn.Parameter
 
     @property
     def place(self) -> Tensor:
-        """The part of the parameter's current memory that this is a piece of.
+        """The memory of the parameter's local shard.
 
-        Before the first forward, fully_shard moves shards to pad them to one size.
+        It changes before the first forward: fully_shard moves shards to pad them to one size.
         """
         return local_tensor(self.parameter).detach()
 
@@ -93,7 +93,7 @@ def state_of(piece: ParameterPiece, value: Any) -> Any:
 def local_pieces(
     parameters: Iterable[nn.Parameter], masters: Mapping[int, Tensor]
 ) -> tuple[LocalPiece, ...]:
-    """Return one piece per parameter; its target is the local shard, or the fp32 master given."""
+    """Return a piece of each parameter; its target is the given fp32 master, or the local shard."""
     pieces = []
     for parameter in parameters:
         place = local_tensor(parameter.detach())
@@ -105,9 +105,9 @@ def local_pieces(
 
 
 def target_of(place: Tensor, held: Tensor) -> nn.Parameter:
-    """Return a parameter that shares a tensor's memory, or an fp32 copy if that is 16-bit.
+    """Return a parameter that shares the memory of `place`, or an fp32 copy if `place` is 16-bit.
 
-    The copy has the values of `held`, which may be more exact than the tensor's.
+    The copy has the values of `held`, which may be more exact.
     """
     is_half = place.dtype in HALF_DTYPES
     return nn.Parameter(held.to(torch.float32, copy=True) if is_half else place)
@@ -129,7 +129,7 @@ class FlatPiece:
     span: Span
 
     def take_gradient(self) -> None:
-        """Point the target's .grad to the gradient, which has the same dtype."""
+        """Point the target's .grad to this piece's part of the gradient."""
         self.target.grad = self.bucket.held_at(self.span.place)
 
     def slice(self, whole: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ class FlatShard:
 def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
     """Move the parameters of every bucket into a flat buffer, cut like their gradients.
 
-    Cuts may go through parameters, so that all ranks have equally many optimizer states. An
-    optimizer that works element by element gives the same result.
+    Cuts may go through parameters, so that all ranks have equally many optimizer states. The result
+    is unchanged if the optimizer works element by element.
     """
     return tuple(_flat_shard(bucket, buckets.half) for bucket in buckets.buckets)
 
@@ -163,13 +163,13 @@ def gather_parameters(shards: Iterable[FlatShard]) -> None:
 
 
 def forget_gradients(shards: Iterable[FlatShard]) -> None:
-    """Let the next step reuse the gradients' memory."""
+    """Drop the reduced gradients, so that the next step can reuse their memory."""
     for shard in shards:
         shard.bucket.forget()
 
 
 def _flat_shard(bucket: Bucket, half: torch.dtype | None) -> FlatShard:
-    """Flatten the parameters of a bucket into one buffer, 16-bit if the module computes in that."""
+    """Flatten the parameters of a bucket into one buffer; it is 16-bit if the module is."""
     first = bucket.parameters[0]
     buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=first.device)
     spans = {span.place: span for span in bucket.spans}

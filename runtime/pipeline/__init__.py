@@ -1,4 +1,4 @@
-"""Pipeline stages under torch's schedules.
+"""Runs pipeline stages under torch's schedules.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -1,8 +1,8 @@
 """Runs microbatches through the stages: with torch's schedules, or forward only.
 
-Forward only: in rounds of equal length, each rank runs the last of its stages that has a microbatch
-ready. Ranks with several stages are then as busy as those with one. If microbatches went through
-one after the other, all ranks but one would wait.
+Forward only, each rank runs, in rounds of equal length, the last of its stages that has a
+microbatch ready. Ranks with several stages are then as busy as ranks with one. If each microbatch
+went through all stages before the next began, all ranks but one would wait.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.transport import Pairs, neighbour_groups
 
 Batch = Mapping[str, Any]
-_TOGETHER = 8  # microbatches per rank that are read at once
+_TOGETHER = 8  # microbatches that are read at once, per rank
 
 
 def losses_through(stages: Sequence[Stage], batches: Iterable[Batch]) -> Iterator[Tensor]:
@@ -67,8 +67,8 @@ class ForwardAction:
 def orders(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[ForwardAction, ...], ...]:
     """Return the actions of each rank, from the rank of each stage.
 
-    A send and its receive are appended together, in one order for all ranks, so that two ranks
-    start the messages of their group in the same order, as nccl needs.
+    A send and its receive are appended together, so that two ranks start the messages of their
+    group in the same order, as nccl needs.
     """
     found: list[list[ForwardAction]] = [[] for _ in range(max(rank_of) + 1)]
     made = [0] * len(rank_of)  # microbatches that each stage has run
@@ -160,10 +160,10 @@ __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """How torch runs a kind of schedule.
+    """torch's class for a kind of schedule, and the process groups that it needs.
 
-    Neighbours get process groups of their own if a waiting message would block others. 1F1B needs
-    none: it waits for each message at once, and sends both ways in one batch.
+    Pairs of neighbours get their own process groups if a waiting message would block others. 1F1B
+    needs none: it waits for each message at once, and sends both ways in one batch.
     """
 
     torch_class: type[PipelineScheduleSingle | PipelineScheduleMulti]
@@ -185,7 +185,7 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Return the stages of a rank: round robin, or for V schedules down and up again."""
+    """Return the stages of a rank: every `ranks`-th stage, or the two of a V schedule."""
     if kind == "zero-bubble-v":
         return (rank, 2 * ranks - 1 - rank)
     return tuple(rank + ranks * turn for turn in range(per_rank))
@@ -218,7 +218,7 @@ def stage_at(
         )
 
     has_lengths = any(callable(part.gives) for part in around)
-    of_rows = lru_cache(partial(shapes_of, {}))  # few microbatches differ in rows
+    of_rows = lru_cache(partial(shapes_of, {}))  # nearly all microbatches have equally many rows
 
     def shapes(batch: Mapping[str, Any]) -> Shapes:
         rows = len(next(iter(batch.values())))
@@ -263,8 +263,8 @@ def build_schedule(
 ) -> Pipeline:
     """Build the schedule `kind` over this rank's stages, in order.
 
-    Stages of one rank must not share a parameter, because each would average its gradient. Give
-    each a copy, and name the copies in `ties`.
+    Stages of one rank must not share a parameter, because each stage would average its gradient.
+    Give each stage a copy, and name the copies in `ties`.
     """
     _check_disjoint(stages)
     if kind not in KINDS:
@@ -296,7 +296,7 @@ class Pipeline:
 
     @cached_property
     def tied(self) -> TiedWeights:
-        """The weights that several stages hold; first used when parameters have left meta."""
+        """The weights that several stages hold; first used when parameters have memory."""
         return TiedWeights(self.stages[0].mesh, self.parts, self.ties)
 
     @property
@@ -313,7 +313,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of one step; return the sum of this rank's weighted losses.
 
-        Each microbatch goes to every stage as keyword arguments. Its weight multiplies its loss;
+        Each microbatch goes to every stage as keyword arguments. The weights multiply the losses;
         only the last stage has losses. Gradients are summed over the microbatches and averaged over
         the data axis. `scale` multiplies the gradients only, so that small ones do not vanish in
         fp16.
@@ -364,8 +364,8 @@ def _split_backward_of(stage: Stage, kind: str) -> None:
     """Make a stage split its backwards into halves; raise if fully_shard has sharded it.
 
     The halves find parameters by their autograd nodes, which sharding replaces, and gradients
-    bypass the hooks that reduce them. So parameters and gradients would stay whole until the last
-    microbatch.
+    bypass the hooks that reduce them. Parameters and gradients would therefore stay whole until the
+    last microbatch.
     """
     if isinstance(stage.submod, FSDPModule):
         raise RuntimeError(

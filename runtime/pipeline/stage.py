@@ -30,7 +30,7 @@ from autopar.runtime.tensor.slices import receives
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter under all its names, and the pipeline ranks that hold it."""
+    """A tied parameter: all its names, and the pipeline ranks that hold it."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]  # pipeline ranks in ascending order; the first one owns the parameter
@@ -47,8 +47,8 @@ class Copy:
 class TiedWeights:
     """The tied weights of a model, seen from this pipeline stage.
 
-    The holders of a tied weight exchange messages directly, without the stages between them. All of
-    them sum in the order of the stages, so that the copies stay bitwise equal.
+    The stages that hold a tied weight exchange messages directly, not through the stages between
+    them. All of them sum in the order of the stages, so that the copies stay bitwise equal.
     """
 
     def __init__(self, mesh: Mesh, model_parts: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
@@ -83,13 +83,13 @@ class TiedWeights:
                 mine = sum(gradients[1:], start=gradients[0])
                 first, *others = self._swapped(tie, mine)
                 total = first.clone()
-                for other in others:  # one by one, because an embedding is large
+                for other in others:  # without a stacked copy, because an embedding is large
                     total.add_(other)
                 for gradient in gradients:
                     gradient.copy_(total)
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
-        """Send a tensor to the other holders; return those of all in the order of the stages."""
+        """Exchange a tensor with the other holders; return all of them in the order of stages."""
         mine = mine.contiguous()
         by_stage = {stage: torch.empty_like(mine) for stage in tie.stages}
         by_stage[self._axis.rank] = mine
@@ -152,9 +152,10 @@ def stage_of(
 ) -> Stage:
     """Turn a module (already wrapped for data parallelism) into stage `index` of `stages`.
 
-    Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
-    of tensors to send; that of the last stage returns the loss. `cut(…)` describes each tensor, so
-    that no forward is run to find shapes. `shapes` returns those of one microbatch if they vary.
+    The module's forward takes the received tensors in order, then the batch by keyword, and returns
+    a tuple of tensors to send; the last stage's forward returns the loss. `cut(…)` describes each
+    tensor, so that no forward is run to find shapes. `shapes` returns those of one microbatch if
+    they vary.
     """
     refuse_earlier_torch()
     return Stage(
@@ -198,12 +199,12 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # those of the receive buffers, by microbatch
+        self._sized: Sequence[Shapes] = ()  # the shapes of the receive buffers, by microbatch
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward is running
         self.mesh = mesh
-        # groups of two, by the pipeline rank of the other
+        # process groups of two ranks, by the other one's pipeline rank
         self.neighbours: Mapping[int, dist.ProcessGroup] = {}
         self.splits_backward = False
         self._split_backward = SplitBackward(module)
@@ -326,7 +327,7 @@ class Stage(TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[InputGradients, list[dict[str, Any]] | None]:
-        """Run a backward of one microbatch; the last one's gradients are reduced while it runs."""
+        """Run a backward of one microbatch; the last backward also reduces the gradients."""
         set_last(self.submod, last_backward)
         if self.is_last and backward_type != "weight":
             self._start_from_weight(bwd_kwargs)
@@ -354,7 +355,7 @@ class Stage(TorchStage):
             self._buckets.take_in()
 
     def _sendable(self, output: Tensor) -> Tensor:
-        """Make a tensor contiguous for sending; a split backward must detach it in place."""
+        """Make a tensor contiguous for sending; for a split backward, also no view."""
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 
@@ -369,7 +370,7 @@ def _contiguous(gradients: InputGradients) -> InputGradients:
 
 
 class _Agreed:
-    """Replaces the stages' vote on whether shapes are known: in a dry run, others are not there."""
+    """Replaces the stages' vote on whether shapes are known: a dry run has no other stages."""
 
     def item(self) -> int:
         """Return 1: the shapes are known."""

@@ -1,8 +1,8 @@
-"""torch's pipeline stage, but with buffers only for microbatches in flight.
+"""Adapts torch's pipeline stage: it has buffers only for microbatches in flight.
 
 Up to torch 2.14 a stage allocates receive buffers for all microbatches of a step. Later versions
-allocate at the receive and free after use, as the class for earlier versions does here. Later
-versions also keep forward results elsewhere, and let fully_shard reduce once at the end of a step.
+allocate a buffer at the receive and free it after use, as `_EarlierStage` does here. Later versions
+also keep forward results elsewhere, and let fully_shard reduce once at the end of a step.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _LaterStage(pipelining.PipelineStage):
         """Do nothing: fully_shard has reduced in every backward."""
 
     def wait_for_gradient_reduction(self, _: int) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: fully_shard has reduced in every backward."""
 
     def _output_slot_is_releasable(self, _: object) -> tuple[bool, str]:
         return False, "a backward in halves starts from it"

@@ -1,4 +1,4 @@
-"""The processes of a training: device mesh, options, random numbers, error messages.
+"""Handles the processes of a training: device mesh, options, random numbers, error messages.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -26,7 +26,7 @@ _BAR = 30  # characters
 
 
 def say(text: object, to: TextIO | None = None) -> None:
-    """Print a line to stderr, or another stream, and erase a progress bar there.
+    """Print a line to stderr or another stream, over a progress bar if there is one.
 
     Control characters are spelled out, and passwords in URLs are hidden.
     """
@@ -64,14 +64,14 @@ VERDICT = "verdict.json"
 _REASON, _READY, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
 _LOOK_SECONDS = 0.5  # between two checks whether another rank is leaving
 _POLL_SECONDS = 0.1
-_TOGETHER_SECONDS = 0.3  # until the last rank has noticed that all leave
+_TOGETHER_SECONDS = 0.3  # for the last rank to notice that all leave
 _PATIENCE_SECONDS = 10.0  # time for other ranks to learn that one leaves
 _CLEANING_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExitReason:
-    """Why a rank leaves. `autopar run` reads it from the rank's log folder."""
+    """The reason why a rank leaves. `autopar run` reads it from the rank's log folder."""
 
     code: int
     found: str
@@ -82,7 +82,7 @@ class ExitReason:
 
 
 class LeavingError(SystemExit):
-    """Ends this process after its message has been printed."""
+    """Raised to end this process, after its message has been printed."""
 
     def __init__(self, verdict: ExitReason) -> None:
         super().__init__(verdict.code)
@@ -120,7 +120,7 @@ def tell(verdict: ExitReason) -> None:
 
 
 def _announce(verdict: ExitReason, room: Room | None) -> ExitReason:
-    """Print why this rank leaves, once per node; return the first rank's message."""
+    """Print why ranks leave, once per node: the reason of the first rank to leave. Return it."""
     is_told = False
     if room is not None:
         with suppress(RuntimeError):
@@ -158,11 +158,11 @@ def watch_for_leaving_ranks() -> None:
     """Start a thread that ends this process when another rank leaves.
 
     The main thread may be waiting for that rank in a collective, with nccl for ever. Connections
-    break only when the other process ends, and torchrun then kills all the rest.
+    break only when the other process ends, and then torchrun kills all remaining ranks.
     """
     room = _room()
     if room is not None and room.ranks > 1:
-        # a connection of its own: the main thread may be waiting in the other one
+        # a separate connection, because the main thread may be waiting in the other one
         own = replace(room, store=room.store.clone())
         threading.Thread(target=_watch, args=(own,), daemon=True).start()
 
@@ -171,7 +171,7 @@ def watch_for_leaving_ranks() -> None:
 class Room:
     """The store in which leaving ranks agree: all ranks, or those of a node before all have joined.
 
-    Once the ranks have joined, each start of torchrun has keys of its own.
+    Once the ranks have joined, each start of torchrun has its own keys.
     """
 
     store: Any

@@ -48,7 +48,7 @@ class StorePath:
 
     @property
     def parent(self) -> StorePath:
-        """The folder that contains it."""
+        """The folder that contains this file or folder."""
         return StorePath(self.url.rpartition("/")[0])
 
     def with_name(self, name: str) -> StorePath:
@@ -56,7 +56,7 @@ class StorePath:
         return self.parent / name
 
     def resolve(self) -> StorePath:
-        """Return itself: a URL does not depend on the working directory."""
+        """Return this path: a URL does not depend on the working directory."""
         return self
 
     def exists(self) -> bool:
@@ -64,11 +64,11 @@ class StorePath:
         return self._info() is not None
 
     def is_dir(self) -> bool:
-        """Whether it is a folder with anything in it."""
+        """Whether this is a folder with anything in it."""
         return (self._info() or {}).get("type") == "directory"
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Whether this is a file."""
         return (self._info() or {}).get("type") == "file"
 
     def iterdir(self) -> Iterator[StorePath]:
@@ -85,7 +85,7 @@ class StorePath:
             yield from (one for one in self.iterdir() if fnmatchcase(one.name, pattern))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: a folder exists once a file is in it."""
+        """Do nothing: a folder exists once it has a file."""
 
     @contextmanager
     def open(self, mode: str = "rb") -> Iterator[io.BufferedIOBase]:
@@ -162,7 +162,7 @@ class StorePath:
     def _info(self) -> dict[str, Any] | None:
         """Return the store's entry for this path, or None if there is none.
 
-        A store that does not respond raises an error, so that a file is not taken for missing.
+        A store that does not respond raises an error, so that a file does not seem missing.
         """
         try:
             with _as_os_errors(self.url):
@@ -191,7 +191,7 @@ Location: TypeAlias = Path | StorePath
 
 
 def location(text: str) -> Location:
-    """Parse a path or URL; exit if no installed library reads that kind of store."""
+    """Parse a path or URL; exit if it is invalid, or if no installed library reads its store."""
     if not text.strip():
         refuse("a place has no name", fix="name a file or a folder; is a shell variable not set?")
     scheme, separator, name = text.partition(_SCHEME)
@@ -241,9 +241,9 @@ def head_of(file: Location, count: int) -> bytes:
 
 
 def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a file block by block; when this returns, it is on the disk or in the store.
+    """Write a file block by block; afterwards it is on the disk or in the store.
 
-    After an error, no half-written file stays, because disk space may be short.
+    After an error, the half-written file is removed, because disk space may be short.
     """
     if isinstance(to, StorePath):
         to.write(blocks)
@@ -300,7 +300,7 @@ _OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
 
 
 def is_named_as_file(text: str, *, but: str = "") -> bool:
-    """Whether a path looks like a file: w.bin does; llama-3.1 and w.bin/ are folders.
+    """Whether a path seems to name a file: w.bin does; llama-3.1 and w.bin/ do not.
 
     An existing folder is a folder whatever its name is. `but` is an ending to ignore.
     """
@@ -341,7 +341,7 @@ def refuse_no_folder(
 
 
 def refuse_unwritable(folder: Location, *, fix: str) -> None:
-    """Exit if a folder is not writable; it is created if needed."""
+    """Create a folder if needed; exit if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".autopar-{uuid4().hex}.tmp"

@@ -85,8 +85,8 @@ def join_streams() -> None:
 
 
 DRY_RUN = "AUTOPAR_DRYRUN"
-# The time limit of a message: so many times that of a step, and at least half an hour. The watch
-# over steps (checkpointing/watch.py) knows more about a hang, so its limit should pass first.
+# The time limit of a message: this many times the limit of a step, and at least half an hour. The
+# watch over steps (checkpointing/watch.py) knows more about a hang, so its limit should pass first.
 _STEPS_OF_MESSAGE = 4
 _LEAST_TIMEOUT = timedelta(minutes=30)
 _LEAST_START = timedelta(minutes=1)
@@ -172,7 +172,7 @@ def start(
 
 
 def _start_timeout(seconds: float) -> timedelta:
-    """Return how long ranks wait for each other at the start, including their imports."""
+    """Return how long ranks wait for each other at the start; their imports take time, too."""
     if not seconds:
         return default_pg_timeout
     return max(timedelta(seconds=seconds), _LEAST_START)
@@ -181,8 +181,8 @@ def _start_timeout(seconds: float) -> timedelta:
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return a DeviceMesh of only the axes with several ranks: each group takes memory.
 
-    An axis with all ranks uses the world's group. With replicas, the shard axis is needed even at
-    size 1. A single process needs it, too, because a mesh must have an axis.
+    An axis with all ranks uses the world's group. With replicas, the shard axis is kept even at
+    size 1; also in a single process, because a mesh must have an axis.
     """
     is_kept = {name: size > 1 for name, size in sizes.items()}
     is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())

@@ -1,4 +1,4 @@
-"""Writes the metrics of a training: lines of a file, and curves.
+"""Writes the metrics of a training, as lines of a file and as curves.
 
 Also parses untrusted JSON into frozen dataclasses; an error says which value does not fit its
 field. Commands use pydantic for this; scripts depend on torch alone.
@@ -32,7 +32,7 @@ _Record = TypeVar("_Record")
 
 
 class NotARecordError(ValueError):
-    """A value does not fit its field; the text says where."""
+    """A value does not fit its field; the text names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a value as the first type that accepts it; 3 stays an int if int is allowed."""
+    """Return a value as one of several types; 3 stays an int if int is allowed."""
     refused = NotARecordError(where)
     for kind in sorted(kinds, key=lambda one: (one is not NoneType, one is float)):
         try:
@@ -154,7 +154,7 @@ _NO_CURVES = ("step", "unit", "seconds_left")
 class Curves:
     """Writes the curves of --tensorboard, if that is given.
 
-    Points that an earlier training wrote after step `begun` are hidden.
+    Points that an earlier run wrote for steps after `begun` are hidden.
     """
 
     def __init__(

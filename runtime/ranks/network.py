@@ -1,12 +1,12 @@
-"""How ranks find each other over the network, and what to set if they do not.
+"""Lets ranks find each other over the network, and chooses network interfaces.
 
 torchrun keeps one store for all starts. After a restart, torch's own env:// (2.13) reads the
 addresses of dead ranks from it, and gloo tries to connect to them until it times out. Here every
-start has a prefix of its own in the store.
+start has its own prefix in the store.
 
 gloo listens on the address that the machine's own name resolves to. On Debian and Ubuntu that is
-127.0.1.1, which other nodes cannot reach. So the network interface that leads to the other nodes is
-found here, for gloo and nccl.
+127.0.1.1, which other nodes cannot reach. This file therefore finds the network interface that
+leads to the other nodes, for gloo and nccl.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.refusal import refuse
 
 _RENDEZVOUS_POLL_SECONDS = 0.02
-_AGAIN = timedelta(seconds=1)  # a rank waits so long before it checks for another word
+_AGAIN = timedelta(seconds=1)  # a rank waits this long before it looks for another word
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
@@ -76,10 +76,10 @@ def _store_of(own: Place, timeout: timedelta) -> Store:
 def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a word that identifies this start, the same on all of its ranks.
 
-    TORCHELASTIC_RESTART_COUNT does not work: nodes whose own ranks did not fail count one less.
-    Each rank writes a random word. The first rank answers every such word with its own, until every
-    rank of this start has confirmed it. Words left by an earlier start are answered too, but nobody
-    confirms.
+    TORCHELASTIC_RESTART_COUNT does not work: nodes whose ranks did not fail count one less.
+    Each rank writes a random word. The first rank answers every such word with its own word, until
+    every rank of this start has confirmed the answer. Words left by an earlier start are answered
+    too, but no rank confirms these answers.
     """
     own = uuid4().hex
     store.set(f"{_RENDEZVOUS_ROOM}/hello/{rank}", own)
@@ -93,7 +93,7 @@ def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -
         )
         word = store.get(f"{_RENDEZVOUS_ROOM}/for/{own}").decode()
         store.set(f"{_RENDEZVOUS_ROOM}/{word}/{rank}", own)
-        with suppress(DistStoreError):  # the word may be of a first rank that is gone
+        with suppress(DistStoreError):  # the word may be that of a first rank that is gone
             store.wait([f"{_RENDEZVOUS_ROOM}/{word}/done"], _AGAIN)
             return word
     raise TimeoutError("ranks are missing")
@@ -117,7 +117,7 @@ def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None
 
 
 def _of_each(store: Store, key: str, world_size: int) -> list[str]:
-    """Return every rank's entry, after waiting for missing ones."""
+    """Return every rank's entry, after waiting for missing entries."""
     return [said.decode() for said in store.multi_get([f"{key}/{n}" for n in range(world_size)])]
 
 
@@ -227,7 +227,7 @@ _Entry._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-# where a sockaddr has the address: its first byte, its length
+# the position and length of the address in a sockaddr
 _PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 

@@ -63,7 +63,7 @@ class Real:
 
 
 def times(text: str) -> Fraction:
-    """Parse the number of epochs; 0.1 is exactly a tenth.
+    """Parse a number of epochs; 0.1 is exactly a tenth.
 
     Bounds are checked first: a fraction of 1e999999999 would have as many digits.
     """
@@ -72,7 +72,7 @@ def times(text: str) -> Fraction:
 
 
 def share_below_one(text: str) -> float:
-    """Parse a number from 0 up to, but not including, 1, such as beta."""
+    """Parse a number that is at least 0 and less than 1, such as beta."""
     found = Real(0, 1)(text)
     if found == 1:
         raise ArgumentTypeError("1 is not a number below 1")
@@ -98,7 +98,7 @@ def workers_here(text: str) -> int:
 
 
 def folder_or_none(text: str) -> str:
-    """Parse the path of a folder, or "none"; a name such as kept.json is rejected as a file's."""
+    """Parse the path of a folder, or "none"; a file's name such as kept.json is rejected."""
     if is_named_as_file(text):
         raise ArgumentTypeError(
             f"{text} is the name of a file, and a folder is asked for; if it is one: {text}/"
@@ -134,7 +134,7 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingWeights:
-    """The files that a training starts from, and the parameters that they may lack."""
+    """The files of a training's initial weights, and the parameters that the files may lack."""
 
     files: Location
     may_lack: tuple[str, ...] = ()  # patterns; * stands for any characters
@@ -145,8 +145,9 @@ class Option:
     """An option of scripts.
 
     Its default is the script's constant called `setting`. A script without the constant that the
-    option `needs` does not offer it, and its value is `without`: without WORKERS there is no
-    dataset, without EVAL_EVERY no evaluation, without BETAS the model file has its own optimizer.
+    option `needs` does not offer the option, whose value is then `without`: without WORKERS there
+    is no dataset, without EVAL_EVERY no evaluation, without BETAS the model file has its own
+    optimizer.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Random numbers of ranks: seeds, generators, and regions without randomness.
+"""Controls the random numbers of ranks: seeds, generators, and regions without randomness.
 
 In a region without randomness dropout is off, and random ops return constants. Different splits of
 a model draw different random numbers, so their losses can only be compared in such a region.
@@ -55,7 +55,7 @@ def _device_in_use() -> Any | None:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Hash numbers into a seed; unlike sums, different numbers give different seeds."""
+    """Hash numbers into a seed; different numbers give different seeds, unlike with a sum."""
     text = "/".join(str(number) for number in numbers).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
@@ -121,7 +121,7 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators that ops here use; torch.manual_seed takes 0.1 ms for all devices."""
+    """Return the generators in use; torch.manual_seed, which seeds all devices, takes 0.1 ms."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -153,7 +153,7 @@ _RANDOM_INTEGERS = frozenset({torch.randint, torch.randint_like, Tensor.random_}
 
 
 class NoRandomness(TorchFunctionMode):
-    """A region without randomness."""
+    """A mode that makes the code inside a region without randomness."""
 
     def __torch_function__(
         self,
@@ -162,7 +162,7 @@ class NoRandomness(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a torch function."""
+        """Call a torch function without randomness."""
         del types
         return undrawn(func, args, kwargs or {}, lambda one, given, named: one(*given, **named))
 
@@ -198,8 +198,8 @@ def undrawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Ru
 def _spread(drawn: Tensor) -> Tensor:
     """Fill each row of a 2-D `torch.rand` with the same evenly spread numbers.
 
-    Some are below any threshold. If all were the same number, `torch.rand(rows, places) < 0.15`
-    would mask nothing, and the loss would be nan.
+    Some of these are below any threshold. If all were the same number, `torch.rand(rows, places) <
+    0.15` would mask nothing, and the loss would be nan.
     """
     if drawn.dim() != 2:
         return drawn

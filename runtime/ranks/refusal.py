@@ -40,7 +40,7 @@ def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """Return a parser that rejects an empty value, which a shell makes of an unset variable."""
+    """Return a parser that rejects an empty value, as a shell passes for an unset variable."""
 
     @wraps(read)
     def filled(text: str) -> _Value:
@@ -52,11 +52,11 @@ def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 class RefusedInWorkerError(Exception):
-    """Raised in a DataLoader worker; its rank prints the message and exits."""
+    """Raised by `refuse` in a DataLoader worker; the worker's rank prints the message and exits."""
 
 
 def refuse(found: str, *, fix: str) -> NoReturn:
-    """Print what was found and what to do, and end all ranks; in a DataLoader worker, raise."""
+    """Print a problem and its fix, and end all ranks; in a DataLoader worker, raise an error."""
     verdict = ExitReason(MISMATCH, found, fix)
     if get_worker_info() is not None:
         raise RefusedInWorkerError(str(verdict))

@@ -1,14 +1,14 @@
-"""Messages between ranks, groups of neighbours, and checks that ranks agree.
+"""Moves tensors between the ranks of an axis, outside autograd.
 
-Moves tensors between the ranks of an axis, outside autograd.
+Also makes groups of neighbours, and checks that ranks read the same rows.
 
 Layers use torch's functional collectives, which `torch.compile` supports. Buckets are reduced in
 place, asynchronously.
 
-Every two neighbours on the pipeline axis get a process group of their own. nccl runs the messages
-of a group in order, on one stream, so that a late neighbour would block messages to all others.
-torch's schedules with several stages per rank require that messages of two pairs do not wait for
-each other.
+Each pair of neighbours on the pipeline axis gets its own process group. nccl runs the messages of a
+group in order, on one stream, so in a shared group a late neighbour would block messages to all
+others. torch's schedules with several stages per rank require that messages of two pairs do not
+wait for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 
 _functional: Any = torch.ops._c10d_functional
-# torch 2.13 renamed both; the old names raise a warning there.
+# torch 2.13 renamed both functions; the old names raise a warning there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -53,7 +53,7 @@ def sum_scattered(stack: Tensor, axis: Axis) -> Tensor:
 
 
 def exchanged(stack: Tensor, axis: Axis) -> Tensor:
-    """Send slice r of dim 0 to rank r, and stack what arrives in the order of the ranks."""
+    """Send slice r of dim 0 to rank r, and stack the received slices in the order of the ranks."""
     sizes = [1] * axis.size
     return _waited(_functional.all_to_all_single(stack.contiguous(), sizes, sizes, _name(axis)))
 
@@ -61,7 +61,7 @@ def exchanged(stack: Tensor, axis: Axis) -> Tensor:
 def exchanged_pieces(
     pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], axis: Axis
 ) -> list[Tensor]:
-    """Send piece r to rank r, and return the pieces received; that of rank r has shapes[r]."""
+    """Send piece r to rank r, and return the received pieces; the one from rank r has shapes[r]."""
     sizes = [math.prod(shape) for shape in shapes]
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     lengths = [piece.numel() for piece in pieces]
@@ -122,11 +122,11 @@ def _name(axis: Axis) -> str:
     return axis.group.group_name
 
 
-_DESCRIBED = "mesh_pipeline"  # how torch describes the group of the pipeline axis in its records
+_DESCRIBED = "mesh_pipeline"  # torch's description of the pipeline axis's group in its records
 
 
 class Pairs(Enum):
-    """Which pipeline ranks have a group of two."""
+    """Which pairs of pipeline ranks have their own process group."""
 
     NONE = "none: all messages travel in the group of the axis"
     LINE = "each rank and the next"
@@ -136,7 +136,7 @@ class Pairs(Enum):
 def neighbour_groups(mesh: Mesh, kind: Pairs) -> Mapping[int, dist.ProcessGroup]:
     """Return this rank's groups with its neighbours, by the neighbour's pipeline rank.
 
-    An axis of two ranks already has a group of two. All ranks of the world create these groups
+    An axis of two ranks is itself such a group. All ranks of the world create these groups
     together, in the same order.
     """
     axis = mesh.pipeline
@@ -196,9 +196,9 @@ def agreed(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
-    One pipeline rank reads a row's inputs, another its targets, and tensor ranks share the work on
-    the row. If a dataset drew different random numbers on each rank, they would train on rows that
-    do not exist.
+    One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
+    work on the row. If a dataset drew different random numbers on each rank, the ranks would train
+    on rows that do not exist.
     """
     first = next(batches)
     for axis in sharers:
@@ -237,6 +237,6 @@ def _check(batch: Mapping[str, Tensor], axis: Axis, device: torch.device) -> Non
 
 
 def _digest(value: Tensor) -> int:
-    """Return a digest of rows that depends on their order."""
+    """Return a digest of a batch's rows that depends on their order."""
     plain = torch.view_as_real(value) if value.is_complex() else value
     return mixed_seed(*torch.hash_tensor(plain.reshape(len(plain), -1), dim=1).tolist())

@@ -1,4 +1,4 @@
-"""Errors in the user's files, and changes to these files since the script was written."""
+"""Reports errors in the user's files, and changes to these files since the script was written."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _KNOWN = (
 
 
 class _Of(Enum):
-    """Whose code a line of a traceback is."""
+    """The origin of a line of a traceback."""
 
     LIBRARY = auto()
     RUNTIME = auto()
@@ -102,8 +102,8 @@ def place_of(function: Callable[..., Any] | None) -> str:
 def tell_errors_once() -> None:
     """Print an uncaught error as one message for all ranks, not as a traceback on each.
 
-    All ranks exit with the message of the first one. A process that exits by other means before its
-    training is over gets a message, too.
+    All ranks exit with the message of the first rank that fails. For a process that exits by other
+    means before its training is over, a message is printed, too.
     """
     # torch's pipelines would log the error, too
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -111,7 +111,7 @@ def tell_errors_once() -> None:
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         try:
             _tell(error)
-        except KeyboardInterrupt:  # the error itself, or one that came meanwhile
+        except KeyboardInterrupt:  # the error itself, or a Ctrl-C meanwhile
             leave_interrupted()
 
     sys.excepthook = tell
@@ -148,7 +148,7 @@ def verdict_of(error: BaseException) -> ExitReason:
 def _first_cause(error: BaseException) -> BaseException:
     """Return the user's error that caused a library's error, as in torch's pipelines.
 
-    An error that the user's own code raised is returned itself, whatever its cause.
+    If the user's code raised the error itself, it is returned whatever its cause is.
     """
     cause = error.__cause__
     raised = [one.whose for one in _lines(error)][-1:]
@@ -168,7 +168,7 @@ def said_of(error: BaseException) -> str:
 
 
 def failing_at(error: BaseException) -> str:
-    """Return the innermost line of the user's code outside the script's loop, or "" without one."""
+    """Return the innermost line of the user's code outside the script's loop, or ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     own = [str(one) for one in _lines(error) if one.whose is _Of.USER and not one.is_of_loop]
@@ -195,7 +195,7 @@ class _Line(NamedTuple):
 
     @property
     def is_of_loop(self) -> bool:
-        """Whether it is in the script's training loop, which calls the runtime."""
+        """Whether the line is in the script's training loop, which calls the runtime."""
         is_script = Path(self.file).resolve() == Path(sys.argv[0]).resolve()
         return is_script and self.function in ("<module>", "main", "<genexpr>")
 
@@ -256,7 +256,7 @@ def warn_if_changed(model_file: ModuleType, names: Iterable[str], digest: str, m
 
 
 def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) -> None:
-    """Exit if the model file, or a file it imports, has changed: the script has old forwards."""
+    """Exit if the model file, or a file it imports, has changed: the script's forwards are old."""
     found = _changed(model_file, names, digest)
     if found:
         refuse(
@@ -267,7 +267,7 @@ def refuse_changes(model_file: ModuleType, names: Iterable[str], digest: str) ->
 
 
 def _changed(model_file: ModuleType, names: Iterable[str], digest: str) -> tuple[str, str] | None:
-    """Return what has changed and the new digest, or None."""
+    """Return a sentence on the change and the new digest, or None without a change."""
     path = Path(str(model_file.__file__))
     files = [path.parent / name for name in names]
     if not all(file.is_file() for file in files):
@@ -282,7 +282,7 @@ CPU_BY_FORMULA = "cpu by formula"  # a CPU that was not profiled when the plan w
 
 
 def note_device(planned: str, mesh: Mesh) -> None:
-    """Say on the first rank that a script which was planned for GPUs runs on a CPU."""
+    """Print a note on the first rank if a script that was planned for GPUs runs on a CPU."""
     is_elsewhere = not planned.startswith("cpu") and mesh.device.type == "cpu"
     if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
         say(

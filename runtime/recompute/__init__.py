@@ -1,4 +1,4 @@
-"""Layers that are recomputed in the backward.
+"""Recomputes layers in the backward.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

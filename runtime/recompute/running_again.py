@@ -1,12 +1,12 @@
 """Recomputes layers in the backward, with the inputs and random numbers of the first forward.
 
-torch.utils.checkpoint saves the generators of GPUs that positional tensors are on, and none if a
-layer is called with keywords only. Here the CPU's and the GPU's generators are always saved. With
-selective recomputation, an op whose result is saved is not run again. If the op draws random
-numbers (attention with dropout), the second forward sets the generators to their states after the
-op.
+torch.utils.checkpoint saves only the generators of the GPUs that hold positional tensor arguments,
+so none if a layer is called with keywords only. Here the CPU's and the GPU's generators are always
+saved. With selective recomputation, an op whose result is saved is not run again. If the op draws
+random numbers (attention with dropout), the second forward sets the generators to their states
+after the op.
 
-A layer may change objects that it is given: a cache of keys and values, a dict that layers share.
+A layer may change its arguments: a cache of keys and values, a dict that layers share.
 The second forward gets them as they were before the first. Tensors and modules are not copied.
 """
 
@@ -108,7 +108,8 @@ def run_alike(
     """Return a function and arguments for checkpoint(), whose two runs then get equal arguments.
 
     checkpoint() saves a copy of the arguments until the backward, and passes it in both runs. The
-    function ignores it: the first run takes the original arguments, the second one another copy.
+    function ignores this copy: the first run takes the original arguments, the second run another
+    copy.
     """
     copied = _copies((args, kwargs))
     if copied is None:
@@ -166,7 +167,7 @@ class _ObjectWriter(pickle.Pickler):
 
 
 class _ObjectReader(pickle.Unpickler):
-    """Unpickles what _ObjectWriter has pickled."""
+    """Unpickles objects that an _ObjectWriter has pickled."""
 
     def __init__(self, file: BytesIO, shared: list[Any]) -> None:
         super().__init__(file)
@@ -209,7 +210,7 @@ def recompute(module: nn.Module, mode: Mode, *, keep: Collection[str] | None = N
     contexts = partial(_contexts, WrittenBuffers(module), is_kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Looked up at the call: batch norms may have taken a synchronised class by then.
+        # looked up at each call, because batch norms may get a synchronised class later
         return type(module).forward(module, *args, **kwargs)
 
     @wraps(module.forward)
@@ -257,12 +258,12 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 class _Stopping:
-    """Ends a recomputed forward where torch stops it, although the forward catches the exception.
+    """Ends a recomputed forward where torch stops it, even if it catches torch's exception.
 
     As soon as everything that the backward needs is computed, torch leaves the forward with an
-    exception, which saves the last matmul. Code that catches every exception may raise another one.
-    This is a class, because a generator's frames would keep the exception alive, and tensors with
-    it.
+    exception, which saves the last matmul. Code that catches every exception may raise another
+    exception. This is a class, because a generator's frames would keep the exception and its
+    tensors alive.
     """
 
     def __enter__(self) -> None: ...

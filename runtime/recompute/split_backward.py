@@ -1,13 +1,13 @@
-"""Splits a stage's backward: gradients of its inputs now, those of its weights later.
+"""Splits a stage's backward into two halves: gradients of its inputs, and later of its weights.
 
 torch's own split finds a weight's gradient where its path meets that of the stage's inputs. It
 silently loses weights whose path never does: all weights of a stage whose inputs need no gradient,
 or a second embedding whose rows go straight to the next stage. Here such weights get their
-gradients at once. So do all weights
+gradients in the first half. So do all weights
 
 - of a stage that recomputes activations, which two halves would do twice;
 - of a stage where one weight meets the path in several places (the position bias that all layers of
-  T5 add): torch would count it several times, and run collectives in another order on each rank;
+  T5 add): torch would count it several times, and run collectives in different orders on the ranks;
 - of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
   gradient.
 """
@@ -40,7 +40,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Found at the first microbatch:
-        self._early: frozenset[str] | None = None  # names of weights with gradients at once
+        self._early: frozenset[str] | None = None  # names of weights of the first half
         self._is_whole = recomputes(module)  # whether the backward is not split at all
 
     def backward_inputs(
@@ -50,7 +50,7 @@ class SplitBackward:
         output_grads: Sequence[Tensor | None],
         input_values: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-        """Return the gradients of the inputs, and what the half for weights will need."""
+        """Return the gradients of the inputs, and the data that the second half will need."""
         if self._early is None:
             self._examine(stage_output, input_values)
         if self._is_whole:

@@ -1,8 +1,8 @@
-"""Saves and restores buffers that a forward writes, if it runs more than once per step.
+"""Saves and restores buffers that a forward writes, if the forward runs more than once per step.
 
 A recomputed layer finds its buffers as they were in the first forward, and restores them
 afterwards. Buffers that do not depend on rows (a step count, the power iteration of a spectral
-norm) are written once per step, however many microbatches it has.
+norm) are written once per step, however many microbatches the step has.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class WrittenBuffers:
 def update_once(module: nn.Module, names: Collection[str], *, microbatches: int) -> None:
     """Make a module, which runs once per microbatch, write the named buffers once per step.
 
-    Each microbatch starts from the values before the step, in tensors of its own: a later backward
-    may read what an earlier microbatch wrote.
+    Each microbatch starts from the values before the step, in new tensors, because a later backward
+    may read values that an earlier microbatch wrote.
     """
     begun: Kept = {}
     runs = 0
@@ -115,7 +115,7 @@ def _is_written(place: Place, before: Tensor, version: int) -> bool:
 
 
 def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Place]:
-    """Return where a module's buffers are registered, all or those with these names."""
+    """Return the places of a module's buffers: of all buffers, or of those with these names."""
     return [
         (child, name)
         for path, child in module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""Tensors split over ranks: who holds which part, and how parts are exchanged.
+"""Handles tensors split over ranks: finds each rank's part, and exchanges parts.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -3,7 +3,7 @@
     I   same value on every rank; its gradient is whole on every rank
     R   same value on every rank; its gradient is a partial sum on each rank
     S   split along a dim; so is its gradient
-    P   values sum to the true one; its gradient is whole on every rank
+    P   the ranks' values add up to the true value; its gradient is whole on every rank
 
     function       layouts  forward                   backward              known as
     sum_gradients  I → R    nothing                   all-reduce            Megatron's f
@@ -21,8 +21,8 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-If only the local size is known, all ranks are assumed to hold equally many elements, unless it is a
-share of a known length.
+If only the local size is known, all ranks are assumed to hold equally many elements, unless the
+size is a share of a known length.
 """
 
 from collections.abc import Callable
@@ -51,22 +51,22 @@ Along = Callable[[Tensor, int, Cut, Axis], Tensor]
 
 
 def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
-    """I → R: let each rank use the same value for its own share of the work."""
+    """I → R: let each rank use the whole value for its share of the work."""
     return _convert(x, axis, _unchanged, summed)
 
 
 def sum_partials(x: Tensor, axis: Axis) -> Tensor:
-    """P → I: sum the ranks' shares."""
+    """P → I: sum the ranks' partial values."""
     return _convert(x, axis, summed, _unchanged)
 
 
 def sum_both(x: Tensor, axis: Axis) -> Tensor:
-    """P → R: sum the ranks' shares, for further work in shares."""
+    """P → R: sum the ranks' partial values, for further work that ranks share."""
     return _convert(x, axis, summed, summed)
 
 
 def first_only(x: Tensor, axis: Axis) -> Tensor:
-    """I → P: count a whole value once among partial ones."""
+    """I → P: count a whole value once among partial values."""
     return _convert(x, axis, _on_first, _unchanged)
 
 
@@ -76,17 +76,17 @@ def first_whole(x: Tensor, axis: Axis) -> Tensor:
 
 
 def first_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """R → I: count a whole gradient once among partial ones."""
+    """R → I: count a whole gradient once among partial gradients."""
     return _convert(x, axis, _unchanged, _on_first)
 
 
 def scatter_sum(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """P → S: sum the ranks' shares, and keep this rank's slice."""
+    """P → S: sum the ranks' partial values, and keep this rank's slice."""
     return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _SCATTER_SUM)
 
 
 def gather(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """S → R: concatenate the slices, for work in shares."""
+    """S → R: concatenate the slices, for work that ranks share."""
     return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER)
 
 
@@ -101,7 +101,7 @@ def take_shard(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> T
 
 
 def take_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
-    """R → S: keep this rank's slice; the gradient of the rest is other ranks' share."""
+    """R → S: keep this rank's slice; the gradient of the rest comes from other ranks."""
     return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_OWN)
 
 
@@ -169,7 +169,7 @@ def _unchanged(x: Tensor, _: Axis) -> Tensor:
 
 
 def _on_first(x: Tensor, axis: Axis) -> Tensor:
-    """Return zeros except on rank 0. Not x · 0, which would turn inf into nan."""
+    """Return x on rank 0 and zeros elsewhere (not x · 0, which would turn inf into nan)."""
     return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
 
 

@@ -1,7 +1,7 @@
-"""Which part of which parameter a rank holds.
+"""Turns whole parameters into this rank's shards on the tensor axis.
 
-Turns whole parameters into the shards of this rank of the tensor axis. Shards are plain local
-parameters, so that the user's own nn.Linear works on its share.
+Records which part of a parameter a rank holds. Shards are plain local parameters, so that the
+user's nn.Linear computes with its share.
 
 The chunks of a shard are recorded on the module that owns the parameter: `fully_shard` replaces
 parameter objects but keeps modules.
@@ -26,7 +26,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def put_into(tensor: Tensor, source: Tensor) -> None:
-    """Replace a tensor's memory, sizes, dtype and device by those of another one.
+    """Replace a tensor's memory, sizes, dtype and device by those of another tensor.
 
     The tensor stays the same object, so that modules, lists and other holders see the new contents.
     It keeps its class, attributes, hooks and requires_grad. The source must not be used afterwards.
@@ -140,7 +140,7 @@ def chunks_by_name(model: nn.Module) -> dict[str, Chunks]:
 
 
 def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:
-    """Restrict the chunks of a whole shard to the rows that `fully_shard` keeps on this rank."""
+    """Restrict the chunks of a shard to the rows that `fully_shard` keeps on this rank."""
     # imported here, because it takes half a second that planning does not need
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -204,7 +204,7 @@ class Split:
     parts: Parts | None = None  # see slices.py; None: one part of single elements
 
     def cut(self, shape: Sequence[int], axis: Axis) -> Cut:
-        """Return what each rank holds of the split dim of a tensor with this whole shape."""
+        """Return the cut of a whole shape: the elements of each rank along the split dim."""
         return cut(self.parts or ((shape[self.dim], 1),), axis.size)
 
 
@@ -310,8 +310,8 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
     """Put new contents in all places of a tensor; a parameter stays the same object.
 
-    A buffer may also be held elsewhere, as in a global table, and keeps its values there: the
-    modules get another tensor, with the class and the attributes of the buffer.
+    A buffer that is also held elsewhere, as in a global table, keeps its values there: the modules
+    get another tensor, with the class and the attributes of the buffer.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:

@@ -1,14 +1,14 @@
-"""Cuts of tensors over ranks: their ranges, lengths and slices.
+"""Cuts tensors over ranks: computes ranges, remembers lengths, takes and joins slices.
 
 `parts` describes a dim as parts laid end to end, each of `count` blocks of `unit` elements. Every
-part is cut over the ranks by whole blocks; if they do not divide, the first ranks get one more. A
-fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the shard of a concatenation
-is the concatenation of the shards.
+part is cut over the ranks by whole blocks; if their number does not divide evenly, the first ranks
+get one block more. A fused q-k-v weight of 12 heads of 64 is ((12, 64), (12, 64), (12, 64)): the
+shard of a concatenation is the concatenation of the shards.
 
 Also remembers the whole lengths of a microbatch's split dims. 57 tokens on two ranks are 29 and 28,
-and a rank with 29 cannot tell 57 from 58. A length is known if the dim was cut in this forward, or
-if the stage received it. If two known lengths have equal shares on some rank (those of a text and
-of its labels, say), a message decides.
+and from 29 a rank cannot tell whether all ranks have 57 or 58. A length is known if the dim was cut
+in this forward, or if the stage received it. If two known lengths have equal shares on some rank
+(those of a text and of its labels, say), a message decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cut:
 
     ranges: tuple[Ranges, ...]  # per rank, [start, stop) of the whole dim
     sizes: tuple[int, ...]  # number of elements, per rank
-    is_even: bool  # one range per rank, all of one size
+    is_even: bool  # one range per rank, all of the same size
 
     @property
     def whole(self) -> int:
@@ -66,11 +66,11 @@ def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
 
 
 def _blocks_before(count: int, rank: int, size: int) -> int:
-    """Return the number of blocks before this rank's."""
+    """Return the number of blocks before those of this rank."""
     return rank * (count // size) + min(rank, count % size)
 
 
-RECEIVED = "received_lengths"  # the attribute of a stage's module with the lengths of received dims
+RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of received dims
 
 _KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # known lengths in the running forward
 
@@ -90,7 +90,7 @@ def _forget(module: nn.Module, _: object) -> None:
 
 
 def note_length(whole: int) -> None:
-    """Record the whole length of a dim that is cut."""
+    """Record the whole length of a dim that this forward cuts."""
     known = _KNOWN.get(None)
     if known is not None:
         known[whole] = None
@@ -134,7 +134,7 @@ def receives(module: nn.Module, wholes: Iterable[int]) -> None:
 
 @lru_cache(maxsize=4096)
 def _clash(one: int, other: int, size: int) -> bool:
-    """Whether some rank holds equally many elements of both lengths."""
+    """Whether two lengths have equal shares on some rank."""
     pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)
     return any(first == second for first, second in pairs)
 
@@ -168,7 +168,7 @@ def pad_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
 
 
 def gather_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
-    """Put every rank's slice of a dim in its place."""
+    """Return the whole dim, with every rank's slice in its place."""
     if held.is_even:
         return _merge(gathered(x, axis), dim)
     shapes = [_resized(x, dim, size) for size in held.sizes]
@@ -207,12 +207,12 @@ def _split(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _merge(stack: Tensor, dim: int) -> Tensor:
-    """Concatenate the slices of dim 0 along the dim that they were cut from. Contiguous."""
+    """Concatenate the slices of dim 0 along the dim that they were cut from, contiguously."""
     return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _assemble(pieces: list[Tensor], dim: int, held: Cut) -> Tensor:
-    """Put each rank's ranges in their places of the whole dim."""
+    """Join the pieces of all ranks: each range gets its place in the whole dim."""
     placed = []
     for piece, ranges in zip(pieces, held.ranges, strict=True):
         offset = 0

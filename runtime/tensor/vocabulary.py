@@ -1,8 +1,9 @@
-"""Embedding and cross entropy of a vocabulary, or a table, split over the tensor axis.
+"""Computes embeddings and cross entropy with a vocabulary split over the tensor axis.
 
 No rank holds the logits of the whole vocabulary: the loss needs one small message per target
 (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
-`parts` says how the vocabulary is cut (see slices.py). By default all ranks hold equally much.
+`parts` says how the vocabulary is cut (see slices.py). By default all ranks hold equally many
+entries.
 """
 
 from typing import Any
@@ -49,7 +50,7 @@ def vocab_parallel_embedding_bag(
 ) -> Tensor:
     """Sum up in each bag the rows that this rank holds: layout P.
 
-    A mean divides by the bag's number of entries on all ranks. "max" is no sum, and not supported.
+    A mean divides by the bag's number of entries on all ranks. Mode "max" is not supported.
     """
     if axis.size == 1:
         return embedding_bag(
@@ -81,7 +82,7 @@ def vocab_parallel_embedding_bag(
     )
     if mode == "sum":
         return sums
-    before = nn.functional.pad(is_entry.cumsum(0), (1, 0))  # entries before each place
+    before = nn.functional.pad(is_entry.cumsum(0), (1, 0))  # entries before each position
     return sums / (before[bags[1]] - before[bags[0]]).clamp(min=1).unsqueeze(-1)
 
 
@@ -202,7 +203,7 @@ def _check_rows(ids: Tensor, parts: Parts, axis: Axis) -> None:
 
 
 def _local_ids(ids: Tensor, parts: Parts, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return local rows of ids, and a mask of those on this rank; others get row 0."""
+    """Return the local rows of ids, and a mask of the ids on this rank; other ids get row 0."""
     local, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     offset = 0
     for start, stop in cut(parts, axis.size).ranges[axis.rank]:

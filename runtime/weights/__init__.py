@@ -1,4 +1,4 @@
-"""The initial values of parameters: from the constructor, or from files.
+"""Gives parameters their initial values, from the constructor or from files.
 
 Scripts import from here; the runtime's own files import from the modules.
 """

@@ -50,13 +50,13 @@ ON_META = "leaves it on the meta device, where tensors have no numbers"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to compute every parameter and buffer of a model, by name."""
+    """The initial values of every parameter and buffer of a model, computed on request."""
 
     shapes: Mapping[str, tuple[int, ...]]
     source: Callable[[str], TensorSource]
-    dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
+    dtypes: Mapping[str, torch.dtype]  # chosen by the constructor
     bare: Mapping[str, str] = field(default_factory=dict)  # tensors without values, and why
-    # processes compare these to see whether their weights agree
+    # processes compare these to check that their weights agree
     digests: Callable[[], Mapping[str, int]] = dict
     whole: Callable[[], nn.Module] | None = None  # builds the whole model again, on meta
 
@@ -78,7 +78,7 @@ class Recipe:
     ) -> None:
         """Give values to tensors on meta: this rank's part, one tensor at a time.
 
-        The model may be a part of the recorded one, if names are kept, and may have been cut on
+        The model may be a part of the recorded model, with the same names, and may have been cut on
         meta by shard_parameters and fully_shard. Floating-point parameters and buffers get `dtype`,
         as with module.to(dtype).
         """
@@ -88,7 +88,7 @@ class Recipe:
             if group[0].tensor.device == META:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-            elif group[0].tensor.device.type != device.type:  # of a kind that is never cut
+            elif group[0].tensor.device.type != device.type:  # a tensor of a kind that is never cut
                 hang(group, group[0].tensor.to(device))
         move_held(model, device)
 
@@ -163,7 +163,7 @@ def _recipe(
         value = values[name]
         try:
             return history.copied(value) or history.replay([value])[0]
-        except UnrecordableError as error:  # torch's op gives another result than on meta
+        except UnrecordableError as error:  # an op's real result differs from that on meta
             _note_in_full(error)
             return in_full()[name]
 
@@ -203,7 +203,7 @@ def _built_for_real(
     found = _cut(model)
     tensors = dict(_tensors(model))
     on_meta = {place.name: ON_META for place in found if place.tensor.is_meta}
-    if not on_meta:  # else a rank refuses the tensors on meta, or fills them from files
+    if not on_meta:  # otherwise a rank refuses the tensors on meta, or fills them from files
         _note_in_full(error)
     move_to_meta(found, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe(
@@ -218,7 +218,7 @@ def _built_for_real(
 
 
 def _cut(model: nn.Module) -> list[TensorPlace]:
-    """Return the places of tensors that ranks hold parts of; sparse tensors stay whole."""
+    """Return the places of tensors that may be cut; sparse and quantised tensors stay whole."""
     return [place for place in places(model) if has_plain_memory(place.tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Gives a model's parts their weights: from files, or from the constructor."""
+"""Gives a rank's modules their weights, from files or from the constructor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.runtime.weights.saving.stored_model import StoredModel
 
 
 def check_same(digests: Mapping[str, int], mesh: Mesh) -> None:
-    """Exit if the initial weights of processes differ; the digests are by name."""
+    """Exit if the initial weights of processes differ; `digests` are this process's, by name."""
     if detect_fake_mode() is not None:  # a dry run is a single process
         return
     for axis in (mesh.data, mesh.tensor, mesh.pipeline):
@@ -79,7 +79,7 @@ def load_weights(
     """Give parameters and buffers on meta this rank's part of their values.
 
     Values come from the safetensors files if these have them, else from the recipe. In the names of
-    `splits`, * stands for the number of a layer.
+    `splits`, * stands for any number, such as that of a layer.
     """
     check_same(recipe.digests(), mesh)
 
@@ -112,14 +112,14 @@ def load_weights(
 
 
 class WeightsOrigin:
-    """The origin of weights: files, if any were given, or the constructor."""
+    """The origin of a training's weights: files, if any were given, or the constructor."""
 
     def __init__(self, recipe: Recipe, weights: StartingWeights | None) -> None:
         self.recipe, self._weights = recipe, weights
         self._files = ExitStack()
 
     def values(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield the possible initial values of a tensor; the caller compares to see which it was.
+        """Yield the possible initial values of a tensor; the caller compares to find the true ones.
 
         The files may have changed, or the training may have been resumed from a checkpoint.
         """

@@ -1,8 +1,9 @@
-"""Builds the model in plain PyTorch on the CPU, with a seed of its own for each random op.
+"""Builds the model in plain PyTorch on the CPU, with a separate seed for each random op.
 
-A random op, or truncated-normal initialisation, is called a draw. The n-th draw of a constructor is
-seeded by n. Draws can therefore be repeated one by one, and no process makes the whole model. If a
-constructor seeds a generator itself, the following draws depend on each other as in plain PyTorch.
+A random op, or a truncated-normal initialisation, is called a draw. The seed of a constructor's
+n-th draw depends on n only. Draws can therefore be repeated one by one, and no process makes the
+whole model. If a constructor seeds a generator itself, the following draws depend on each other as
+in plain PyTorch.
 
 `plain_model` records and replays nothing, so its weights are an independent reference for those
 that scripts start with.
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 
-# torch draws until all numbers are in range: how often depends on them
+# torch draws again until all numbers are in range, so how often it draws depends on the numbers
 REJECTING = "_no_grad_trunc_normal_"
 
 
@@ -41,17 +42,17 @@ class GeneratorState:
 class Draws:
     """The draws of one constructor, in order.
 
-    Before each numbered draw, torch's default generator is seeded by the number. So if the
-    constructor saves and restores this state, the same draw follows. A generator in any other state
-    was seeded by the constructor.
+    Before each numbered draw, torch's default generator is seeded by the number. If the constructor
+    saves and restores this state, the same draw follows. A generator in any other state was seeded
+    by the constructor.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numbers: dict[int, int] = {}  # draw numbers, by the seeds that they set
-        # placeholder seed → the op after which the generator has the state that it stands for
+        # placeholder seed → the op whose final generator state the seed stands for
         self._placeholders: dict[int, GeneratorState] = {}
-        self._is_inside = False  # inside a draw of several ops
+        self._is_inside = False  # whether a draw of several ops is running
 
     def begin(self, number: int = 0) -> None:
         """Seed the default generator for a draw."""
@@ -61,7 +62,7 @@ class Draws:
 
     @contextmanager
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
-        """Count the body as one numbered draw, unless the constructor has seeded the generator."""
+        """Count the code inside as one numbered draw, unless the generator was seeded otherwise."""
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
             yield
@@ -76,7 +77,7 @@ class Draws:
     def noted(self, op: int) -> GeneratorState:
         """Return the generator's state before an op draws; advance it without drawing.
 
-        If the constructor has seeded the generator, a placeholder is its state after the op.
+        If the constructor has seeded the generator, its state after the op is a placeholder.
         """
         seed = _fresh_seed()
         if seed in self._numbers:
@@ -113,7 +114,7 @@ def _fresh_seed() -> int:
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether an op draws numbers.
 
-    torch tags attention as random, but ops inside it draw the numbers.
+    torch tags attention as random, but it is the ops inside attention that draw the numbers.
     """
     if not isinstance(func, OpOverload):
         return True
@@ -124,7 +125,7 @@ def is_random(func: Callable[..., Any]) -> bool:
 
 @contextmanager
 def rejecting_by(draw: Callable[..., Tensor]) -> Iterator[None]:
-    """Make `draw(original, tensor, *args, generator=…)` replace torch's trunc_normal_."""
+    """Replace torch's trunc_normal_ inside by `draw(original, tensor, *args, generator=…)`."""
     original = getattr(init, REJECTING, None)
     if original is None:  # older versions draw once, without a loop
         yield

@@ -1,4 +1,4 @@
-"""Reads .safetensors, a file or a folder, into this rank's parameters, slice by slice."""
+"""Fills this rank's parameters from .safetensors (a file or a folder), slice by slice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_safetensors(
 
     The files have the model's names, or those of its `save_pretrained`, whose form `ask` returns.
     Buffers are filled if the files have them; the rest is left to Recipe.materialise. Returns the
-    names of parameters that the files lack, or have in another shape, if `may_lack` allows it.
+    names of parameters that the files lack, or have in another shape; `may_lack` has to allow this.
     """
     left = list[str]()
     with ExitStack() as files:
@@ -109,7 +109,7 @@ class _FoundTensor:
 
 
 def _allowing(name: str) -> str:
-    """Return a hint: the option with which files may lack a parameter."""
+    """Return a hint that names the option with which files may lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
     return f'--allow-missing "{pattern}" has it start as it is constructed'

@@ -82,7 +82,7 @@ class _InStore:
         return self.get_slice(name)[...]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read whole rows in one request; they are kept, because their other columns may follow."""
+        """Read whole rows in one request; keep them, because other columns may be read next."""
         if self._last is None or self._last[0] != (name, start, stop):
             one = self._tensors[name]
             row = math.prod(one.shape[1:]) * one.dtype.itemsize
@@ -169,12 +169,12 @@ def fill(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Replace a meta tensor, in all its places, by a real one with its part of the source.
+    """Replace a meta tensor, in all its places, by a real one with this rank's part of the source.
 
     A tensor that was sharded on meta keeps its chunks, including the rows of `fully_shard`. Any
     other tensor is cut according to `splits`. Without a source, memory is only allocated.
     """
-    from torch.distributed.tensor import DTensor  # slow to import, and planning needs it not
+    from torch.distributed.tensor import DTensor  # slow, and planning does not need it
 
     old = group[0].tensor
     known = recorded_chunks(group[0].module, group[0].attribute)

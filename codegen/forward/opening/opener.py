@@ -39,7 +39,7 @@ from autopar.planner.rules.signature import leaves
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call's unchanged code may confuse sizes of shards and wholes; `ops` are its own."""
+    """Whether a call's unchanged code may take a shard's size for the whole, or the reverse."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
     is_told = any(is_told_own_rows(op, opening.split) for op in ops)
@@ -89,7 +89,7 @@ def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph)
 def _computes_with_sizes(
     call: str, ops: Sequence[Op], parts: AbstractSet[str], opening: Opening
 ) -> bool:
-    """Whether a number in a call may be a shard's size; traces do not show which are."""
+    """Whether a number in a call may be a shard's size; a trace does not show its origin."""
     if any(map(counts_rows, ops)):
         return True
     module = _module(call, opening)
@@ -99,7 +99,7 @@ def _computes_with_sizes(
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:
-    """Whether every number of rows that a call's code can read is that of the rank's own share."""
+    """Whether all tensors whose rows a call's code can count have only the rank's own rows."""
     tree, module = opening.tree, _module(call, opening)
     if module is None or module.keeps_state:
         return False
@@ -170,7 +170,7 @@ class _Group:
     ops: tuple[Op, ...]
     home: str
     below: tuple[str, ...]  # calls on the way from home to all users
-    above: tuple[str, ...]  # calls that the tensor leaves, from home to its maker
+    above: tuple[str, ...]  # calls that return the tensor, from inside home to its maker
 
 
 class _Opener:
@@ -231,7 +231,7 @@ class _Opener:
         )
 
     def _does_unseen(self, call: str) -> bool:
-        """Whether a call runs code that no op shows: checks of sizes, unused results."""
+        """Whether a call runs code that has no op: checks of sizes, unused results."""
         record = self.tree.graph.calls[call]
         module = self.split.modules.get(record.path)
         return record.has_unused or (module is not None and module.checks_sizes)
@@ -333,7 +333,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether a call may return a tensor converted, because all outside readers need it so."""
+        """Whether all readers outside of a call need a conversion, so that it may come before."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 
@@ -381,9 +381,9 @@ class _Opener:
         return chain[chain.index(call) :]
 
     def _is_mixed(self, call: str) -> bool:
-        """Whether `split_randomness` around a call would contain equal and different numbers.
+        """Whether a call draws both random numbers equal on all ranks and numbers that differ.
 
-        Opened code inside has its own `split_randomness`, around different numbers only.
+        Numbers that differ do not count in opened code: it has its own `split_randomness`.
         """
         kinds = set()
         for op in self.tree.ops[call]:

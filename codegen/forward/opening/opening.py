@@ -1,8 +1,8 @@
 """The calls whose code a script prints ("opened" calls), and the reasons to print them.
 
 Also finds calls that read state left by other code, on a module or in shared objects. Printed code
-leaves no such state, and code on another stage leaves it there. So these calls are printed, too,
-and get the tensors and numbers as values.
+leaves no such state, and code in another stage leaves it on that stage's ranks. So these calls are
+printed, too, and get the tensors and numbers as values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.planner.rules.table import rule_of
 
 
 def calls_missing_state(opening: Opening) -> list[str]:
-    """Return the calls to open because printed code no longer leaves the state that they read."""
+    """Return the calls to open, because printed code no longer leaves the state that they read."""
     tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
     calls = tree.graph.calls
     found: dict[str, None] = {}
@@ -110,7 +110,7 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether an opened call, from `call` inwards, handles an op's random numbers."""
+        """Whether an op is in opened code, within `call`, which handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
@@ -189,7 +189,7 @@ def is_of_rows(layout: Layout, split: SplitGraph) -> bool:
 
 
 def whole_sizes(op: Op, split: SplitGraph) -> Iterator[Dim]:
-    """Yield the dims whose sizes are in an op's arguments, and which a rank has whole."""
+    """Yield the dims whose sizes an op's arguments contain, and that are whole in its result."""
     rule = rule_of(op.target)
     if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
         return
@@ -211,7 +211,7 @@ def _converts_own_tensor(op: Op, split: SplitGraph) -> bool:
 
 
 def with_own_rows(split: SplitGraph) -> SplitGraph:
-    """Return a split in which a rank gets only its own rows of an input, if it uses no others."""
+    """Return a split in which a rank gets only those rows of the inputs that it uses."""
     if split.batch < split.degree:  # some ranks would have none
         return split
     own = {name: layout for name in split.graph.inputs if (layout := _share(name, split))}

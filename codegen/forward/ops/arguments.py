@@ -155,7 +155,7 @@ class Arguments:
         self.op, self.place = op, place
         self.raw = dict(op.arguments)
         schema = schema_of(op.target)
-        # `int[2] stride` may be one number; the printed functions also accept one
+        # ATen takes one number for `int[2] stride`; the printed functions also do
         name = base_name(op.target)
         function = table.FUNCTIONS.get(name)
         is_known = function is not None and function.fits(self.raw)
@@ -249,7 +249,7 @@ def schema_of(target: str) -> Any:
 
 
 def function_call(arguments: Arguments, function: table.Function) -> SourceForm:
-    """Print an op as its table row says."""
+    """Print an op as the function of its table row."""
     positional: list[Expression] = []
     for name in function.positional:
         if name.startswith("*"):
@@ -292,7 +292,7 @@ def as_op(arguments: Arguments) -> SourceForm:
 
 
 def loss_call(arguments: Arguments, name: str) -> SourceForm:
-    """Print a loss as a function: its tensors by position, and what is no default by keyword."""
+    """Print a loss as a function: tensors by position, numbers except defaults by keyword."""
     is_given = {key: key not in arguments.defaults for key in arguments.raw}
     are_plain = {k for k, v in arguments.raw.items() if not isinstance(v, (Ref, tuple))}
     positional = [arguments[key] for key in arguments.raw if is_given[key] and key not in are_plain]

@@ -2,7 +2,7 @@
 
 Sizes that vary with the lengths of rows become arithmetic on available lengths. The model is traced
 twice, with different lengths, so each number has two values. The simplest arithmetic that gives
-both is taken to be the model's.
+both values is taken to be the model's.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ReadableSizes:
     def of_all(
         self, sizes: Sequence[Wanted | None], *, near: LocalTensor | None = None
     ) -> list[Expression | None]:
-        """Return each size as read from shapes; one value provides as many as it can.
+        """Return each size as read from shapes, from as few values as possible.
 
         Shapes of arguments and converted values are preferred, then that of `near`. Sizes that
         depend on the batch are also read from any other value, and lengths from any dim that
@@ -233,7 +233,7 @@ class ReadableSizes:
         return found
 
     def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
-        """Return a sort key: values with most of the sizes first, then those with a varying one."""
+        """Return a sort key: values with most of the sizes first, then those with varying ones."""
         told = self._read(held, sizes)
         return -len(told), all(size.extent.is_constant for size in told)
 
@@ -333,8 +333,8 @@ class ReadableSizes:
 
         It can if the dim is one part of single elements, and the runtime has it whole (`is_whole`).
         With fixed lengths it also can if all ranks have equally many elements, of any unit. With
-        varying lengths it also can if the length of the dim varies, because it has remembered the
-        whole length (runtime/tensor/slices.py).
+        varying lengths it also can if the length of the dim varies, because it remembers the whole
+        length (runtime/tensor/slices.py).
         """
         parts = parts_of_dim(dim, axis)
         if self.split.lengths.are_known:

@@ -143,7 +143,7 @@ def _index(arguments: Arguments) -> SourceForm:
 
 
 def _repeat_interleave(arguments: Arguments) -> SourceForm:
-    arguments.raw["output_size"] = None  # redundant, and wrong on a rank with a part of the dim
+    arguments.raw["output_size"] = None  # redundant, and wrong on a rank that has a part of the dim
     return by_schema(arguments, "repeat_interleave")
 
 

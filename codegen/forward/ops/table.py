@@ -11,7 +11,7 @@ from autopar.codegen.text.expressions import Binding
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function: ATen's names of its positional arguments, pairs of its keyword and ATen's name.
+    """A printed function: its positional arguments by ATen's names, its keywords with ATen's names.
 
     The first `required` positional arguments are printed even if they are None.
     """
@@ -59,7 +59,7 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
         "hardsigmoid_": (("inplace", True),),
     }
 )
-# Ops that are printed as torch.ops: functions of these names take or return something else.
+# Ops printed as `torch.ops.…`: PyTorch's functions of these names take or return something else.
 AS_OPS = frozenset(
     {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d", "stft"}
 )

@@ -22,7 +22,7 @@ from autopar.planner.graph.ops import LOSS_CALL, Op, refs
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
 _Position = tuple[int, int, int, int]  # line, column, end line, end column
 _FIELDS = ("values", "indices")  # fields of the results of torch.max and torch.topk
-# Calls that may have no op, because they may return their argument.
+# Methods that may run no op, because they may return their argument.
 _MAY_RUN_NO_OP = frozenset(
     {"to", "float", "half", "bfloat16", "type_as", "contiguous", "expand", "view", "reshape"}
 )
@@ -119,7 +119,7 @@ class _FileNames:
     """The names that a file gives to the results of its expressions, by their positions."""
 
     names: Mapping[_Position, tuple[str, ...]]
-    no_ops: Mapping[_Position, _Position]  # argument of a call that may run no op → that call
+    no_ops: Mapping[_Position, _Position]  # argument of a call that may run no op → the call
     given: Mapping[_Position, tuple[tuple[str, ...], ...]]  # see attributes_given
 
 
@@ -161,9 +161,10 @@ def _current_path(file: str) -> str:
 
 
 def attributes_given(span: SourceSpan) -> tuple[tuple[str, ...], ...]:
-    """Return, for each argument of an expression, the attributes of `self` that it may be.
+    """Return, for each argument of an expression, the attributes of `self` that may be its value.
 
-    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable counts as what is assigned to it.
+    `f(x, self.config.eps)` has ((), ("config.eps",)). A variable stands for the values assigned to
+    it.
     """
     return _file_names(span.file).given.get(span[1:], ())
 

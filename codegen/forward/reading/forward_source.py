@@ -37,9 +37,9 @@ def checks_sizes(source: str) -> bool:
 
 
 def branches_in_training(source: str) -> bool:
-    """Whether a forward has an `if` that asks for `self.training`.
+    """Whether a forward has an `if` that reads `self.training`.
 
-    A condition that also asks for a library's own checkpointing does not count.
+    A condition that also names checkpointing, as libraries have it, does not count.
     """
     try:
         tree = ast.parse(dedent(source))

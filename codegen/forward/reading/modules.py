@@ -137,7 +137,7 @@ class Module:
     trains: bool = True  # set by the constructor; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
     checks_sizes: bool = False  # its forward raises an error for unexpected sizes
-    keeps_state: bool = False  # it reads an attribute set by an earlier call or by its caller
+    keeps_state: bool = False  # it reads an attribute that an earlier call or other code set
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
     branches_in_training: bool = False  # its forward computes something else in evaluation
     reads_sizes: bool = False  # its forward reads sizes of tensors; numbers in it may be such sizes

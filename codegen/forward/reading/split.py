@@ -1,4 +1,4 @@
-"""Turns a plan into its graph with the layouts of ops and tensors, as printing reads it."""
+"""Joins a plan's graph with the layouts of its ops and tensors, for the code that prints it."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
 class SplitGraph:
     """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
-    `crossing` has the layouts of tensors that pass between layers, if different from how they are
-    made. `weighed` are ops that are terms of the loss; each is multiplied by a weight of the
-    microbatch, in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths`
-    has the sizes at other lengths. With `has_metrics`, evaluations need the model's outputs.
+    `crossing` has the layouts in which tensors pass between layers, if they are made in others.
+    `weighed` are ops that are terms of the loss; each is multiplied by a weight of the microbatch,
+    in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths` has the sizes
+    at other lengths. With `has_metrics`, evaluations need the model's outputs.
     """
 
     graph: Graph
@@ -178,7 +178,7 @@ class SplitGraph:
         return self.gives.get(tensor, WHOLE)
 
     def way(self, op: Op, position: int) -> tuple[Layout, ...]:
-        """Return an input's layouts, from how it is made to what is needed."""
+        """Return an input's successive layouts, from the one as made to the one that is needed."""
         tensor = op.inputs[position]
         steps = [self.made(tensor)]
         if tensor in self.crossing and self.layer_of[tensor] != self.layer_of[op.name]:
@@ -294,7 +294,7 @@ def _places(layers: Layers) -> Iterator[tuple[str, int]]:
 
 
 def _plain(layout: Layout, tensor: str, graph: Graph) -> Layout:
-    """Return I for R if no gradient flows: there the two are the same."""
+    """Return I for R if the tensor needs no gradient: without gradients the two are the same."""
     if layout.kind is LayoutKind.REPLICATED and not graph.tensors[tensor].requires_grad:
         return WHOLE
     return layout

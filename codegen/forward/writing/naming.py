@@ -29,7 +29,7 @@ from autopar.codegen.text.lines import IMPORTED, Body, Line, held_in
 class Shape:
     """The sizes of a value that a body names: one entry per dim, "" if unused.
 
-    `same` has the names of sizes that an earlier value has, too.
+    `same` has the names of sizes that are already named for an earlier value.
     """
 
     held: LocalTensor
@@ -199,18 +199,18 @@ class _Namer:
         return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
     def _authors(self, held: LocalTensor) -> Sequence[str]:
-        """Return the author's names of a value; first those of a loop's result made of it."""
+        """Return the author's names of a value, after those of the loop result that it becomes."""
         goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
         return (*goes_on, *self.given.get(held, ()))
 
     def _wholes(self, held: LocalTensor) -> Sequence[str]:
-        """Return the names of a value at its reader: the parameter that takes it, or the result."""
+        """Return the names of a parameter that takes a value, and of the result made from it."""
         return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
 
     def _followed(
         self, held: LocalTensor, statement: Statement, number: int, position: int
     ) -> Sequence[str]:
-        """Return a name like the operand's, if the value is a part or a reshaped form of it."""
+        """Return the operand's name, perhaps numbered, for a part or a reshaping of the operand."""
         before = next((p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None)
         if before is None:
             return []
@@ -227,7 +227,7 @@ class _Namer:
         return dims[one.tensor] == dims[other.tensor]
 
     def _find_readers(self) -> None:
-        """Find the names of values at their readers; the last of several readers counts."""
+        """Find the names that values have at their readers; the last of several readers counts."""
         readers = Counter(held for s in self.statements for held in _read(s))
         for statement in reversed(self.statements):
             attended = _operands(statement.expression, (_ATTENTION,))

@@ -37,8 +37,8 @@ class Statement:
     expression: Expression
     results: Pattern
     reasons: tuple[str, ...]
-    parts: tuple[int, ...]  # indices of its lines, in the order of evaluation
-    lines: tuple[Line, ...]  # these lines
+    parts: tuple[int, ...]  # indices of `lines` in the body, in the order of evaluation
+    lines: tuple[Line, ...]  # the line and the lines inlined into it, in the same order
     folded: tuple[LocalTensor, ...]  # values without a name
 
 
@@ -140,7 +140,7 @@ class _Folder:
 def _single(
     line: Line, uses: Counter[LocalTensor], facts: set[LocalTensor]
 ) -> tuple[Expression, Pattern]:
-    """Return a line's expression and used results: `f(x)[0]` for a call with one used result."""
+    """Return a line's expression and its used results; `f(x)[0]` if only one result is used."""
     if line.results is None or isinstance(line, Loop):
         return line.expression, line.results
     needed = [held for held in held_in(line.results) if uses[held] or held in facts]
@@ -168,7 +168,7 @@ _MEMBERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop(Line):
-    """A line repeated for each module of a container; `carried` pairs first and last values."""
+    """A line repeated for modules of a container; `carried` pairs its first and last values."""
 
     header: str
     carried: tuple[tuple[LocalTensor, LocalTensor], ...]
@@ -206,7 +206,7 @@ def rolled(
 
 
 def _run(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the first lines, as many as one loop can replace."""
+    """Return the longest beginning of some lines that one loop can replace."""
     length = 1
     carries: dict[int, int] | None = None
     while length < len(lines):
@@ -220,7 +220,7 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def _carries(before: Line, after: Line) -> dict[int, int] | None:
-    """Return which argument of a call is which result of the one before; None if no loop fits."""
+    """Return which argument of a call is which result of the call before; None if no loop fits."""
     if before.module is None or after.module is None or not _is_next(before.module, after.module):
         return None
     is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient
@@ -232,7 +232,7 @@ def _carries(before: Line, after: Line) -> dict[int, int] | None:
     for i, ((_, a), (_, b)) in enumerate(zip(before.arguments, after.arguments, strict=True)):
         if isinstance(b, LocalTensor) and b in results and isinstance(a, LocalTensor):
             if a.layout != b.layout or len(made) != len(results) or made[results.index(b)] is None:
-                return None  # the last iteration may return fewer than are carried
+                return None  # the last iteration may return fewer values than are carried
             carries[i] = results.index(b)
         elif a != b:
             return None
@@ -263,7 +263,7 @@ def _is_listed(line: Line, modules: Modules) -> bool:
 
 
 def _sole_carries(line: Line) -> dict[int, int]:
-    """Return the carry of a loop with one iteration: the first tensor argument and result."""
+    """Return what a loop with one iteration carries: the first tensor argument and result."""
     first = next((i for i, (_, v) in enumerate(line.arguments) if isinstance(v, LocalTensor)), None)
     results = [i for i, held in enumerate(_flat(line.results)) if held is not None]
     return {first: results[0]} if first is not None and results else {}

@@ -57,7 +57,7 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
 def _attempt(
     body: Body, owner: Owner, style: Style, kept: frozenset[LocalTensor]
 ) -> tuple[list[str], list[LocalTensor]]:
-    """Return the source with some values named, and values to name because lines are too long."""
+    """Return the source with `kept` values named, and more values to name to shorten long lines."""
     found = statements(body, kept=kept)
     names = named(found, body, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
@@ -108,7 +108,7 @@ class _Writer:
         return lines
 
     def _returned_at_once(self) -> Sequence[Statement]:
-        """Return the statements; a value that is named only to be returned gets no name."""
+        """Return the statements; `y = …; return y` becomes one statement."""
         if len(self.found) < 2:
             return self.found
         before, last = self.found[-2:]
@@ -197,7 +197,7 @@ def _target(pattern: Pattern, names: Mapping[LocalTensor, str]) -> str:
 
 
 def _to_be_named(statement: Statement) -> LocalTensor:
-    """Return the value in a long statement that gets a name: its outermost operation's operand."""
+    """Return the value to name in a long statement: an operand of its outermost operation."""
     is_bare = isinstance(
         statement.line.expression, LocalTensor
     )  # a return whose whole value is folded into it

@@ -1,1 +1,1 @@
-"""A script's step without computing: its memory and its messages."""
+"""Runs a script's step without computing, to find its memory and its messages."""

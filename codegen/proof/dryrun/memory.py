@@ -1,9 +1,9 @@
-"""The memory of a dry run: stand-ins for kernels, and the categories of storages.
+"""Counts the memory of a dry run, with stand-ins for kernels, and categories of storages.
 
-Ops allocate and save on the CPU what a CUDA device's kernels would. Some ops are one kernel there
-and several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice),
-dropout (the mask in the values' dtype) and attention with dropout (all scores). Temporary
-workspaces of kernels are not included.
+Ops allocate and save on the CPU what CUDA kernels would. Some ops are one kernel in CUDA and
+several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice), dropout
+(the mask in the values' dtype) and attention with dropout (all scores). Temporary workspaces of
+kernels are not included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _attention = functional.scaled_dot_product_attention
 
 
 class _RMSNorm(torch.autograd.Function):
-    """One kernel that saves its input, the weight and a number per row."""
+    """An RMS norm as one kernel, which saves its input, the weight and a number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
@@ -95,7 +95,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def categories_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Map storages to categories; if several claim one, the last claim below wins."""
+    """Map storages to categories; if several claim a storage, the last one below gets it."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:
         _claim(owners, "optimizer", _optimizer_tensors(optimizer))
@@ -181,7 +181,7 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 # storage → category, for storages that a category claims (see categories_of)
 Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
-# Categories are looked up again only if a new peak exceeds the one at the last look-up by this
+# Categories are looked up again only if a new peak exceeds that of the last look-up by this
 # ratio: a look-up visits all live storages. Later storages count in their default categories.
 LOOK_UP_EVERY = 1.005
 
@@ -190,7 +190,7 @@ LOOK_UP_EVERY = 1.005
 class _Live:
     reference: weakref.ref[UntypedStorage]
     size: int
-    default_category: str  # its category if none claims it
+    default_category: str  # its category if no category claims it
     category: str
 
 
@@ -225,7 +225,7 @@ class LiveMemory:
     def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
         """Stop counting live storages, except claimed ones and the step's arguments.
 
-        Rows that are read ahead lie in host memory, which is the same memory in a dry run.
+        The others are rows read ahead, which a real training has in host memory.
         """
         kept = owners.keys() | {one.untyped_storage()._cdata for one in given}
         for key in self._live.keys() - kept:

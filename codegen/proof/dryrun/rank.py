@@ -30,7 +30,7 @@ class _StepRecordedError(Exception):
 
 
 def report_of(path: Path) -> Report:
-    """Run a script's `main`, and report on its first step as if it were the second."""
+    """Run a script's `main` to the end of its first step; report on it as if it were the second."""
     found: list[Report] = []
 
     def watched(step: FirstStep, record: DryRunRecording) -> None:
@@ -82,7 +82,7 @@ def run_first_step(
 
 
 def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
-    """Make an example batch hold numbers, because the model file may read them."""
+    """Return a `new_batch` that makes batches with values, because the model file may read them."""
 
     def made(*args: Any, **kwargs: Any) -> Batch:
         with _disable_current_modes():

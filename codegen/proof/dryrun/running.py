@@ -1,7 +1,7 @@
-"""Runs one rank of a plan's script without computing: its memory and its messages.
+"""Runs one rank of a plan's script without computing, to find its memory and its messages.
 
 The microbatches of a step are alike. When the maximum is in flight, another one needs no more
-memory and sends the same messages. So two steps with few microbatches are run. Their
+memory and sends the same messages. Therefore only two steps with few microbatches are run. Their
 difference gives the messages of each further microbatch.
 """
 
@@ -81,8 +81,8 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
 def microbatches_run(arrangement: Arrangement) -> tuple[int, ...]:
     """Return the numbers of microbatches of the steps to run: all, or two small numbers.
 
-    The smaller number fills the pipeline; the other is one round more. With several stages per
-    rank, a round is one microbatch for each rank.
+    The smaller number fills the pipeline; the other has one round more. A round is one microbatch
+    or, with several stages per rank, one for each rank.
     """
     is_one_by_one = SCHEDULES[arrangement.schedule].stages_per_rank == 1
     turn = 1 if is_one_by_one else arrangement.pipeline
@@ -102,7 +102,7 @@ def _in_flight(arrangement: Arrangement, microbatches: int) -> tuple[int, ...]:
 def extrapolated(
     runs: Sequence[Collectives], counts: Sequence[int], microbatches: int
 ) -> Collectives:
-    """Return the collectives of a step with `microbatches`, from the steps that were run."""
+    """Return the collectives of a step with `microbatches`, given those of the steps run."""
     last = runs[-1]
     if counts[-1] == microbatches:
         return last

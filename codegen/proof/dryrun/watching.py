@@ -1,11 +1,11 @@
 """Records the ops and messages of a dry run.
 
-Turns one rank's training step into its peak memory and its collectives, without computing. Under
+Finds the peak memory and the collectives of one rank's training step, without computing. Under
 AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
-so a step of one rank of thousands runs in seconds.
+so one rank's step among thousands takes seconds.
 
 Sizes that depend on data get the plan's expected values: AUTOPAR_DRYRUN_PICKED has pairs of a
-mask's number of entries and the share of true ones; other masks select everything.
+mask's number of entries and their true share; other masks select everything.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _grouped_mm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Infer the shape: torch does so only for bfloat16, but kernels take other dtypes."""
+    """Make a result of the right shape; torch infers it for bfloat16 only."""
     groups = () if rows.dim() + matrices.dim() == 5 else (_groups(rows, offs),)
     with mode:
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))
@@ -138,7 +138,7 @@ _FUNCTIONAL = {  # kinds by the names of functional collectives
 
 @contextmanager
 def recording() -> Iterator[DryRunRecording]:
-    """Make tensors inside without values, and record their memory and their collectives."""
+    """Make tensors inside without values, and record their memory and the collectives."""
     memory = LiveMemory()
     record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -170,9 +170,10 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def second_step(
         self, modules: Sequence[nn.Module], optimizer: Optimizer, given: object = None
     ) -> Iterator[None]:
-        """Measure a step inside as if it were not the first.
+        """Measure the step inside as if it were not the first.
 
-        Its arguments (`given`) count as on the device, other tensors outside of modules do not.
+        The step's arguments (`given`) count as device memory, other tensors outside of modules do
+        not.
         """
         _leave_a_step_behind(modules, optimizer)
         if given is not None:
@@ -227,7 +228,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Create what a first step leaves: optimizer states and gradient buffers."""
+    """Create the states and buffers that a first step leaves: the optimizer's, and of gradients."""
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:

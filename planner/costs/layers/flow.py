@@ -140,7 +140,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return what runs again from the tensors that a mode saves to those that ops keep."""
+    """Return the ops that run again from tensors that the mode saves to those that ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}

@@ -1,4 +1,4 @@
-"""Which tensors an op keeps for its backward, and how large tensors are on one rank."""
+"""Finds the tensors that an op keeps for its backward, and the sizes of tensors on one rank."""
 
 from __future__ import annotations
 

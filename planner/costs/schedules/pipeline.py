@@ -72,8 +72,8 @@ def uneven_one_f_one_b_least_seconds(
     Each time it has k actions to fill the wait, one less than it has microbatches in flight. If all
     its forwards come first, it waits only once.
 
-    It also serves as the estimate. It equals the simulation for all random pipelines whose stages
-    differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below).
+    The bound also serves as the estimate of the step. It equals the simulation for all random
+    pipelines whose stages differ by ±20 %, and for nine of ten at ±50 % (at most 3.4 % below).
     """
     stage_seconds = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
     through = [0.0, *accumulate(stage_seconds)]

@@ -131,7 +131,7 @@ def gradient_seconds(
     constants: FrameworkConstants,
     rates: Throughput,
 ) -> float:
-    """Return what one microbatch takes to turn the gradients of weights into fp32 sums.
+    """Return the seconds in which one microbatch adds its weights' gradients to fp32 sums.
 
     Autograd makes the gradient of a weight in the type of the weight. If a step has m microbatches,
     each of them moves on average, in bytes per element:
@@ -202,7 +202,7 @@ def optimizer_seconds(
 
 
 def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
-    """Return what the step moves per parameter beside fp32 state and its gradient."""
+    """Return the bytes that a step moves per parameter beside its fp32 state and gradient."""
     if not precision.is_half:
         return 0
     weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES

@@ -189,7 +189,7 @@ def _require_layers(layers: Sequence[LayerLoad]) -> None:
 
 
 class _Streams(NamedTuple):
-    """The times that the two streams have reached, and sums of what they did.
+    """The times that the two streams have reached, and the sums of their work.
 
     A tuple, because one is created for every layer of every priced stage.
     """
@@ -223,7 +223,7 @@ class _Streams(NamedTuple):
         return self.waiting_until(self.communication_end_seconds)
 
     def result(self) -> Overlapped:
-        """Return what both streams did, after they have joined."""
+        """Return the seconds of both streams, after they have joined."""
         exposed = self.compute_end_seconds - self.compute_seconds - self.slowdown_seconds
         return Overlapped(
             compute_seconds=self.compute_seconds,

@@ -173,7 +173,7 @@ def _tensor_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
 
 
 def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm]:
-    """Yield gathers, reductions and statistics; a backward's waits for both count as reductions."""
+    """Yield the terms of the data axis; a backward's waits for gathers count as reductions."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
     loads = [step.loads[stage] for stage in busiest.stages]

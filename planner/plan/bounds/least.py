@@ -6,8 +6,8 @@ and holds the state of its layers within M bytes, so
     Σ_r A_r  ≤  Σ_r (M − S_r) / K_r  ≤  Σ_r M / K_r  −  S / max K
 
 where one microbatch saves A_r bytes on rank r, the rank's state has S_r bytes, and S = Σ S_r.
-Whatever the stages, the layers together must save no more than that. The cheapest way is to
-recompute layers in order of price per byte, the last one in part (a fractional knapsack).
+However layers are divided into stages, together they must save no more than that. The cheapest way
+is to recompute layers in order of price per byte, the last one in part (a fractional knapsack).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RecomputeSaving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """What a microbatch saves without recomputation, and steps that save less, the cheapest first.
+    """The bytes that a microbatch saves without recomputation, and steps that reduce them.
 
-    `transient_bytes` is the least need, beside saved tensors, of the layer that needs most while it
-    runs. `last_transient_bytes` is that of the last layer, whose backward is the first, before any
-    saved tensor is freed.
+    The cheapest steps come first. `transient_bytes` is the most that a layer needs while it runs,
+    beside saved tensors, if each layer is in its mode that needs least. `last_transient_bytes` is
+    the need of the last layer, whose backward is the first, before any saved tensor is freed.
     """
 
     saved_bytes: int

@@ -41,7 +41,7 @@ from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
 
-PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; an empty one turns it off
+PLACE = "AUTOPAR_CACHE"  # the variable that names another folder; empty, it turns the cache off
 MOST_BYTES = 2**28  # of all entries
 MOST_FILES = 10_000  # that one model reads; a model that reads more is traced each time
 _OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")

@@ -132,7 +132,7 @@ def _layout_changes(
 
 
 def _modules(one: ClassLayouts | None) -> dict[str, str]:
-    """Return what each module of a class is split along."""
+    """Return words on the split of each module of a class, by the module's name."""
     axes: dict[str, list[str]] = {}
     for line in one.splits if one is not None else ():
         axes.setdefault(line.module, []).append(line.axis)

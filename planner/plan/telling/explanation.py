@@ -134,7 +134,7 @@ def op_name(target: str) -> str:
 
 
 class StepPart(StrEnum):
-    """What a device does during a part of the step."""
+    """The kind of a device's work, or waiting, in a part of the step."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"

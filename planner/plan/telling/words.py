@@ -46,7 +46,7 @@ def nodes_words(plan: StoredPlan) -> str:
 
 
 def degrees_words(arrangement: Arrangement) -> str:
-    """Return the degrees above one: "pp 2 · dp 4 · tp 8"; "one device" where there are none."""
+    """Return the degrees above one: "pp 2 · dp 4 · tp 8"; "one device" if none is."""
     pairs = (
         ("pp", arrangement.pipeline),
         ("dp", arrangement.data),
@@ -56,7 +56,7 @@ def degrees_words(arrangement: Arrangement) -> str:
 
 
 def sharding_words(arrangement: Arrangement) -> str:
-    """Return the ZeRO level, and over how many ranks where these are not all data ranks."""
+    """Return the ZeRO level, and the number of sharing ranks if these are not all data ranks."""
     if not arrangement.zero.divides_optimizer:
         return "no sharding"
     part = "" if arrangement.shard == arrangement.data else f" over {arrangement.shard}"
@@ -232,7 +232,7 @@ def gradients_changed(plan: Plan) -> str:
 
 
 def evaluates_parts(plan: Plan) -> str:
-    """Return the trainable parts that the constructor left in eval mode, or ""."""
+    """Return a note on trainable parts that the constructor left in eval mode, or ""."""
     parts = plan.graph.in_eval_mode
     if not parts:
         return ""

@@ -218,9 +218,9 @@ class Front:
     def points(self) -> tuple[SolvedPoint, ...]:
         """The front: the fastest first, without dominated and near-equal points.
 
-        Without limits, the ends of the front are found first. Then bytes get the price of the line
-        between two neighbours, which finds the point furthest below this line. Such a program has
-        no budget constraint and is much easier; it only misses points above the line.
+        Without limits, the ends of the front are found first. Then bytes are priced by the slope of
+        the line between two neighbours, which finds the point furthest below this line. Such a
+        program has no budget constraint and is much easier; it only misses points above the line.
         """
         if self._budget.bytes is not None:
             found = [self._fastest(limit) for limit in self._budget.bytes]

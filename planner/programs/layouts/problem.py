@@ -165,7 +165,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentTotals:
-    """What an assignment costs, all layers together."""
+    """The costs of an assignment, summed over all layers."""
 
     seconds: float
     saved_bytes: int
@@ -173,7 +173,7 @@ class AssignmentTotals:
 
 
 def totals(problem: Problem, assignment: Assignment) -> AssignmentTotals | None:
-    """Return what an assignment costs, or None if it is not allowed.
+    """Return the costs of an assignment, or None if it is not allowed.
 
     It is not allowed if a needed conversion does not exist, or if choices that go together differ.
     """

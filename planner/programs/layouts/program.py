@@ -112,7 +112,7 @@ class LayoutModel:
         return program
 
     def assignment(self) -> Assignment:
-        """Return what the solved program chose."""
+        """Return the choices of the solved program."""
         return Assignment(
             choices=tuple(chosen(own)[0] for own in self._model.x),
             layouts=tuple(chosen(own)[0] if own else -1 for own in self._model.u),

@@ -78,7 +78,8 @@ def axis_size(dim: Dim, axis: str) -> Extent:
 def parts_of(dim: Dim, axis: str, batch: int) -> Parts:
     """Return how a dim is cut along an axis: consecutive parts, each (blocks, block size).
 
-    Every part has as many blocks as the axis has positions, so all are cut at the same ones.
+    Every part has one block for each position of the axis, so all parts are cut at the same
+    positions.
     """
     if isinstance(dim, Leaf):
         assert dim.name == axis, f"{axis} does not occur in every part of the dim"

@@ -106,7 +106,7 @@ def received(columns: Iterable[Column], transfers: tuple[float, ...]) -> tuple[F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floors:
-    """Lower bounds: of all cuts, and of those with each column; and a cut close to that."""
+    """Lower bounds of all cuts, and of the cuts with each column; and a cut close to the bound."""
 
     seconds: float
     of_columns: Floats
@@ -160,7 +160,7 @@ def floors_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Chain:
-    """What each column adds to cuts: to later stages, and as the slowest one."""
+    """The seconds of each column, with the tensors that it receives: forward, backward, both."""
 
     question: StageQuestion
     passes: Floats

@@ -126,7 +126,8 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 def _unbeaten(mixes: Mixes) -> Numbers:
     """Return the mixes that are not dominated in seconds, saved bytes and work.
 
-    For each amount of work, in order of time: each one must save less than all before.
+    Of the mixes with at most a certain work, in order of time, each must save less than those
+    before.
     """
     kept: list[Numbers] = []
     order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))

@@ -85,7 +85,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hidden:
-    """What data parallelism adds to a backward, and after it, if the backward is endless."""
+    """The least that data parallelism adds to a backward: while it runs, and after it."""
 
     wait_seconds: float
     reduction_seconds: float

@@ -29,7 +29,7 @@ class _Mode:
 
     seconds: float  # of its backward
     saved_bytes: int
-    needed_bytes: int  # while it runs, beside what it and earlier layers saved
+    needed_bytes: int  # while it runs, beside tensors saved by it and earlier layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

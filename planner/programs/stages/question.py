@@ -69,7 +69,7 @@ class StageQuestion:
 
     @cached_property
     def moments(self) -> tuple[Moments, ...]:
-        """What each rank holds at each moment of its order."""
+        """The microbatches that each rank holds at each moment of its order."""
         return rank_moments(self.arrangement.schedule, self.shape)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Keeps the values of real tensors that a constructor reads: copies, or references to mapped files.
+"""Keeps the values of real tensors that a constructor reads, as copies or in mapped files.
 
-Memory that is mapped from a file takes no space until it is written to, so it is not copied; a
-slice of it can be read later. It is copied before it is written to.
+Memory that is mapped from a file takes no space until it is written to. It is therefore only copied
+before it is written to, and a slice of it can be read later.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LEAST_MAPPED_BYTES = 2**16  # smaller tensors are copied at once
 
 @dataclass(frozen=True, slots=True)
 class _ReadTensor:
-    """A real tensor, as it was when it was read."""
+    """A real tensor that was read, with its version at that time."""
 
     source: weakref.ref[Tensor]
     version: int
-    storage: int  # the placeholder's, in the recording
+    storage: int  # that of its placeholder, in the recording
 
 
 class Constants:
@@ -58,7 +58,7 @@ class Constants:
         return storage in self._mapped
 
     def known(self, real: Tensor) -> int | None:
-        """Return the placeholder of a tensor that was read before and has not changed."""
+        """Return the placeholder's storage of a tensor that was read before and has not changed."""
         taken = self._taken.get(id(real))
         if taken is None or taken.source() is not real or taken.version != real._version:
             return None
@@ -67,7 +67,7 @@ class Constants:
         return None  # changed through shared memory, such as an array
 
     def take(self, real: Tensor, storage: int, stand_in: Tensor) -> None:
-        """Keep a tensor's values, in the memory layout of its placeholder."""
+        """Keep a tensor's values, in the strides of its placeholder `stand_in`."""
         self._taken[id(real)] = _ReadTensor(weakref.ref(real), real._version, storage)
         detached = real.detach()
         file = self._file(real) if real.stride() == stand_in.stride() else None
@@ -101,7 +101,7 @@ class Constants:
 
 
 def stand_in_of(real: Tensor) -> Tensor:
-    """Return a meta tensor with the strides of a real one; contiguous, if that has gaps."""
+    """Return a meta tensor with a real tensor's strides; contiguous, if the real one has gaps."""
     size = tuple(real.shape)
     dense = torch.empty_like(real, device="meta")  # keeps dense strides
     strides = real.stride() if dense.stride() == real.stride() else None

@@ -41,7 +41,7 @@ def _indexed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs
     rest = [recording.on_meta(_as_tensor(value, args[0].dtype)) for value in args[2:]]
     index = args[1]
     if isinstance(index, list) and not _is_plain(index, is_flat=True):
-        index = tuple(index)  # as torch takes it
+        index = tuple(index)  # as torch interprets such a list
     return func(args[0], _as_tensors(recording, index), *rest, **kwargs)
 
 
@@ -66,7 +66,7 @@ def _is_tensor(value: Any) -> TypeGuard[Tensor]:
 
 
 def _is_plain(item: Any, *, is_flat: bool = False) -> bool:
-    """Whether something is a number, or a (flat or nested) list of numbers."""
+    """Whether a value is an integer, or a (flat or nested) list of integers."""
     if isinstance(item, list):
         return all(not (is_flat and isinstance(one, list)) and _is_plain(one) for one in item)
     return isinstance(item, (int, bool))
@@ -119,14 +119,14 @@ def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
 def _made_of_numbers(
     recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords
 ) -> Any:
-    """Make a new tensor of plain numbers, with the dtype of another one."""
+    """Run `tensor.new_tensor(…)`: a real tensor of plain numbers, with the dtype of `tensor`."""
     del recording
     with plainly():
         return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
 
 
 def _is_alike(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Whether a tensor may be assigned to another one's .data."""
+    """Answer whether a tensor may be assigned to another tensor's .data."""
     if any(map(recording.is_recorded, args)):
         return recording.is_bare(args[0]) is recording.is_bare(args[1])
     return func(*args, **kwargs)
@@ -158,7 +158,7 @@ def _set(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Ke
 
 
 def _become(recording: ConstructorRecording, tensor: Tensor, other: Tensor) -> None:
-    """Turn a real tensor into a recorded one, or the reverse."""
+    """Turn a real tensor into a recorded tensor, or the reverse."""
     with plainly():
         put_into(tensor, other)
     recording.adopted.append(tensor)
@@ -241,7 +241,7 @@ class _PretendedCpu(TorchFunctionMode):
             return func(*args, **keywords)
 
     def _is_on_meta(self, args: Arguments, kwargs: Keywords) -> bool:
-        """Whether a call is about meta tensors: it names the device, or has only such tensors."""
+        """Whether a call makes meta tensors: it names meta, or has bare and no recorded tensors."""
         device = kwargs.get("device")
         if device is not None:
             return torch.device(device).type == "meta"
@@ -250,7 +250,7 @@ class _PretendedCpu(TorchFunctionMode):
         return bare and not any(map(self._recording.is_recorded, given))
 
     def _made(self, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-        """Make a real tensor of data in which there may be recorded tensors."""
+        """Make a real tensor of data that may contain recorded tensors."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if isinstance(data, Tensor) and func is not torch.tensor:
             return func(*args, **kwargs)

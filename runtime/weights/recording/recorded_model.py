@@ -27,7 +27,7 @@ from autopar.runtime.weights.recording.recording import META, ConstructorRecordi
 def new_objects_apart() -> Iterator[None]:
     """Freeze existing objects, so that the garbage collector only lists new ones.
 
-    There are hundreds of thousands of old ones; looking at them all takes half a second.
+    A process has hundreds of thousands of old objects; visiting all of them takes half a second.
     """
     gc.freeze()
     try:
@@ -39,8 +39,8 @@ def new_objects_apart() -> Iterator[None]:
 def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> None:
     """Give values to all recorded tensors, except those with these ids.
 
-    They may be plain attributes, or in lists, closures, caches or other objects. Each stays the
-    same object, and shared memory stays shared.
+    Such tensors may be plain attributes, or in lists, closures, caches or other objects. Each stays
+    the same object, and shared memory stays shared.
     """
     gc.collect()  # unreachable tensors need no values
     found = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
@@ -57,7 +57,7 @@ def make_real(recording: ConstructorRecording, except_for: Collection[int]) -> N
 def recorded_model(
     factory: Callable[[], nn.Module], seed: int
 ) -> tuple[nn.Module, ConstructorRecording]:
-    """Build a model whose tensors have no memory, except those that come from elsewhere."""
+    """Build a model whose recorded tensors have no memory; tensors from elsewhere keep theirs."""
     recording = ConstructorRecording(seed)
     with seeded(seed), recorded(recording):
         model = factory()
@@ -76,10 +76,10 @@ def move_to_meta(found: Collection[TensorPlace], on_meta: Callable[[Tensor], Ten
 def meta_model(
     factory: Callable[[], nn.Module], check: Callable[[nn.Module], None], *, seed: int = 0
 ) -> nn.Module:
-    """Build a model without memory, otherwise equal to that of plain PyTorch.
+    """Build a model without memory that otherwise equals the model of plain PyTorch.
 
-    The constructor reads correct files, values and devices. Tensors that it leaves elsewhere, as in
-    caches, get values. `check` is called before the tensors are replaced by meta tensors.
+    The constructor finds the same files, values and devices. Tensors that it leaves elsewhere, as
+    in caches, get values. `check` is called before the tensors are replaced by meta tensors.
     """
     with new_objects_apart():
         model, recording = recorded_model(factory, seed)

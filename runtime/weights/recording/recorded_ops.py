@@ -1,7 +1,7 @@
-"""The recorded ops of a constructor: replayed, and summarised as digests.
+"""Replays the recorded ops of a constructor, and summarises them as digests.
 
-Tensors are identified by their storage: an op is recorded if it makes a storage or writes to one;
-views need no record. The ops for a storage are found by walking backwards.
+Tensors are identified by their storage: an op is recorded if it makes or writes to a storage; views
+need no record. The ops for a storage are found by walking backwards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RecordedOp:
     draw: GeneratorState | None
     arguments: tuple[Any, ...]  # tensors are replaced by Values
     keywords: Mapping[str, Any]
-    makes: tuple[Value | None, ...]  # outputs with new storages
+    makes: tuple[Value | None, ...]  # its outputs; None for those without a new storage
     writes: frozenset[int]  # storages that it changes or makes
     reads: frozenset[int]  # storages that it reads
     overwrites: frozenset[int]  # storages that it overwrites without reading them
@@ -104,7 +104,7 @@ class History:
         self.ops.append(op)
 
     def bare(self) -> frozenset[int]:
-        """Return the storages that never get values, and copies of them."""
+        """Return the storages that never get values, including copies of such storages."""
         bare: frozenset[int] = frozenset()
         for op in self.ops:
             if "empty" in op.name or (op.name in COPIES and op.reads <= bare):
@@ -114,7 +114,7 @@ class History:
         return bare
 
     def replay(self, values: Iterable[Value], *, before: int | None = None) -> list[Tensor]:
-        """Compute tensors as they are at the end, or before an op; run only the ops needed."""
+        """Compute tensors as they are at the end, or before an op; run only the needed ops."""
         values, storages = list(values), dict[int, torch.UntypedStorage]()
         wanted = {value.storage for value in values}
         selected = self._needed(wanted, len(self.ops) if before is None else before)
@@ -133,7 +133,7 @@ class History:
         return [self.ops[number] for number in needed]
 
     def origin(self, draw: GeneratorState) -> tuple[GeneratorState, int]:
-        """Return the last draw up to this one with a known state, and how many draws follow it."""
+        """Return the last draw up to `draw` with a known state, and how many draws follow it."""
         steps = 0
         while draw.behind is not None:
             before = self.ops[draw.behind].draw
@@ -287,7 +287,7 @@ def _copied(constant: Tensor) -> torch.UntypedStorage:
 
 
 def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
-    """Return a tensor with the recorded strides: itself, or a copy if it has others."""
+    """Return a tensor with the recorded strides: the tensor, or a copy if its strides differ."""
     if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
         raise UnrecordableError("an op makes another tensor than the meta device says")
     if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:
@@ -297,7 +297,7 @@ def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
 
 
 _SEEN = 1024  # elements of a large tensor that are hashed
-_SEEN_IN_FILE = 8  # the same for a tensor in a file, which is slow to read
+_SEEN_IN_FILE = 8  # fewer for a tensor in a file, which is slow to read
 
 
 def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:

@@ -1,9 +1,9 @@
 """Records the tensor ops of a model's constructor on the meta device.
 
-There are three kinds of tensors. Recorded ones are made by the constructor's ops; they have no
-memory here, and would be on the CPU in plain PyTorch. Real ones come from elsewhere: files, arrays,
-lists of numbers. Bare ones are put on meta by the constructor itself; plain PyTorch has no values
-for them either.
+There are three kinds of tensors. Recorded tensors are made by the constructor's ops; they have no
+memory here, and would be on the CPU in plain PyTorch. Real tensors come from elsewhere: files,
+arrays, lists of numbers. Bare tensors are put on meta by the constructor itself; plain PyTorch has
+no values for them either.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ConstructorRecording:
         self.history = History()
         self.failure: Exception | None = None  # the constructor may have caught it
         self.is_over = False
-        self.adopted: list[Tensor] = []  # older tensors that became recorded ones
+        self.adopted: list[Tensor] = []  # real tensors that became recorded, or the reverse
         self._ops_replayed = 0
         self._lock = RLock()
         self._thread = get_ident()
@@ -83,7 +83,7 @@ class ConstructorRecording:
         return tensor.is_meta and not self.is_recorded(tensor)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op on meta and record it; run it for real if its tensors are real."""
+        """Run an op on meta and record it; if its tensors are real, run it without recording."""
         if self.is_over:
             return func(*args, **kwargs)
         try:
@@ -101,7 +101,7 @@ class ConstructorRecording:
 
     @contextmanager
     def asked(self, is_meta: bool) -> Iterator[None]:
-        """Note whether the constructor's call inside asks for meta tensors, as its ops then do."""
+        """Note whether the call inside asks for meta tensors; its ops then get meta tensors."""
         before, self._asked.is_meta = self.asks_for_meta, is_meta
         try:
             yield
@@ -124,7 +124,7 @@ class ConstructorRecording:
         return Value(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def on_meta(self, leaf: Any) -> Any:
-        """Return a meta tensor for a real one, whose values are kept; return other leaves as is."""
+        """Return a meta tensor for a real one, whose values are kept; return others unchanged."""
         if not isinstance(leaf, Tensor) or self.is_recorded(leaf) or leaf.is_meta:
             return leaf
         with plainly(), self._lock, torch.no_grad():
@@ -137,7 +137,7 @@ class ConstructorRecording:
             return stand_in.set_(self._storages[known], 0, stand_in.shape, stand_in.stride())
 
     def real(self, arguments: Any) -> Any:
-        """Return arguments with real tensors in place of the recorded ones."""
+        """Return arguments with real tensors in place of the recorded tensors."""
         leaves = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
         recorded = {id(one): one for one in leaves if self.is_recorded(one)}
         if not recorded:
@@ -154,7 +154,7 @@ class ConstructorRecording:
         return self.history.replay(values)
 
     def lend(self, tensor: Tensor, shown: Any) -> Any:
-        """Remember an array that shares a tensor's values: later writes to it would be lost."""
+        """Remember an array that shows a tensor's values: it would miss the tensor's changes."""
         self._lent[self.value(tensor).storage] = weakref.ref(shown)
         return shown
 
@@ -183,7 +183,7 @@ class ConstructorRecording:
         return self._record(func, args, kwargs, is_made=not given)
 
     def _is_lazy(self, func: Any, given: list[Tensor]) -> bool:
-        """Whether an op makes a tensor from a mapped file: it is recorded, not run."""
+        """Whether an op makes a tensor from a mapped file, so that it is recorded and not run."""
         returns, arguments = func._schema.returns, func._schema.arguments
         makes = any("Tensor" in str(one.type) and one.alias_info is None for one in returns)
         if not makes or any(is_written(one) for one in arguments):
@@ -228,7 +228,7 @@ class ConstructorRecording:
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, *, written: list[Tensor]) -> Any:
         if func.__name__.split(".")[0] in FILLS and args[0].is_floating_point():
-            return args[0]  # skipped, because torch's Python code for some takes a millisecond
+            return args[0]  # not run: torch's code for some of these takes a millisecond
         try:
             return func(*args, **kwargs)
         except NotImplementedError:  # torch cannot infer the result without values
@@ -313,7 +313,7 @@ class ConstructorRecording:
 
 @total_ordering
 class Address:
-    """The address that a recorded tensor would have: only for comparisons."""
+    """The address that a recorded tensor would have; it can only be compared."""
 
     def __init__(self, storage: int, offset_bytes: int, recording: ConstructorRecording) -> None:
         self._place = (storage << 48) + offset_bytes

@@ -1,1 +1,1 @@
-"""What a model's `save_pretrained` writes: predicted without values, and read back."""
+"""Predicts without values what a model's `save_pretrained` writes, and reads it back."""

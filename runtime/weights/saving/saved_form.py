@@ -1,8 +1,8 @@
-"""What a model's `save_pretrained` would write, found on meta tensors.
+"""Finds what a model's `save_pretrained` would write, from a run on meta tensors.
 
 The method runs on the meta device, and its ops are recorded. Each tensor that it passes to
-safetensors can then be computed from the parameters and buffers that it depends on. Other files
-(`config.json`) are taken as they are written.
+safetensors can then be computed from the parameters and buffers that it depends on. The contents of
+other files (`config.json`) are taken from this run.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class SavedForm:
 
 
 def saved_form(model: nn.Module) -> SavedForm | None:
-    """Return what the model's `save_pretrained` would write, or None if it has none.
+    """Return the files that the model's `save_pretrained` would write, or None without one.
 
     The model must be whole, and on the meta device; `save_pretrained` may change it.
     """
@@ -266,7 +266,7 @@ def _told(model: nn.Module, why: str) -> str:
 
 
 def _is_saved_whole(place: TensorPlace) -> bool:
-    """Whether a tensor belongs to a state dict, and shares no memory."""
+    """Whether a tensor belongs to a state dict, and fills its memory."""
     size_bytes = place.tensor.numel() * place.tensor.itemsize
     is_alone = size_bytes == place.tensor.untyped_storage().nbytes()
     return is_alone and place.attribute not in place.module._non_persistent_buffers_set
@@ -333,7 +333,7 @@ def _catching() -> Iterator[list[_Caught]]:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Make libraries act as in a single process: of several, only the first one writes."""
+    """Make libraries act as in a single process; in others than the first they would not write."""
     answers: tuple[tuple[Callable[..., Any], int], ...] = (
         (dist.is_initialized, False),
         (dist.get_rank, 0),
@@ -351,7 +351,7 @@ def _answered(answer: int, *_: Any, **__: Any) -> int:
 
 @contextmanager
 def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in all modules; restore it afterwards, also in those imported since."""
+    """Replace a function in all modules; restore it afterwards, also in modules imported inside."""
     _replace(old, new)
     try:
         yield
@@ -369,7 +369,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide the output of a library inside: it reports files that are not written yet."""
+    """Hide the output of libraries inside, which report files that are not really written."""
     with (
         warnings.catch_warnings(action="ignore"),
         redirect_stdout(io.StringIO()),

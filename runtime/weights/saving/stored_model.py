@@ -2,7 +2,7 @@
 
 Inverts `save_pretrained`: finds the model's tensors in its files. A tensor of a file may be a box
 of a model's tensor (an expert of a stack, a part of a fused weight, under any name), or may have
-its elements in another order.
+the elements in another order.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A view that is a box of a tensor: its start, and which of the tensor's dims each dim is.
+    """A view that is a box of a tensor: its start, and the tensor's dim of each of its dims.
 
-    A dim of one element is none of them.
+    Dims of one element have None.
     """
 
     start: tuple[int, ...]
     dims: tuple[int | None, ...]
 
     def overlap(self, ranges: Sequence[Range], size: tuple[int, ...]) -> list[Range]:
-        """Return the overlap of ranges of the tensor's dims with a box of that size."""
+        """Return the overlap of ranges of the tensor's dims with this box, of size `size`."""
         sizes = dict(zip(self.dims, size, strict=True))
         return [
             (low := max(first, begin), max(low, min(last, begin + sizes.get(dim, 1))))
@@ -43,7 +43,7 @@ class Box:
 
 
 def box_of(view: View, tensor: View) -> Box | None:
-    """Return the box that a view of a tensor's memory is, or None if it is not a box."""
+    """Return a view of a tensor's memory as a box of the tensor, or None if it is not a box."""
     start = [0] * len(tensor.size)
     offset = view.offset - tensor.offset
     for dim in sorted(range(len(start)), key=lambda one: -tensor.stride[one]):
@@ -103,7 +103,7 @@ class SavedPiece:
 
     name: str  # in the file
     shape: tuple[int, ...]
-    viewed: tuple[int, ...]  # the shape in which it is read
+    viewed: tuple[int, ...]  # the shape to which the file's tensor is reshaped after reading
     start: tuple[int, ...]
     view: View  # of the model's tensor, in the shape of the box
 
@@ -120,7 +120,7 @@ def pieces_by_name(form: SavedForm) -> Mapping[str, tuple[SavedPiece, ...]]:
 
 
 def _tiling(pieces: Sequence[SavedPiece], size: int) -> tuple[SavedPiece, ...]:
-    """Return the pieces if together they have `size` elements, one alone if it has all; else ()."""
+    """Return pieces that make up `size` elements: a single piece, or all together; else ()."""
     whole = next((one for one in pieces if math.prod(one.view.size) == size), None)
     if whole is not None:
         return (whole,)
@@ -146,7 +146,7 @@ class _Taking:
                 self._ops[memory].append(op)
 
     def pieces(self, tensor: SavedTensor) -> Iterator[SavedPiece]:
-        """Yield the pieces of a tensor; none if it was more than copied, joined and reshaped."""
+        """Yield the pieces of a tensor; none unless only copies, joins and reshapes made it."""
         seen = tensor.view
         found = self._taken(seen)
         made = self._made(seen.memory)
@@ -189,7 +189,7 @@ class _Taking:
             begin += part.size[dim]
 
     def _made(self, memory: int) -> tuple[SavingOp, View] | None:
-        """Return the op that made a memory and its result, if nothing else has written to it."""
+        """Return the op that made a memory and its result, if no other op has written to it."""
         ops = self._ops[memory]
         results = [one for op in ops for one in op.results if one.memory == memory]
         is_alone = len(ops) == len(results) == 1 and memory not in ops[0].reads
@@ -211,7 +211,7 @@ class StoredPiece:
     stored: Any
 
     def box(self, tensor: View) -> Box | None:
-        """Return the piece as a box of the model's tensor, or None if elements are reordered."""
+        """Return the piece as a box of the model's tensor, or None if it must be read whole."""
         is_as_stored = self.piece.viewed == self.piece.shape
         return box_of(self.piece.view, tensor) if is_as_stored else None
 
@@ -241,8 +241,8 @@ class StoredPiece:
 class PiecedTensor:
     """A tensor of the model, read from its pieces.
 
-    Only the requested slice of each piece is read. If a piece has its elements in another order,
-    the whole tensor is assembled first.
+    Only the requested slice of each piece is read. If a piece is no box of the tensor, the whole
+    tensor is assembled first.
     """
 
     tensor: View
@@ -287,7 +287,7 @@ class PiecedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModel:
-    """The tensors of files, and what a model's `save_pretrained` would write.
+    """Finds a model's tensors in files, from the contents that `save_pretrained` would write.
 
     In a folder, names are those of `save_pretrained`: a transposed weight may have the same name as
     in the model. In a single file, names are the model's own.
@@ -310,7 +310,7 @@ class StoredModel:
         return None if own is None else self._slice(own)
 
     def is_expected(self, names: Collection[str]) -> bool:
-        """Whether the files should have a tensor; adapters, say, are saved without their base."""
+        """Whether the files should have a tensor; adapters are saved without their base, say."""
         return self._form is None or self._has_all or not self._saved.isdisjoint(names)
 
     def unused(self, names: Collection[str]) -> list[str]:
@@ -346,7 +346,7 @@ class StoredModel:
         return {name: place for name, place in found if place is not None}
 
     def _place(self, name: str) -> str | None:
-        """Return the name in the files, whose names may have or lack the base model's prefix."""
+        """Return a tensor's name in the files, with or without the base model's prefix."""
         prefix = f"{self._form.prefix}." if self._form is not None and self._form.prefix else ""
         names = (name, f"{prefix}{name}", name.removeprefix(prefix))
         return next((one for one in names if one in self.stored), None)
