@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 
 from autopar.codegen.forward.calls import call_line, function_line, unnamed_function
 from autopar.codegen.forward.local_sizes import local_arguments, result_sizes
 from autopar.codegen.forward.opening.opening import Opening, is_split_random
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted, whole_sizes
-from autopar.codegen.forward.ops.special_ops import PrintedPlace, base_name, gives_many, printed
-from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
+from autopar.codegen.forward.ops.special_ops import (
+    PrintedPlace,
+    base_name,
+    gives_many,
+    printed,
+    split_call,
+)
+from autopar.codegen.forward.ops.table import SPLIT_FUNCTIONS, Function
 from autopar.codegen.forward.reading.forward_source import LOSS
 from autopar.codegen.forward.reading.split import parts_of_dim
 from autopar.codegen.forward.scope import AvailableValues
@@ -34,7 +39,7 @@ from autopar.codegen.text.lines import Body, Line, Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.graph.layouts import PARTIAL, Layout, LayoutKind
 from autopar.planner.graph.ops import ONE, Extent, Op, Ref, TensorOrigin
-from autopar.planner.programs.layouts.opened import argument, is_part_of_mean, is_vocabulary_split
+from autopar.planner.programs.layouts.opened import argument, split_form
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -56,9 +61,6 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
         body.late_biases[op.outputs[0]] = bias
         operands = [body.value(name, split.need(op, i), op) for i, name in enumerate(op.inputs[:2])]
         return call("F.linear", *operands)
-    layout = split.ops.get(op.name)
-    if layout is not None and is_vocabulary_split(op, layout):
-        return _SPLIT_VOCABULARY[rule.kind](op, body)
     return None
 
 
@@ -90,88 +92,33 @@ def _are_alike(op: Op, body: AvailableValues) -> bool:
     return len(sizes) == 1 and len(op.outputs) > 1
 
 
-def _embedding(op: Op, body: AvailableValues) -> SourceForm:
-    weight, indices = body.inputs(op)
-    keywords = _parts(op, body)
-    if op.argument("padding_idx") != -1:
-        keywords.append(("padding_idx", literal(whole_number(op.argument("padding_idx")))))
-    return call("vocab_parallel_embedding", indices, weight, body.axis, keywords=tuple(keywords))
+def _split_call(op: Op, function: Function, body: BodyBuilder) -> SourceForm:
+    """Return the call of the runtime's function for a split op."""
+    layout, place = body.split.need(op, 0), body.place(op)
+    first, *others = place.inputs
+    is_last = layout.dim == len(body.graph.tensors[op.inputs[0]].shape) - 1
+    if function.splits_last and not is_last:
+        first = method(first, "movedim", literal(layout.dim), literal(-1))
+    cut = body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis
+    parts = {} if body.sizes.are_even(*cut) else {"parts": body.sizes.listed(*cut)}
+    place = replace(place, inputs=(first, *others))
+    return split_call(op, place, function, {"axis": body.axis} | parts)
 
 
-def _bag(op: Op, body: AvailableValues) -> SourceForm:
-    given = dict(zip(op.inputs, body.inputs(op), strict=True))
-    mode, offsets = op.argument("mode"), op.argument("offsets")
-    weight, indices = op.argument("weight"), op.argument("indices")
-    assert isinstance(mode, int)
-    assert isinstance(weight, Ref)
-    assert isinstance(indices, Ref)
-    assert isinstance(offsets, Ref)
-    keywords = [*_parts(op, body), ("mode", literal(BAG_MODES[mode]))]
-    weights = op.argument("per_sample_weights")
-    if isinstance(weights, Ref):
-        keywords.append(("per_sample_weights", given[weights.tensor]))
-    if op.argument("include_last_offset"):
-        keywords.append(("include_last_offset", literal(value=True)))
-    if op.argument("padding_idx") is not None:
-        keywords.append(("padding_idx", literal(whole_number(op.argument("padding_idx")))))
-    return call(
-        "vocab_parallel_embedding_bag",
-        given[indices.tensor],
-        given[weight.tensor],
-        given[offsets.tensor],
-        body.axis,
-        keywords=tuple(keywords),
-    )
-
-
-_IGNORED = -100  # F.cross_entropy's default
-
-
-def _loss(op: Op, body: AvailableValues) -> SourceForm:
-    logits, target, *_ = body.inputs(op)
-    if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # dim 1 has the classes
-        logits = method(logits, "movedim", literal(1), literal(-1))
-    reduction = op.argument("reduction")
-    assert isinstance(reduction, int)
-    keywords = _parts(op, body)
-    if (ignored := whole_number(op.argument("ignore_index"))) != _IGNORED:
-        keywords.append(("ignore_index", literal(ignored)))
-    if REDUCTIONS[reduction] != "mean":
-        keywords.append(("reduction", literal(REDUCTIONS[reduction])))
-    smoothing = op.argument("label_smoothing")
-    if isinstance(smoothing, float) and smoothing:
-        keywords.append(("label_smoothing", literal(smoothing)))
-    return call("vocab_parallel_cross_entropy", logits, target, body.axis, keywords=tuple(keywords))
-
-
-_SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AvailableValues], SourceForm]] = MappingProxyType(
-    {OpKind.LOOKUP: _embedding, OpKind.BAG: _bag, OpKind.CROSS_ENTROPY: _loss}
-)
-
-
-def part_of_mean(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
-    """Return a mean; over a split dim, multiplied by the rank's share of the dim.
+def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
+    """Return the mean of a rank's part of a dim, multiplied by the rank's share of the dim.
 
     The weighted means of all ranks add up to the mean of the whole. Partial sums instead would be
     large numbers in 16 bits.
     """
-    layout = body.split.ops.get(op.name)
-    if layout is None or not is_part_of_mean(op, layout):
-        return mean
-    size = wanted(body.split, op.inputs[0], layout.needs[0])[layout.needs[0].dim]
+    need = body.split.need(op, 0)
+    size = wanted(body.split, op.inputs[0], need)[need.dim]
     parts = parts_of_dim(size.dim, size.axis)
     if not size.varies and parts.are_even(body.split.degree, body.split.batch):
         return binary(mean, "/", SourceForm((*body.axis.parts, ".size")), Binding.PRODUCT)
     whole = body.sizes.whole(size.extent, size.other)
     share = binary(body.sizes.local(size), "/", whole, Binding.PRODUCT)
     return binary(mean, "*", share, Binding.PRODUCT)
-
-
-def _parts(op: Op, body: AvailableValues) -> list[tuple[str, Expression]]:
-    """Return the argument `parts` for the vocabulary of an op's first input; none if it is even."""
-    layout = body.split.need(op, 0)
-    dim = body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis
-    return [] if body.sizes.are_even(*dim) else [("parts", body.sizes.listed(*dim))]
 
 
 def late_bias(op: Op, body: AvailableValues) -> str | None:
@@ -279,10 +226,7 @@ class BodyBuilder(AvailableValues):
         if self._is_nothing(op):
             self.alias(op)
             return
-        expression = rewritten(op, self)
-        if expression is None:
-            expression = self._with_settings(op, printed(op, self._place(op)))
-            expression = part_of_mean(op, expression, self)
+        expression = self._in_split_form(op) or rewritten(op, self) or self._usual(op)
         if op.name in self.split.weighed:
             number = self.split.weighed.index(op.name)
             expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))
@@ -304,6 +248,20 @@ class BodyBuilder(AvailableValues):
                 hint=base_name(op.target),
             )
         )
+
+    def _in_split_form(self, op: Op) -> SourceForm | None:
+        """Return an op in the form that its rule has for this split, or None."""
+        layout = self.split.ops.get(op.name)
+        form = split_form(op, layout, self.split.axes) if layout is not None else None
+        if form is None:
+            return None
+        if form.function:
+            return _split_call(op, SPLIT_FUNCTIONS[form.function], self)
+        return share_of(op, self._usual(op), self)
+
+    def _usual(self, op: Op) -> SourceForm:
+        """Return an op as PyTorch's function."""
+        return self._with_settings(op, printed(op, self.place(op)))
 
     def _with_settings(self, op: Op, printed_op: SourceForm) -> SourceForm:
         """Return a printed op with the author's attributes in place of float literals."""
@@ -335,7 +293,7 @@ class BodyBuilder(AvailableValues):
     def _made(self, tensor: str) -> LocalTensor:
         return LocalTensor(tensor, self.split.made(tensor))
 
-    def _place(self, op: Op) -> PrintedPlace:
+    def place(self, op: Op) -> PrintedPlace:
         """Return the context for printing an op."""
         return PrintedPlace(
             inputs=self.inputs(op),

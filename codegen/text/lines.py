@@ -12,6 +12,7 @@ from types import MappingProxyType
 from autopar.codegen.text.expressions import Expression, LocalTensor, Slot, SourceForm
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import CONVERSIONS
+from autopar.planner.rules.table import split_functions
 
 _MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -26,11 +27,9 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "named_outputs": "autopar.runtime.evaluation",
         "local_size": "autopar.runtime.tensor",
         "scale_loss": "autopar.runtime.data",
-        "vocab_parallel_cross_entropy": "autopar.runtime.tensor",
-        "vocab_parallel_embedding": "autopar.runtime.tensor",
-        "vocab_parallel_embedding_bag": "autopar.runtime.tensor",
     }
-    | {c.function: "autopar.runtime.tensor" for c in CONVERSIONS.values()}
+    | dict.fromkeys((c.function for c in CONVERSIONS.values()), "autopar.runtime.tensor")
+    | dict.fromkeys(split_functions(), "autopar.runtime.tensor")
 )
 _WHOLE: Mapping[str, str] = MappingProxyType(
     {"torch": "import torch", "F": "import torch.nn.functional as F"}

@@ -17,8 +17,8 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import MODEL_DTYPE, DType, Extent, Op, Ref, TensorOrigin, Value, refs
 from autopar.planner.precision import Precision, item_bytes
 from autopar.planner.programs.layouts.strategies import strategies
-from autopar.planner.rules.rule import OpKind, Traffic
-from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.rule import Traffic
+from autopar.planner.rules.table import rule_of
 
 # Errors of ops that need values, for example because the result's size depends on data.
 _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError)
@@ -216,19 +216,11 @@ def _moves_nothing(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
     For a split table or a split loss, ranks call functions of the runtime, whose time differs from
     the plain op's.
     """
-    if split is not None and _is_runtime_code(op, pricer, split):
+    form = pricer.shapes(op, split).form
+    if form is not None and form.function:
         return True
     cost = pricer.cost(op, split)
     return cost.forward_seconds + cost.backward_seconds == 0.0
-
-
-def _is_runtime_code(op: Op, pricer: OpPricer, split: OpSplit) -> bool:
-    if kind_of(op) is OpKind.CROSS_ENTROPY:
-        return True
-    if not kind_of(op).reads_table:
-        return False
-    shapes, table = pricer.shapes(op, split), op.inputs[0]
-    return shapes.shape(table)[0] < pricer.graph.tensors[table].shape[0].at(pricer.batch)
 
 
 def _probe(

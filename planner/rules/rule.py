@@ -9,9 +9,11 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.graph.layouts import PARTIAL, Layout
 from autopar.planner.graph.ops import Op, Value, refs
 from autopar.planner.rules.shapes import ShapeFunction, opaque
-from autopar.planner.rules.signature import Case, Pattern, Signature
+from autopar.planner.rules.signature import UNIT, Case, Pattern, Signature, leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ class OpKind(StrEnum):
 
     @property
     def reads_table(self) -> bool:
-        """Whether the op reads rows of a table, so that ranks with some rows give partial sums."""
+        """Whether the op reads rows of a table."""
         return self in (OpKind.LOOKUP, OpKind.BAG)
 
     @property
@@ -216,6 +218,22 @@ class SavedForBackward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitForm:
+    """How ranks run an op that is split along a letter over which it sums, if not as the op itself.
+
+    `letter` is one of the signature's `letters`. Ranks call the runtime's `function`; without one,
+    they run the op and multiply its result by their share of the letter. `gives` is the result's
+    layout: P, or I if the function adds up the ranks' terms. `sends` lists the collectives in the
+    function's forward, and how many fp32 numbers each sends per row (all positions of the letter).
+    """
+
+    letter: str
+    function: str = ""
+    gives: Layout = PARTIAL
+    sends: tuple[tuple[Collective, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Facts about an op.
 
@@ -228,9 +246,9 @@ class Rule:
     added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
     with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
     `written_by` is the op that makes a new tensor with this part replaced; `updates` are arguments
-    that the op writes to, although its schema does not say so. The arguments `alike` must have the
-    same dtype ("*inputs": all tensors); with `is_wide`, torch has no 16-bit kernel. `names`
-    proposes names of letters.
+    that the op writes to, although its schema does not say so. torch requires the arguments `alike`
+    to have one dtype ("*inputs": all tensors), and has no 16-bit kernel if `is_wide`. `names`
+    proposes names of letters. Only a split along the letter of `split_form` changes the op's form.
     """
 
     target: str
@@ -251,6 +269,7 @@ class Rule:
     is_elementwise: bool = False  # an element of the result depends on one element of each input
     permutes: bool = False  # a view whose dims are the input's in another order
     names: Mapping[str, str] = field(default_factory=dict)
+    split_form: SplitForm | None = None
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -265,6 +284,12 @@ class Rule:
         except ValueError:
             return opaque(case)
         return found if found.fits(case) else opaque(case)
+
+    def form_along(self, signature: Signature, letter: str) -> SplitForm | None:
+        """Return the form of an op split along a letter; None if ranks run the op itself."""
+        form = self.split_form
+        summed = signature.letters.get(form.letter, UNIT) if form is not None else UNIT
+        return form if any(leaf.name == letter for leaf in leaves(summed)) else None
 
 
 _SWITCHES = ("train", "training")

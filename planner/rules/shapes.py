@@ -88,7 +88,12 @@ def reduced(*, partial: bool) -> ShapeFunction:
             out = [dim for i, dim in enumerate(dims) if i not in chosen]
         whole = frozenset() if partial else names_of(*(dims[i] for i in chosen))
         results = tuple((name, tuple(out)) for name in case.op.outputs)
-        return Signature(operands=of_first(case, dims), results=results, whole=whole)
+        return Signature(
+            operands=of_first(case, dims),
+            results=results,
+            whole=whole,
+            letters={"r": product(dims[i] for i in sorted(chosen))},
+        )
 
     return signature
 

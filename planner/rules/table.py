@@ -8,10 +8,12 @@ op without a row is never wrong, only slower: it is split along a recognisable b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op
 from autopar.planner.rules import contractions as c
 from autopar.planner.rules import products as m
@@ -21,6 +23,7 @@ from autopar.planner.rules.rule import (
     OpKind,
     Rule,
     SavedForBackward,
+    SplitForm,
     Traffic,
     computing,
     lines,
@@ -49,29 +52,19 @@ _CELL_SAVES = "input, hx, own(computed)"
 
 _RULES = (
     # --- contractions
-    *_contraction(
-        "linear", "input … i, weight o i, bias? o -> … o", contracts="… i o",
-        saves="input if weight, weight if input",
-    ),
-    *_contraction(
-        "addmm", c.added_product("mat1", "mat2"), contracts="m k n",
-        saves="mat1 if mat2, mat2 if mat1", added="self",
-    ),
+    *_contraction("linear", "input … i, weight o i, bias? o -> … o", contracts="… i o",
+                  saves="input if weight, weight if input"),
+    *_contraction("addmm", c.added_product("mat1", "mat2"), contracts="m k n",
+                  saves="mat1 if mat2, mat2 if mat1", added="self"),
     *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
                   saves="self if mat2, mat2 if self"),
-    *_contraction(
-        "bmm", "self b m k, mat2 b k n -> b m n", contracts="b m k n",
-        saves="self if mat2, mat2 if self", names="b=heads k=head_dim n=head_dim",
-    ),
-    *_contraction(
-        "baddbmm", c.added_product("batch1", "batch2"), contracts="b m k n",
-        saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
-        added="self",
-    ),
-    *_contraction(
-        "matmul", c.matmul, contracts="… m k n",
-        saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
-    ),
+    *_contraction("bmm", "self b m k, mat2 b k n -> b m n", contracts="b m k n",
+                  saves="self if mat2, mat2 if self", names="b=heads k=head_dim n=head_dim"),
+    *_contraction("baddbmm", c.added_product("batch1", "batch2"), contracts="b m k n",
+                  saves="batch1 if batch2, batch2 if batch1",
+                  names="b=heads k=head_dim n=head_dim", added="self"),
+    *_contraction("matmul", c.matmul, contracts="… m k n",
+                  saves="self if other, other if self", names="…=heads k=head_dim n=head_dim"),
     *_contraction(  # of each group of rows with its own matrix
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
@@ -79,40 +72,30 @@ _RULES = (
     ),
     *lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
     *_contraction("einsum", c.einsum, contracts="*", saves="tensors", alike=""),
-    *lines(
-        "scaled_dot_product_attention", c.attention,
-        "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
-        kind=OpKind.ATTENTION, computes=m.attention,
-        names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
-    ),
-    *_convolution(
-        "conv1d conv1d.padding", "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c p k", names="c=channels o=channels",
-    ),
-    *_convolution(
-        "conv2d conv2d.padding",
-        "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c p q j k",
-        names="c=channels o=channels y=height x=width p=height q=width",
-    ),
-    *_convolution(
-        "conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", names="c=channels o=channels",
-    ),
-    *_convolution(  # each input is spread over its channel's weights
-        "conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c x k", names="c=channels o=channels",
-    ),
-    *_convolution(
-        "conv_transpose2d.input",
-        "input n g·c [y] [x], weight g·c o [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c y x j k",
-        names="c=channels o=channels y=height x=width p=height q=width",
-    ),
-    *_convolution(
-        "conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", names="c=channels o=channels",
-    ),
+    *lines("scaled_dot_product_attention", c.attention,
+           "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
+           kind=OpKind.ATTENTION, computes=m.attention,
+           names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq"),
+    *_convolution("conv1d conv1d.padding",
+                  "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
+                  contracts="n g o c p k", names="c=channels o=channels"),
+    *_convolution("conv2d conv2d.padding",
+                  "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
+                  contracts="n g o c p q j k",
+                  names="c=channels o=channels y=height x=width p=height q=width"),
+    *_convolution("conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], "
+                  "bias? g·o -> n g·o [r] [p] [q]",
+                  contracts="n g o c r p q i j k", names="c=channels o=channels"),
+    # in the next three, each input is spread over its channel's weights
+    *_convolution("conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
+                  contracts="n g o c x k", names="c=channels o=channels"),
+    *_convolution("conv_transpose2d.input",
+                  "input n g·c [y] [x], weight g·c o [j] [k], bias? g·o -> n g·o [p] [q]",
+                  contracts="n g o c y x j k",
+                  names="c=channels o=channels y=height x=width p=height q=width"),
+    *_convolution("conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], "
+                  "bias? g·o -> n g·o [r] [p] [q]",
+                  contracts="n g o c z y x i j k", names="c=channels o=channels"),
     *computing("convolution _convolution convolution_overrideable cudnn_convolution "
                 "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
     # --- recurrent layers and cells: gates, and states between steps, are saved
@@ -187,11 +170,13 @@ _RULES = (
     *_factoring("ctc_loss.IntList ctc_loss.Tensor", m.connectionist),
     # --- look-ups
     *lines("embedding", c.embedding, "indices", traffic=Traffic.GATHERED,
-           kind=OpKind.LOOKUP, names="v=entries d=embed"),
+           kind=OpKind.LOOKUP, names="v=entries d=embed",
+           split_form=SplitForm(letter="v", function="vocab_parallel_embedding")),
     *lines("embedding_bag embedding_bag.padding_idx", c.bags, "indices, offsets, "
            "per_sample_weights, weight if per_sample_weights", traffic=Traffic.BAGGED,
            kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights",
-           names="v=vocab d=embed"),
+           names="v=vocab d=embed",
+           split_form=SplitForm(letter="v", function="vocab_parallel_embedding_bag")),
     # --- norms and softmax
     *lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed", alike="*inputs"),
@@ -206,7 +191,11 @@ _RULES = (
     *lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
            kind=OpKind.SOFTMAX, linear=_NO),
     *lines("cross_entropy_loss", c.cross_entropy, "self(n v …), target",
-           kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight"),
+           kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight",
+           split_form=SplitForm(
+               # a row's maximum, then its sum of exponentials and target logit (Megatron-LM, 3.)
+               letter="v", function="vocab_parallel_cross_entropy", gives=WHOLE,
+               sends=((Collective.ALL_REDUCE, 1), (Collective.ALL_REDUCE, 2)))),
     *lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
            kind=OpKind.CLASS_LOSS, alike="self weight"),
     *lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
@@ -339,7 +328,8 @@ _RULES = (
     *lines("roll flip", s.over("dims"), kind=OpKind.ALONG, linear=_JOINTLY),
     # --- reductions
     *lines("sum sum.dim_IntList", s.reduced(partial=True), kind=OpKind.SUM, linear=_JOINTLY),
-    *lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY),
+    *lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY,
+           split_form=SplitForm(letter="r")),
     *_moving("count_nonzero count_nonzero.dim_IntList", kind=OpKind.SUM),
     *lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
            s.reduced(partial=False), linear=_NO),
@@ -387,6 +377,12 @@ def kind_of(op: Op) -> OpKind:
 def takes_statistics(op: Op) -> bool:
     """Whether an op is a batch norm that normalises by the statistics of its input."""
     return kind_of(op) is OpKind.BATCH_NORM and bool(op.argument("training"))
+
+
+def split_functions() -> Iterator[str]:
+    """Yield the runtime's functions for split ops."""
+    forms = (rule.split_form for rule in _RULES)
+    yield from (form.function for form in forms if form is not None and form.function)
 
 
 def has_rule(target: str) -> bool:

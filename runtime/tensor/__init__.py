@@ -3,6 +3,7 @@
 Scripts import from here; the runtime's own files import from the modules.
 """
 
+from autopar.runtime.tensor import vocabulary
 from autopar.runtime.tensor.collectives import (
     exchange,
     first_gradient,
@@ -19,11 +20,7 @@ from autopar.runtime.tensor.collectives import (
     take_shard,
 )
 from autopar.runtime.tensor.shards import Split, local_size
-from autopar.runtime.tensor.vocabulary import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_embedding,
-    vocab_parallel_embedding_bag,
-)
+from autopar.runtime.tensor.vocabulary import *  # noqa: F403  (the list is its own)
 
 __all__ = [
     "Split",
@@ -41,7 +38,5 @@ __all__ = [
     "sum_partials",
     "take_own",
     "take_shard",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_embedding",
-    "vocab_parallel_embedding_bag",
 ]
+__all__ += vocabulary.__all__

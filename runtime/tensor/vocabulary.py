@@ -16,6 +16,12 @@ from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import gathered
 from autopar.runtime.tensor.slices import Parts, cut
 
+__all__ = [
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+    "vocab_parallel_embedding_bag",
+]
+
 
 def vocab_parallel_embedding(
     ids: Tensor,
@@ -42,7 +48,7 @@ def vocab_parallel_embedding_bag(
     offsets: Tensor,
     axis: Axis,
     *,
-    mode: str,
+    mode: str = "sum",
     parts: Parts | None = None,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,

@@ -29,7 +29,7 @@ from autopar.codegen.text.expressions import (
     method,
     power,
 )
-from autopar.planner.graph.ops import DType, Op
+from autopar.planner.graph.ops import DType, Op, Value
 
 _SMALL = 1e6  # smaller whole floats are written without a point
 
@@ -189,6 +189,20 @@ def printed(op: Op, place: PrintedPlace) -> SourceForm:
     return by_schema(arguments, table.WRITING.get(name, name))
 
 
+def split_call(
+    op: Op, place: PrintedPlace, function: table.Function, added: Mapping[str, Expression]
+) -> SourceForm:
+    """Return the runtime's call for a split op; `added` are the tensor axis and perhaps parts."""
+    arguments = Arguments(op, place)
+    # None and False are defaults of the runtime's functions
+    given: dict[str, Value] = {
+        key: raw for key, raw in arguments.raw.items() if raw is not None and raw is not False
+    }
+    arguments.raw = given | dict.fromkeys(added, "")
+    arguments.printed |= added
+    return function_call(arguments, function)
+
+
 def gives_many(op: Op) -> bool:
     """Whether PyTorch's function returns several tensors, or a list of them."""
     if base_name(op.target) == "embedding_bag":
@@ -197,4 +211,4 @@ def gives_many(op: Op) -> bool:
     return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
 
 
-__all__ = ["PrintedPlace", "base_name", "gives_many", "printed"]
+__all__ = ["PrintedPlace", "base_name", "gives_many", "printed", "split_call"]

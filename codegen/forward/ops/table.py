@@ -13,24 +13,28 @@ from autopar.codegen.text.expressions import Binding
 class Function:
     """A printed function: its positional arguments by ATen's names, its keywords with ATen's names.
 
-    The first `required` positional arguments are printed even if they are None.
+    The first `required` positional arguments are printed even if they are None. If `splits_last`,
+    the function takes the split dim of its first argument as the last dim.
     """
 
     name: str
     positional: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
     required: int = 1
+    splits_last: bool = False
 
     def fits(self, arguments: Iterable[str]) -> bool:
         """Whether an op has all positional arguments; overloads of one name may differ."""
         return {name.removeprefix("*") for name in self.positional} <= set(arguments)
 
 
-def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
+def _function(
+    name: str, positional: str, keywords: str = "", *, required: int = 1, splits_last: bool = False
+) -> Function:
     """Build a row; each word in `keywords` is `keyword` or `keyword:aten_name`."""
     pairs = [word.partition(":") for word in keywords.split()]
     words = tuple((word, other or word) for word, _, other in pairs)
-    return Function(name, tuple(positional.split()), words, required)
+    return Function(name, tuple(positional.split()), words, required, splits_last)
 
 
 _CONV = "stride padding dilation groups"
@@ -143,6 +147,28 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "broadcast_tensors": _function("torch.broadcast_tensors", "*tensors"),
         "meshgrid": _function("torch.meshgrid", "*tensors", "indexing"),
         "to.dtype": _function("to", "self dtype", "copy"),
+    }
+)
+
+# The runtime's functions for split ops, by their names in `SplitForm`. They also take the tensor
+# axis, and `parts` where the split dim is cut unevenly.
+SPLIT_FUNCTIONS: Mapping[str, Function] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            _function("vocab_parallel_embedding", "indices weight axis", "parts padding_idx"),
+            _function(
+                "vocab_parallel_embedding_bag",
+                "indices weight offsets axis",
+                "parts mode per_sample_weights include_last_offset padding_idx",
+            ),
+            _function(
+                "vocab_parallel_cross_entropy",
+                "self target axis",
+                "parts ignore_index reduction label_smoothing",
+                splits_last=True,
+            ),
+        )
     }
 )
 

@@ -27,7 +27,6 @@ from autopar.planner.costs.layers.flow import (
     layer_parameters,
     run_again,
 )
-from autopar.planner.costs.ops.kept import splits_classes
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
@@ -208,7 +207,7 @@ def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> 
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)
-    if splits_classes(flow.pricer.shapes(one.op, one.split)):
+    if flow.pricer.shapes(one.op, one.split).form is not None:
         return 4 * flow.pricer.elements(logits, layout, flow.degree)
     made = one.kept.own_bytes(one.split) or flow.pricer.tensor_bytes(logits, layout, flow.degree)
     return made + max(0, made - logit_bytes)

@@ -62,6 +62,7 @@ class LocalShapes:
         self.signature = axes.signature
         self.batch = batch
         self.split = split
+        self.form = rule_of(op.target).form_along(axes.signature, split.letter) if split else None
         self._axes = axes
         self._divided = _fellows(axes, split) if split else frozenset[str]()
         self._expected = _expected_letters(op, graph, axes.signature)

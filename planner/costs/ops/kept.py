@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.cluster.cluster import Collective
-from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.ops.case import LocalShapes, OpSplit, local_size
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import Layout, LayoutKind
@@ -222,30 +219,3 @@ def _applies(entry: SavedForBackward, op: Op, graph: Graph, kernels: Kernels) ->
         return True
     names = refs(dict(op.arguments).get(entry.needs))
     return any(graph.tensors[name].requires_grad for name in names)
-
-
-_ROW_BYTES = 4  # of a row's fp32 statistic
-
-
-def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
-    """Return the seconds of a vocabulary-parallel loss's all-reduces; 0 for other ops.
-
-    In the forward, one all-reduce has the rows' maxima, one their sums of exponentials and target
-    logits. The backward has none. Source: Megatron-LM, section 3 (it sends sums and logits
-    separately).
-    """
-    if not splits_classes(shapes):
-        return 0.0
-    rows = shapes.numel(shapes.op.inputs[0]) // max(1, shapes.letters(("v",)))
-    return sum(
-        collective_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
-        for figures in (1, 2)
-    )
-
-
-def splits_classes(shapes: LocalShapes) -> bool:
-    """Whether an op is a loss with classes split over ranks."""
-    if kind_of(shapes.op) is not OpKind.CROSS_ENTROPY or shapes.split is None:
-        return False
-    logits = shapes.graph.tensors[shapes.op.inputs[0]]
-    return shapes.letters(("v",)) != logits.shape[1].at(shapes.batch)

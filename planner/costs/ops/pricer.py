@@ -17,6 +17,7 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.cluster.toml_reading import figure, parse_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import (
     FREE,
     ConversionCost,
@@ -27,13 +28,7 @@ from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import launch_bound_seconds, rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
 from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
-from autopar.planner.costs.ops.kept import (
-    KeptTensors,
-    TensorSizes,
-    made_by,
-    names_kept,
-    split_loss_seconds,
-)
+from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
 from autopar.planner.costs.ops.measurements import HostTimes, Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
@@ -41,8 +36,7 @@ from autopar.planner.graph.layouts import WHOLE, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import Layers, Residence, find_layers, residence
 from autopar.planner.precision import Kernels, Precision, item_bytes
-from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +97,9 @@ class OpCost:
     backward_seconds: float
     weight_gradient_seconds: float
     measured: bool
+
+
+_NUMBER_BYTES = 4  # of what the forms of split ops send, in fp32
 
 
 class OpPricer:
@@ -214,10 +211,18 @@ class OpPricer:
         return self._costs[key]
 
     def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
-        """Return the seconds of collectives inside an op's forward; only a split loss has them."""
-        if split is None or kind_of(op) is not OpKind.CROSS_ENTROPY:
+        """Return the seconds of the collectives inside an op's forward: those of its split form."""
+        form = rule_of(op.target).split_form
+        if split is None or form is None or not form.sends:
             return 0.0
-        return split_loss_seconds(self.shapes(op, split), shape)
+        shapes = self.shapes(op, split)
+        if shapes.form is None:
+            return 0.0
+        rows = shapes.numel(op.inputs[0]) // max(1, shapes.letters((form.letter,)))
+        return sum(
+            collective_seconds(collective, numbers * rows * _NUMBER_BYTES, shape)
+            for collective, numbers in form.sends
+        )
 
     def key(self, op: Op, split: OpSplit | None = None) -> OpKey:
         """Return an op's key in a profile."""

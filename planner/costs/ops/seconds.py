@@ -329,7 +329,7 @@ def _embedding(case: OpCase) -> OpSeconds:
     forward = kernels.embedding_forward_seconds(
         tokens, width, written=written, element_bytes=size, rates=case.memory
     )
-    if vocabulary < case.graph.tensors[table].shape[0].at(case.shapes.batch):
+    if case.shapes.form is not None:
         is_bag = case.rule.kind is OpKind.BAG
         blanked = _PASSES_OVER_IDS * case.bytes(ids) if is_bag else 2 * case.bytes(case.result)
         forward += kernels.memory_seconds(blanked, rates=case.memory)

@@ -25,11 +25,9 @@ from autopar.planner.programs.layouts.problem import (
     PrintedCode,
     Problem,
 )
-from autopar.planner.rules.rule import OpKind, is_random
+from autopar.planner.rules.rule import OpKind, SplitForm, is_random
 from autopar.planner.rules.signature import Leaf
 from autopar.planner.rules.table import kind_of, rule_of
-
-_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.BAG: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
 
 
 def argument(op: Op, name: str) -> Value:
@@ -45,23 +43,15 @@ def is_split(layout: Layout) -> bool:
 def changes_code(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> bool:
     """Whether a layout changes how a script writes an op, apart from conversions."""
     return (
-        _has_local_size(op, layout, graph, axes)
-        or is_vocabulary_split(op, layout)
+        split_form(op, layout, axes) is not None
+        or _has_local_size(op, layout, graph, axes)
         or has_local_groups(op, layout, axes)
-        or is_part_of_mean(op, layout)
     )
 
 
-def is_part_of_mean(op: Op, layout: OpLayout) -> bool:
-    """Whether a rank takes the mean over its part of a dim, and the parts are added."""
-    is_summed = layout.gives[0].kind is LayoutKind.PARTIAL and is_split(layout.needs[0])
-    return kind_of(op) is OpKind.MEAN and is_summed
-
-
-def is_vocabulary_split(op: Op, layout: OpLayout) -> bool:
-    """Whether an embedding, a bag, or a loss is split along the vocabulary."""
-    dim = _VOCABULARY_DIMS.get(kind_of(op))
-    return dim is not None and is_split(layout.needs[0]) and layout.needs[0].dim == dim
+def split_form(op: Op, layout: OpLayout, axes: GraphAxes) -> SplitForm | None:
+    """Return the form in which ranks run a split op; None if they run the op itself."""
+    return rule_of(op.target).form_along(axes.ops[op.name].signature, layout.letter)
 
 
 def has_local_groups(op: Op, layout: OpLayout, axes: GraphAxes) -> bool:
@@ -242,8 +232,9 @@ class _Reader:
         for place, choice in enumerate(node.choices):
             layout = choice.strategy
             if self._changes(node.op, layout):
-                is_other = is_vocabulary_split(node.op, layout) or node.op.call in self.small
-                lines = _FUNCTION_LINES if is_other else 0.0
+                form = split_form(node.op, layout, self.axes)
+                is_function = form is not None and bool(form.function)
+                lines = _FUNCTION_LINES if is_function or node.op.call in self.small else 0.0
                 found[lines] = (*found.get(lines, ()), place)
         return found
 

@@ -13,7 +13,8 @@ Why each is correct, with x the inputs, y the results, gx and gy their gradients
                  are S. A result without it is a sum over it, so P. An input without it meets only
                  a part of the positions, so its gradient is a partial sum: R; but a term added to
                  a partial result is P. A mean divides by the whole size, not by the rank's part, so
-                 its parts add up, too.
+                 its parts add up, too. A `split_form` that adds up the ranks' parts itself gives I;
+                 its gradient gy is whole, and so is that of each input without the letter.
 
 A tensor without gradient is never R, because I is the same for it.
 """
@@ -29,7 +30,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Extent, Op, Ref, TensorOrigin, refs
 from autopar.planner.rules import shapes
-from autopar.planner.rules.rule import Linear, OpKind
+from autopar.planner.rules.rule import Linear, OpKind, SplitForm
 from autopar.planner.rules.signature import (
     Concat,
     Dim,
@@ -276,14 +277,17 @@ class _Strategies:
         for candidate in candidates(
             self.op, self.graph, self.axes, degree=self.degree, batch=self.batch
         ):
-            if self.rule.kind.is_loss:
-                yield from self._split_loss(candidate)
-            elif not self._is_refused(candidate):
+            if not self._is_refused(candidate):
                 yield from self._split_along(candidate)
 
     def _is_refused(self, candidate: LetterSplit) -> bool:
         """Whether this op's arguments exclude a split that its rule allows."""
         given, named = dict(self.op.arguments), self.signature.letters
+        if self.rule.kind.is_loss:
+            if self.rule.split_form is None or given.get("weight") is not None:
+                return True
+            # ranks have unequal numbers of valid targets, so their means do not make up the mean
+            return self._form(candidate) is None and given.get("reduction") != _SUM_REDUCTION
         if self.rule.kind is OpKind.BATCH_NORM:
             # each rank would use the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
@@ -297,56 +301,44 @@ class _Strategies:
         return False
 
     def _split_along(self, candidate: LetterSplit) -> Iterator[OpLayout]:
+        form = self._form(candidate)
         found = occurrences(self.op.outputs, self.signature.results, candidate)
         results = dict(zip(self.op.outputs, found, strict=True))
         read = {name: dim for name, dim in results.items() if self._is_read(name)}
         summed = None in read.values()
         if summed:
-            if not self._sums() or not all(map(self._is_float, read)):
+            if not (form or self._sums()) or not all(map(self._is_float, read)):
                 return
             if any(dim is not None for dim in read.values()):
                 return
+        given = form.gives if form else PARTIAL
         gives = [
-            WHOLE if dim is None and name not in read else _layout(candidate, dim, PARTIAL)
+            WHOLE if dim is None and name not in read else _layout(candidate, dim, given)
             for name, dim in results.items()
         ]
         needs = [
-            _layout(candidate, dim, self._without_letter(i, summed=summed))
+            _layout(candidate, dim, self._unsplit_operand(i, given if summed else None))
             for i, dim in enumerate(occurrences(self.op.inputs, self.signature.operands, candidate))
         ]
         yield self._strategy(needs, gives, candidate)
 
-    def _without_letter(self, place: int, *, summed: bool) -> Layout:
-        if summed and self._is_added(place):
+    def _unsplit_operand(self, place: int, total: Layout | None) -> Layout:
+        """Return the layout of an operand without the letter; `total` is that of sums over it."""
+        if total == WHOLE:
+            return WHOLE
+        if total == PARTIAL and self._is_added(place):
             return PARTIAL
         return self._unsplit(self.op.inputs[place])
 
-    def _split_loss(self, candidate: LetterSplit) -> Iterator[OpLayout]:
-        """Yield the vocabulary-parallel loss, or split rows if the loss is a sum.
-
-        A mean over rows is not split: its parts would be means over unequal numbers of valid
-        targets.
-        """
-        given = dict(self.op.arguments)
-        if self.rule.kind is not OpKind.CROSS_ENTROPY or given.get("weight") is not None:
-            return
-        logits = occurrences(self.op.inputs, self.signature.operands, candidate)
-        if candidate.includes(self.signature.letters.get("v")):
-            # The runtime's loss sums over ranks itself: its result and the incoming gradient are
-            # whole.
-            yield self._strategy(
-                [_layout(candidate, dim, WHOLE) for dim in logits], [WHOLE], candidate
-            )
-        elif given.get("reduction") == _SUM_REDUCTION:
-            yield from self._split_along(candidate)
-
     # --- what the op is
 
+    def _form(self, candidate: LetterSplit) -> SplitForm | None:
+        return self.rule.form_along(self.signature, candidate.letter)
+
     def _sums(self) -> bool:
-        """Whether the op sums over a letter that no result has, or takes the mean over it."""
+        """Whether the op itself sums over every letter that no result has."""
         kind = self.rule.kind
-        is_sum = kind.is_loss or kind.reads_table or kind in (OpKind.SUM, OpKind.MEAN)
-        return bool(self.rule.contracts) or is_sum
+        return bool(self.rule.contracts) or kind.is_loss or kind is OpKind.SUM
 
     def _is_read(self, name: str) -> bool:
         """Whether a result is used; ops of ATen often have results that nothing reads."""

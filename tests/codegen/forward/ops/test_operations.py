@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 
 import pytest
@@ -11,10 +12,13 @@ from torch.nn import functional
 
 from autopar.codegen.forward.ops.arguments import PrintedPlace
 from autopar.codegen.forward.ops.special_ops import printed
+from autopar.codegen.forward.ops.table import SPLIT_FUNCTIONS
 from autopar.codegen.text.expressions import rendered, text
 from autopar.planner.graph.ops import MODEL_DTYPE, Op, Ref, Value
 from autopar.planner.graph.ops import Tensor as Traced
+from autopar.planner.rules.table import split_functions
 from autopar.planner.trace import trace
+from autopar.runtime import tensor
 from tests.planner.rules.calculating import file_of
 
 ROWS = 4
@@ -91,3 +95,13 @@ def _meant(value: Value) -> object:
     """Return what an argument stands for; the graph has torch's own constants by name."""
     is_name = isinstance(value, str) and value.startswith("torch.")
     return getattr(torch, str(value).removeprefix("torch.")) if is_name else value
+
+
+@pytest.mark.parametrize("name", sorted(set(split_functions())))
+def test_the_runtime_s_function_for_a_split_op_is_given_its_arguments(name: str) -> None:
+    row = SPLIT_FUNCTIONS[name]
+    parameters = inspect.signature(getattr(tensor, name)).parameters
+    required = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty]
+    assert len(row.positional) == len(required)
+    assert row.positional[-1] == required[-1] == "axis"
+    assert {keyword for keyword, _ in row.keywords} <= parameters.keys() - set(required)
