@@ -63,7 +63,12 @@ def predict(
     return Prediction(
         step_seconds=step.seconds,
         terms=time_terms(step),
-        communication=communication_terms(step, groups, tied_gradient_bytes=tied_gradient_bytes),
+        communication=communication_terms(
+            step,
+            groups,
+            tied_gradient_bytes=tied_gradient_bytes,
+            transfer_wait_seconds=_transfer_wait_seconds(step),
+        ),
         stages=_stage_predictions(step, pipeline_shape(arrangement), constants),
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
@@ -106,6 +111,17 @@ def step_of(
         is_host_measured=constants.is_measured,
         is_net_measured=is_net_measured,
     )
+
+
+def _transfer_wait_seconds(step: StepTerms) -> float:
+    """Return how much longer the pipeline takes than if tensors arrived at once."""
+    free = pipeline_seconds(
+        step.arrangement.schedule,
+        pipeline_shape(step.arrangement),
+        step.scheduled,
+        transfer_seconds=[0.0] * len(step.transfer_seconds),
+    )
+    return max(0.0, step.pipeline_seconds - free.step_seconds)
 
 
 def _is_net_measured(cluster: Cluster) -> bool:

@@ -137,7 +137,11 @@ def _provenance(busiest: Busiest) -> Provenance:
 
 
 def communication_terms(
-    step: StepTerms, groups: RankGroups, *, tied_gradient_bytes: int
+    step: StepTerms,
+    groups: RankGroups,
+    *,
+    tied_gradient_bytes: int,
+    transfer_wait_seconds: float,
 ) -> tuple[CommunicationTerm, ...]:
     """Return each kind of communication of the busiest rank that takes time."""
     busiest = busiest_rank(step)
@@ -145,7 +149,7 @@ def communication_terms(
         _tensor_term(step, busiest),
         *_data_terms(step, busiest),
         _replicated_term(step, busiest, groups),
-        _pipeline_term(step, busiest),
+        _pipeline_term(step, busiest, transfer_wait_seconds),
         CommunicationTerm(
             reason="weights that the first and the last stage share",
             collective=Collective.POINT_TO_POINT,
@@ -231,7 +235,9 @@ def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> C
     )
 
 
-def _pipeline_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
+def _pipeline_term(
+    step: StepTerms, busiest: Busiest, transfer_wait_seconds: float
+) -> CommunicationTerm:
     """Return the tensors that the rank receives: activations, and their gradients."""
     received = [
         border
@@ -248,5 +254,5 @@ def _pipeline_term(step: StepTerms, busiest: Busiest) -> CommunicationTerm:
         count=each * len(received),
         payload_bytes=each * sum(step.loads[border].output_bytes for border in received),
         seconds=seconds,
-        exposed_seconds=seconds,
+        exposed_seconds=min(seconds, transfer_wait_seconds),
     )

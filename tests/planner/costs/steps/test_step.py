@@ -226,6 +226,25 @@ def test_shared_weights_are_sent_only_if_two_ranks_hold_them(
     assert (tied.communication != apart.communication) is is_sent
 
 
+def test_only_waits_for_transfers_are_exposed() -> None:
+    # Receivers that ask for a tensor wait for all of it. Interleaved ranks compute meanwhile, but
+    # for the first and the last microbatches.
+    exposed = {}
+    for kind, per_rank in ((ScheduleKind.GPIPE, 1), (ScheduleKind.INTERLEAVED_1F1B, 2)):
+        arrangement = replace(
+            ARRANGEMENT, pipeline=2, microbatches=32, schedule=kind, stages_per_rank=per_rank
+        )
+        stages = [[layer(output_bytes=10**7)]] * (2 * per_rank)
+        free = predicted([[layer(output_bytes=0)]] * (2 * per_rank), arrangement)
+        found = predicted(stages, arrangement)
+        term = next(one for one in found.communication if "between stages" in one.reason)
+        waits = found.step_seconds - free.step_seconds
+        assert term.exposed_seconds == pytest.approx(min(term.seconds, waits), rel=0.02)
+        exposed[kind] = term.exposed_seconds / term.seconds
+    assert exposed[ScheduleKind.GPIPE] > 0.9
+    assert exposed[ScheduleKind.INTERLEAVED_1F1B] < 0.5
+
+
 @pytest.mark.parametrize("zero", list(Zero))
 @pytest.mark.parametrize(
     ("kind", "per_rank"),
