@@ -141,6 +141,11 @@ class State:
     gradient_bytes: int
     optimizer_bytes: int
 
+    @property
+    def trainable(self) -> int:
+        """The elements that have a gradient."""
+        return self.gradient_bytes // GRADIENT_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:

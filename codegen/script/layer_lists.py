@@ -192,7 +192,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     found = []
     if writing:
         found.append(_listed("WRITING", writing))
-    if plan.arrangement.zero.divides_gradients:
+    if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     if plan.arrangement.compile is Compile.LAYERS:
         found.append(_listed("COMPILED", _compiled(subject, paths)))
@@ -236,7 +236,7 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
 
 def writing_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
     """Return the gathered or recomputed layers that write to memory which other code reads."""
-    units = plan.arrangement.zero.divides_gradients
+    units = plan.arrangement.zero.shards_modules
     calls = {
         layer.call: path
         for layer, path, mode in zip(

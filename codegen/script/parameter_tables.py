@@ -222,7 +222,7 @@ def unread(plan: Plan) -> Source:
     """Return the script's list of trainable parameters that no op reads, under fully_shard."""
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
-    if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.divides_gradients:
+    if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.shards_modules:
         return Source()
     aliases = aliases_of(graph)
     learns = [one.name for one in graph.parameters if one.trainable]

@@ -217,8 +217,7 @@ def has_copies(arranged: Arrangement) -> bool:
 
 def has_own_buckets(arranged: Arrangement) -> bool:
     """Whether gradients are sent in buckets of another size than DDP's."""
-    is_bucketed = arranged.data > 1 and not arranged.zero.divides_gradients
-    return is_bucketed and arranged.bucket_bytes != DEFAULT_BUCKET_BYTES
+    return arranged.has_buckets and arranged.bucket_bytes != DEFAULT_BUCKET_BYTES
 
 
 def _in_mebibytes(size_bytes: int) -> Source:

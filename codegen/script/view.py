@@ -317,7 +317,7 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
     yield from (part, "mesh", *_zero(arranged), "compute_dtype=dtype")
     if has_own_buckets(arranged):
         yield "bucket_bytes=BUCKET_BYTES"
-    if arranged.zero.divides_gradients:
+    if arranged.zero.shards_modules:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Self
@@ -86,26 +86,28 @@ class Zero(IntEnum):
 
     _value_: int
     divides_optimizer: bool
-    divides_gradients: bool  # each microbatch scatters them, by torch's fully_shard
+    divides_gradients: bool  # of a reduced gradient, a rank keeps its part alone
     divides_parameters: bool  # each pass gathers them
+    shards_modules: bool  # by torch's fully_shard, which has no buckets of gradients
+    reduces_each: bool  # gradients are reduced in every backward of a step, not in the last alone
     words: str
 
-    # level, divides optimizer states, gradients, parameters, words in scripts
+    # level, divides optimizer states, gradients, parameters; shards modules; reduces each; words
     # fmt: off
     NONE = (
-        0, False, False, False,
+        0, False, False, False, False, False,
         "each data rank has all parameters, gradients and optimizer states",
     )
     OPTIMIZER = (
-        1, True, False, False,
+        1, True, False, False, False, False,
         "each data rank has a part of the optimizer states",
     )
     GRADIENTS = (
-        2, True, True, False,
+        2, True, True, False, True, True,
         "each data rank has a part of the gradients and optimizer states",
     )
     PARAMETERS = (
-        3, True, True, True,
+        3, True, True, True, True, True,
         "each data rank has a part of the parameters, gradients and optimizer states",
     )
     # fmt: on
@@ -114,18 +116,24 @@ class Zero(IntEnum):
         """Return a level with the columns of its row."""
         one = int.__new__(cls, level)
         one._value_ = level
-        one.divides_optimizer, one.divides_gradients, one.divides_parameters, one.words = row
+        one.divides_optimizer, one.divides_gradients, one.divides_parameters, *others = row
+        one.shards_modules, one.reduces_each, one.words = others
         return one
 
     @property
     def gathers_updated(self) -> bool:
         """Whether parameters are gathered once a step, after the optimizer changed them."""
-        return self.divides_optimizer and not self.divides_gradients
+        return self.divides_optimizer and not self.shards_modules
 
     @property
     def keeps_gathered(self) -> bool:
         """Whether parameters stay gathered from the first forward of a step to its end."""
-        return self.divides_gradients and not self.divides_parameters
+        return self.shards_modules and not self.divides_parameters
+
+
+def zero_words(levels: Iterable[Zero]) -> str:
+    """Return how ZeRO levels are asked for: "zero=0 or zero=1"."""
+    return " or ".join(f"zero={level.value}" for level in levels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +172,9 @@ class Arrangement:
         return self.pipeline == self.microbatches == 1
 
     @property
-    def divides_gradients(self) -> bool:
-        """Whether each rank keeps only its part of the gradients."""
-        return self.shard > 1 and self.zero.divides_gradients
+    def divided(self) -> Zero:
+        """The ZeRO level whose parts are smaller than the whole; ZeRO-0 if one rank has them."""
+        return self.zero if self.shard > 1 else Zero.NONE
 
     @property
     def optimizer_ranks(self) -> int:
@@ -176,7 +184,7 @@ class Arrangement:
     @property
     def has_buckets(self) -> bool:
         """Whether gradients lie in buckets, whose memory stays from step to step."""
-        return self.data > 1 and not self.zero.divides_gradients
+        return self.data > 1 and not self.zero.shards_modules
 
     @property
     def global_batch(self) -> int:

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.transport import ComingPart, ComingSum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a ZeRO level divides parameters, gradients and optimizer states over `Mesh.shard`.
+
+    Modules are sharded by `fully_shard`. Without it gradients are averaged in buckets.
+    """
+
+    shards_modules: bool = False
+    frees_after_forward: bool = False  # a unit's gathered parameters, which its backward gathers
+    steps_parts: bool = False  # each rank gets its part of every bucket, and its optimizer steps it
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters stay gathered from a step's first forward to its last backward."""
+        return self.shards_modules and not self.frees_after_forward
+
+
+LEVELS: Mapping[int, Sharding] = MappingProxyType(
+    {
+        0: Sharding(),
+        1: Sharding(steps_parts=True),
+        2: Sharding(shards_modules=True),
+        3: Sharding(shards_modules=True, frees_after_forward=True),
+    }
+)
+
+
+def sharding_of(zero: int) -> Sharding:
+    """Return what a ZeRO level divides, or raise if there is no such level."""
+    if zero not in LEVELS:
+        raise RuntimeError(f"there is no ZeRO level {zero!r}: take one of {list(LEVELS)}")
+    return LEVELS[zero]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +71,13 @@ class Averaging:
     def operation(self) -> Any:
         """The reduce operation of the collectives."""
         return dist.ReduceOp.SUM if self.divides_first else dist.ReduceOp.AVG
+
+
+def averaging_of(mesh: Mesh, sharding: Sharding, wire_dtype: torch.dtype | None) -> Averaging:
+    """Return how buckets are averaged over the data axis."""
+    if sharding.steps_parts:
+        return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
+    return Averaging(shard=ALONE, replica=mesh.data, wire_dtype=wire_dtype)
 
 
 class ComingMean:
@@ -89,13 +131,12 @@ class Span:
 class Bucket:
     """A flat buffer that several gradients are views of, and its reduction.
 
-    If `shard` has several ranks, each rank keeps only its part of the mean (the bucket is cut). The
-    parameters then have no gradients after the reduction; `held` yields this rank's parts of the
-    means.
+    If `averaging.shard` has several ranks, each keeps the mean of its own part only. The parameters
+    then have no gradients after the reduction; `held` yields this rank's parts of the means.
     """
 
     parameters: tuple[nn.Parameter, ...]
-    shard: Axis
+    averaging: Averaging
     spans: tuple[Span, ...] = field(init=False)
     buffer: Tensor | None = None  # allocated when the first gradient arrives
     views: tuple[Tensor, ...] = ()
@@ -112,6 +153,11 @@ class Bucket:
         self.spans = tuple(
             _spans(self.parameters, share * self.shard.rank, share * (self.shard.rank + 1))
         )
+
+    @property
+    def shard(self) -> Axis:
+        """The ranks that each keep a part of the mean."""
+        return self.averaging.shard
 
     @property
     def elements(self) -> int:
@@ -149,10 +195,14 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, gradients)
 
-    def adopt_shares(self, ranks: int) -> None:
-        """Copy all gradients into the buffer, divided by the number of ranks."""
+    def reduce(self) -> None:
+        """Copy all gradients into the buffer, and start their reduction."""
         self.adopt(range(len(self.parameters)))
-        self.allocate().mul_(1 / ranks)
+        buffer = self.allocate()
+        if self.averaging.divides_first:
+            buffer.mul_(1 / self.averaging.ranks)
+        self.let_go()
+        self.coming = ComingMean(buffer, self.averaging)
 
     def let_go(self) -> None:
         """Drop the .grad of a cut bucket's parameters when their reduction begins."""
@@ -170,6 +220,10 @@ class Bucket:
         if self._earlier is not None:
             part.add_(self._earlier)
             self._earlier = None
+
+    def allocated(self) -> list[Tensor]:
+        """Return the memory that the bucket takes now."""
+        return [] if self.buffer is None else [self.buffer]
 
     def memory(self) -> list[Tensor]:
         """Return this rank's part of all reduced gradients, as few tensors."""
@@ -211,7 +265,7 @@ class Bucket:
 
 
 def buckets_of_size(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int, shard: Axis
+    parameters: Sequence[nn.Parameter], bucket_bytes: int, averaging: Averaging
 ) -> Iterator[Bucket]:
     """Split the parameters into buckets of one dtype.
 
@@ -224,13 +278,13 @@ def buckets_of_size(
         size = parameter.numel() * gradient_dtype(parameter).itemsize
         same = not run or _dtypes(run[0]) == _dtypes(parameter)
         if run and (not same or run_bytes + size > limit):
-            yield Bucket(parameters=tuple(run), shard=shard)
+            yield Bucket(parameters=tuple(run), averaging=averaging)
             limit = bucket_bytes
             run, run_bytes = [], 0
         run.append(parameter)
         run_bytes += size
     if run:
-        yield Bucket(parameters=tuple(run), shard=shard)
+        yield Bucket(parameters=tuple(run), averaging=averaging)
 
 
 def own_part(flat: Tensor, shard: Axis) -> Tensor:

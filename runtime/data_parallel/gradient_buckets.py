@@ -11,7 +11,6 @@ from autopar.runtime.data_parallel.buckets import (
     HALF_DTYPES,
     Averaging,
     Bucket,
-    ComingMean,
     buckets_of_size,
 )
 from autopar.runtime.model.parts import is_listed
@@ -71,7 +70,7 @@ class GradientBuckets:
         buckets = (
             bucket
             for group in _groups(self.trainable, self._apart)
-            for bucket in buckets_of_size(group[::-1], self._bucket_bytes, self.averaging.shard)
+            for bucket in buckets_of_size(group[::-1], self._bucket_bytes, self.averaging)
         )
         self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
         for bucket in self.buckets:
@@ -95,7 +94,7 @@ class GradientBuckets:
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         """The memory of all gradients that exist."""
-        return tuple(b.buffer for b in self.buckets if b.buffer is not None)
+        return tuple(tensor for bucket in self.buckets for tensor in bucket.allocated())
 
     def take_in(self) -> None:
         """Move gradients of split backwards, which bypass the hooks, into the buckets."""
@@ -137,12 +136,7 @@ class GradientBuckets:
 
     def _launch(self, bucket: Bucket) -> None:
         self._next_to_launch += 1
-        if self.averaging.divides_first:
-            bucket.adopt_shares(self.averaging.ranks)
-        else:
-            bucket.adopt(range(len(bucket.parameters)))
-        bucket.let_go()
-        bucket.coming = ComingMean(bucket.allocate(), self.averaging)
+        bucket.reduce()
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait; then every gradient is the mean over the axis."""

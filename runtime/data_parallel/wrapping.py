@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Averaging
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Sharding, averaging_of, sharding_of
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.model.parts import is_listed
-from autopar.runtime.ranks.mesh import ALONE, Mesh
+from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_names
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
@@ -178,7 +178,8 @@ def wrap(
     if half is not None:
         compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
         widen_norms(module)
-    if zero >= 2 and mesh.data.size > 1:
+    sharding = sharding_of(zero)
+    if sharding.shards_modules and mesh.data.size > 1:
         _lay_in_order(module)
         # The planner found the layers whose outputs others write to, and these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -189,24 +190,18 @@ def wrap(
             cast_forward_inputs=False,
         )
         with carried_marks(module):
-            _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
-        object.__setattr__(module, "gathers_once", zero == 2)
+            _shard(module, mesh, units, sharding, policy=policy)
+        object.__setattr__(module, "gathers_once", sharding.gathers_once)
         return module
     if half is not None:
         narrow_frozen(module, half)
     if half is not None or mesh.data.size > 1:
-        averaging = _averaging(mesh, zero=zero, wire_dtype=wire_dtype)
+        averaging = averaging_of(mesh, sharding, wire_dtype)
         buckets = GradientBuckets(
             module, averaging, bucket_bytes=bucket_bytes, apart=apart, half=half
         )
         object.__setattr__(module, "gradient_buckets", buckets)
     return module
-
-
-def _averaging(mesh: Mesh, *, zero: int, wire_dtype: torch.dtype | None) -> Averaging:
-    if zero == 0:
-        return Averaging(shard=ALONE, replica=mesh.data, wire_dtype=wire_dtype)
-    return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
@@ -236,9 +231,9 @@ def _shard(
     module: nn.Module,
     mesh: Mesh,
     units: Sequence[nn.Module],
+    sharding: Sharding,
     *,
     policy: MixedPrecisionPolicy,
-    frees_after_forward: bool,
 ) -> None:
     """Shard the units, inner ones first, then the module with all remaining parameters."""
     device_mesh = _shard_mesh(mesh)
@@ -250,7 +245,7 @@ def _shard(
         fully_shard(
             child,
             mesh=device_mesh,
-            reshard_after_forward=frees_after_forward,
+            reshard_after_forward=sharding.frees_after_forward,
             mp_policy=policy,
         )
         run_hooks(child)

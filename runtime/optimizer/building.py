@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, sharding_of
 from autopar.runtime.data_parallel.wrapping import buckets_of
 from autopar.runtime.optimizer.pieces import (
     FlatShard,
@@ -186,7 +186,7 @@ def _use_pieces(
     mesh: Mesh,
 ) -> None:
     """Replace parameters by pieces in the optimizer, where it cannot step them directly."""
-    shards_states = zero == 1 and mesh.shard.size > 1
+    shards_states = sharding_of(zero).steps_parts and mesh.shard.size > 1
     masters = {} if shards_states else _narrowed(model_parts)
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
         return
@@ -219,7 +219,7 @@ def _flat_shards(model_parts: Sequence[nn.Module]) -> tuple[FlatShard, ...]:
     for part in model_parts:
         buckets = buckets_of(part)
         if buckets is None:
-            raise RuntimeError("ZeRO-1 steps the parts of gradients that wrap(…, zero=1) leaves")
+            raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
         buckets.attach(part)
         shards.extend(shard_parameters_flat(buckets))
     return tuple(shards)

@@ -71,7 +71,7 @@ class DataBound:
     @property
     def is_in_every_pass(self) -> bool:
         """Whether every microbatch waits for collectives, not only the first and the last one."""
-        return self.arrangement.zero.divides_gradients and self.arrangement.data > 1
+        return self.arrangement.zero.reduces_each and self.arrangement.data > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least time of a forward of layers."""

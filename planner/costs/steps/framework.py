@@ -147,7 +147,7 @@ def gradient_seconds(
     if constants.fuses_gradients:
         return 0.0
     casts = float(arrangement.precision.is_half)
-    keeps_whole = not arrangement.divides_gradients
+    keeps_whole = not arrangement.divided.reduces_each
     sums = keeps_whole * (1 - 1 / arrangement.microbatches)
     copies = arrangement.has_buckets / arrangement.microbatches
     casting = _CAST_BYTES * casts / rates.access.casting

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -67,7 +67,7 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
         learning_l + fp32 and 16-bit gradient of a weight − Σ_{i > l} saved_i
     """
     most, freed = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0
-    if arrangement.divides_gradients:
+    if arrangement.divided.shards_modules:
         return most
     for work in reversed(load.works):
         cost = work.cost
@@ -101,7 +101,7 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     Its whole gradient exists only after the ops behind its last weights (the loss behind the head)
     have freed their memory. So it is added to the need of ops with weights.
     """
-    if not arrangement.divides_gradients:
+    if not arrangement.divided.shards_modules:
         return 0
     needed = cost.learning_bytes + cost.gradient_bytes
     return _gathered_bytes(cost, arrangement) + max(0, needed - cost.transient_bytes)
@@ -109,14 +109,12 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return the parameters that ZeRO-3 gathers for a layer."""
-    is_gathered = arrangement.divides_gradients and arrangement.zero.divides_parameters
-    return is_gathered * cost.parameter_bytes
+    return arrangement.divided.divides_parameters * cost.parameter_bytes
 
 
 def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
     """Return the parameters of the layer that ZeRO-3 has gathered while this one runs."""
-    is_gathered = arrangement.divides_gradients and arrangement.zero.divides_parameters
-    return is_gathered * work.next_parameter_bytes
+    return arrangement.divided.divides_parameters * work.next_parameter_bytes
 
 
 def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
@@ -181,7 +179,7 @@ def moments_of_one_pass(
         for done in sorted({0, work.count - 1}):
             before = made + done * own
             unsharded = _gathered_bytes(cost, arrangement) + _ahead_bytes(work, arrangement)
-            if arrangement.divides_gradients and arrangement.zero.keeps_gathered:
+            if arrangement.divided.keeps_gathered:
                 unsharded = gathered - done * cost.parameter_bytes
             yield OnePassMoment(
                 work=work,
@@ -197,7 +195,7 @@ def moments_of_one_pass(
 
 def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return a layer's gradients while they are computed, beside the part that stays."""
-    if arrangement.divides_gradients:
+    if arrangement.divided.shards_modules:
         return cost.gradient_bytes
     held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
     return held_elsewhere + _narrow_bytes(cost, arrangement)
@@ -209,15 +207,14 @@ def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients of shared weights that wait; in the weights' dtype under fully_shard."""
-    is_narrow = arrangement.divides_gradients and arrangement.precision.is_half
+    """Return the gradients of shared weights that wait; fully_shard has the weights' dtype."""
+    is_narrow = arrangement.divided.shards_modules and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 
 
 def _own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
-    return (
-        -(-gradient_bytes // arrangement.shard) if arrangement.divides_gradients else gradient_bytes
-    )
+    """Return what a rank keeps of gradients once they are reduced."""
+    return _part(gradient_bytes, arrangement.shard, arrangement.divided.divides_gradients)
 
 
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
@@ -287,7 +284,34 @@ def most_tensor_bytes(
     return (most + 1) / (1.0 + constants.margin)
 
 
-def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+class Held(Protocol):
+    """The parameters of a layer or a model on a rank, before ZeRO divides them."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters."""
+
+    @property
+    def trainable(self) -> int:
+        """Elements that have a gradient."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients, in fp32."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer states."""
+
+
+def reduced_state_bytes(held: Held, arrangement: Arrangement) -> int:
+    """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
+    lasting = _lasting_gradient_bytes(held.gradient_bytes, arrangement)
+    reduced = _own_part(held.gradient_bytes, arrangement)
+    return layer_state_bytes(held, arrangement) - lasting + max(lasting, reduced)
+
+
+def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
     """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
     zero, shard = arrangement.zero, arrangement.shard
     return (
@@ -318,7 +342,7 @@ def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
     """
     if arrangement.is_one_pass and not arrangement.has_buckets:
         return 0
-    return _part(size_bytes, arrangement.shard, arrangement.divides_gradients)
+    return _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
 
 
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
@@ -327,7 +351,7 @@ def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) 
     In 16 bits, the parts of trained parameters are the fp32 copy that counts with the optimizer. If
     a step is one pass, ZeRO-2 frees gathered layers one by one, and they count as unsharded.
     """
-    if not arrangement.divides_gradients:
+    if not arrangement.divided.shards_modules:
         return size_bytes
     is_half = arrangement.precision.is_half
     parts = 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes

@@ -188,12 +188,12 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    scatters_each = groups.zero.keeps_gathered
-    bucket = 0 if scatters_each else groups.bucket_bytes  # fully_shard's units are layers
+    # fully_shard's units are layers
+    bucket = 0 if groups.zero.shards_modules else groups.bucket_bytes
     backward = bucketed_reduction(
         loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
     )
-    if not scatters_each:
+    if not groups.zero.reduces_each:
         first = gathers = 0.0
         if groups.zero.gathers_updated:
             gathers = gathered_after_optimizer_seconds(

@@ -195,7 +195,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
-    rounds = each if arrangement.zero.divides_gradients else 1
+    rounds = each if arrangement.zero.reduces_each else 1
     exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
     yield CommunicationTerm(
         reason="gradients summed over the ranks that share the data",

@@ -14,7 +14,11 @@ from dataclasses import dataclass, replace
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
-from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
+from autopar.planner.costs.steps.memory import (
+    layer_state_bytes,
+    layer_unsharded_bytes,
+    reduced_state_bytes,
+)
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
@@ -179,7 +183,7 @@ class Bounds:
     def of_point(self, point: Arrangement) -> float:
         """Return a lower bound of all variants of a point, in any layouts."""
         if self.objective is Objective.MEMORY:
-            return float(self.least_memory(replace(point, zero=max(Zero))))
+            return float(min(self.least_memory(replace(point, zero=level)) for level in Zero))
         least = [
             [self.least_on(point.tensor, one) for one in own] for own in self.questions.kinds(point)
         ]
@@ -215,9 +219,9 @@ class Bounds:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
-        # ZeRO-2 and 3 send parameters and gradients: with these messages, other layouts may be
-        # faster than the fastest layouts inside the layers.
-        is_sent = arrangement.zero.divides_gradients and arrangement.tensor > 1
+        # If every backward sends gradients, other layouts may be faster with these messages than
+        # the fastest layouts inside the layers.
+        is_sent = arrangement.zero.reduces_each and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
@@ -300,16 +304,7 @@ class Bounds:
 
     def least_state(self, arrangement: Arrangement) -> int:
         """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
-        held, shard, zero = self.held, arrangement.shard, arrangement.zero
-        # In 16 bits, ZeRO-3 keeps parameters only as the optimizer's fp32 copies. So does ZeRO-2 at
-        # the end of a step with one backward: it frees gathered parameters when all gradients are
-        # computed.
-        is_gathered = zero.keeps_gathered and not arrangement.is_one_pass
-        return (
-            (held.parameter_bytes if not zero.divides_gradients or is_gathered else 0)
-            + held.gradient_bytes // (shard if zero.divides_gradients else 1)
-            + held.optimizer_bytes // (shard if zero.divides_optimizer else 1)
-        ) // arrangement.tensor
+        return reduced_state_bytes(self.held, arrangement) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
         """Return the least memory of an arrangement's fullest rank."""

@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Zero, zero_words
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
@@ -18,6 +18,7 @@ from autopar.planner.plan.declared.constraints import Constraints, Declared, con
 from autopar.planner.rules.table import takes_statistics
 
 _UNDIVIDED = tuple(level for level in Zero if not level.divides_optimizer)
+_WHOLE_MODULES = tuple(level for level in Zero if not level.shards_modules)
 _ROWS_PER_DEVICE = 8
 # A step has eight rows for each device, up to the first limit; beyond it one row for each device,
 # up to the second. Tokens of a step: Llama 2 took 4 M and Llama 3 16 M. Rows of a step: ResNet-50
@@ -27,15 +28,17 @@ _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 
 
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints without ZeRO-2 and 3, if a parameter is a scalar."""
+    """Return the constraints without fully_shard, if a parameter is a scalar."""
     scalar = next((one.name for one in graph.parameters if not one.shape), None)
     if scalar is None or constraints.data == 1:
         return constraints
-    levels = tuple(level for level in constraints.zero_levels if not level.divides_gradients)
+    levels = tuple(level for level in constraints.zero_levels if level in _WHOLE_MODULES)
     if not levels:
         raise InfeasibleError(
-            f"ZeRO-2 and 3 cut every parameter, and {scalar} has no dim to cut",
-            expected="zero=0 or zero=1 for a model with a parameter that is a single number",
+            f"{zero_words(constraints.zero_levels)} would cut every parameter, and {scalar} has no "
+            "dim to cut",
+            expected=f"{zero_words(_WHOLE_MODULES)} for a model with a parameter that is a single "
+            "number",
             fix="allow zero=1, or give the parameter a dim: nn.Parameter(torch.tensor([1.0]))",
         )
     return replace(constraints, zero_levels=levels)
@@ -189,7 +192,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.reach >= Reach.PARAMETER:
         why = f"{traits.name} updates a parameter as a whole"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
-        yield _declared("zero", "zero_levels", _UNDIVIDED, "zero=0", why)
+        yield _declared("zero", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
@@ -198,7 +201,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
-        yield _declared("own", "zero_levels", _UNDIVIDED, "zero=0", why)
+        yield _declared("own", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
@@ -232,8 +235,8 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     if is_taken or found.call == _ROOT:  # the root's code is printed in every stage
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if is_taken:
-        levels = tuple(level for level in Zero if not level.divides_gradients)
-        yield _gradient_declared("zero", "zero_levels", levels, "zero=0 or zero=1", why)
+        text = zero_words(_WHOLE_MODULES)
+        yield _gradient_declared("zero", "zero_levels", _WHOLE_MODULES, text, why)
 
 
 def gradient_words(found: OwnGradient) -> str:

@@ -119,6 +119,7 @@ def _named(known: type[Chosen]) -> Callable[[object, str], Chosen]:
 
 
 _LEVELS = ", ".join(str(level.value) for level in Zero)
+_WHOLE_MODULES = " or ".join(str(level.value) for level in Zero if not level.shards_modules)
 
 
 def _read_zero(value: object, where: str) -> Zero:
@@ -261,7 +262,10 @@ _IN_FILES_ALONE = (
     ),
     _pin("microbatch", "microbatch", read_count, "1", "rows of a microbatch"),
     _pin("stages_per_rank", "stages_per_rank", read_count, "1", "stages of a pipeline rank"),
-    _pin("zero", "zero_levels", _alone(_read_zero), "1", f"{_LEVELS}; with zero bubble 0 or 1"),
+    _pin(
+        "zero", "zero_levels", _alone(_read_zero), "1",
+        f"{_LEVELS}; with zero bubble {_WHOLE_MODULES}",
+    ),
     _pin(
         "schedule", "schedules", _alone(_read_schedule), '"1f1b"', ", ".join(map(str, ScheduleKind))
     ),

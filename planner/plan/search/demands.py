@@ -10,7 +10,13 @@ from operator import or_
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
-from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
+from autopar.planner.costs.prediction import (
+    Arrangement,
+    Compile,
+    Recompute,
+    Zero,
+    zero_words,
+)
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
@@ -230,10 +236,11 @@ def nothing_runs(
 def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str]) -> str:
     chosen = constraints_of(conflict)
     splits = all(SCHEDULES[kind].splits_backward for kind in chosen.schedules)
-    if splits and all(level.divides_gradients for level in chosen.zero_levels):
+    if splits and all(level.shards_modules for level in chosen.zero_levels):
+        whole = zero_words(level for level in Zero if not level.shards_modules)
         return (
-            "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
-            "whole until the last microbatch"
+            f"{whole} with zero bubble: backwards in halves keep parameters and gradients whole "
+            "until the last microbatch"
         )
     if splits and chosen.compile is Compile.LAYERS:
         return "a schedule whose backwards are whole: those of compiled layers cannot be halved"

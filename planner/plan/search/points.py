@@ -138,7 +138,7 @@ SearchItem = SearchPoint | Variant
 
 
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but ZeRO-2 and 3 together with their ZeRO-1.
+    """Return each variant alone, but levels that reduce each gradient together with their ZeRO-1.
 
     They communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be better.
     """
@@ -147,7 +147,7 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     for one in variants_:
         pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
         head = heads.get(pipeline)
-        if one.zero.divides_gradients and head is not None:
+        if one.zero.reduces_each and head is not None:
             head.append(one)
             continue
         family = [one]

@@ -264,13 +264,13 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1, because backwards are split.
+    """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
     No hook sees gradients until the last microbatch is done. So both stay whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
-    return splits and arrangement.zero.divides_gradients
+    return splits and arrangement.zero.shards_modules
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:
@@ -326,7 +326,7 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
             degrees = {point.data}
             if (
                 is_plain
-                and zero.divides_gradients
+                and zero.shards_modules
                 and 1 < inside < point.data
                 and point.data % inside == 0
             ):

@@ -326,7 +326,7 @@ class Offers:
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
         """Return the least backward of a mix: its layers' seconds, or those of the collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
-        if not self.question.arrangement.zero.divides_gradients:
+        if not self.question.arrangement.zero.reduces_each:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
         return max(float(plain.times[1]), alone + more + hidden.wait_seconds)

@@ -13,7 +13,7 @@ from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from autopar.runtime.recompute.running_again import ATTENTION, MATMULS, SAVED, recompute
+from autopar.runtime.recompute.running_again import ATTENTION, MATMULS, recompute
 from benchmarks.validation.practice import Attention, Practice, PracticePricer
 from tests.planner.costs.ops.op_factories import (
     device,
@@ -102,10 +102,6 @@ def products_in_backward(case: tuple[str, ...], block: str, mode: Any) -> int:
     with products:
         loss.backward()  # type: ignore[no-untyped-call]
     return products.count
-
-
-def test_scripts_can_recompute_in_each_mode() -> None:
-    assert set(SAVED) == {mode.value for mode in Recompute if mode.wraps_layers}
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Recompute if mode.runs_again])

@@ -11,7 +11,7 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPredi
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.memory import memory_of
+from autopar.planner.costs.steps.memory import memory_of, reduced_state_bytes
 from autopar.planner.costs.steps.stage_load import stage_load
 from autopar.planner.precision import Precision
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
@@ -43,6 +43,25 @@ def test_saved_activations_count_once_for_each_microbatch_in_flight() -> None:
     found = _of_rank(1, ScheduleKind.ONE_F_ONE_B, shape, TWO)
     assert found.activation_bytes == 2 * 100 * 3
     assert found.transient_bytes == 40  # of one layer at a time
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", Zero)
+def test_a_peak_has_all_reduced_gradients(
+    zero: Zero, microbatches: int, precision: Precision
+) -> None:
+    shared = replace(ARRANGEMENT, data=4, shard=4, microbatches=microbatches)
+    arrangement = replace(shared, zero=zero, precision=precision)
+    least = reduced_state_bytes(LAYER, arrangement)
+    assert least <= _alone([LAYER], arrangement, SILENT).allocated_bytes
+
+
+def test_zero_3_holds_its_part_of_parameters_in_fp32() -> None:
+    # 4 bytes of parameter, 4 of gradient and 8 of moments, all over 4 ranks
+    held = layer(parameter_bytes=4_000_000, optimizer_bytes=8_000_000)
+    shared = replace(ARRANGEMENT, data=4, shard=4, precision=Precision.FP32)
+    assert reduced_state_bytes(held, replace(shared, zero=Zero.PARAMETERS)) == 4_000_000
 
 
 @pytest.mark.parametrize(

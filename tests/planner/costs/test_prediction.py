@@ -1,0 +1,31 @@
+"""The runtime has a row for each mode that plans have, and both say the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.runtime.data_parallel.buckets import LEVELS, sharding_of
+from autopar.runtime.recompute.running_again import SAVED
+
+
+def test_scripts_recompute_in_each_mode() -> None:
+    assert set(SAVED) == {mode.value for mode in Recompute if mode.wraps_layers}
+    assert {mode for mode, saved in SAVED.items() if saved is not None} == {
+        mode.value for mode in Recompute if mode.saved_ops is not None
+    }
+
+
+@pytest.mark.parametrize("level", Zero)
+def test_scripts_shard_at_each_zero_level(level: Zero) -> None:
+    sharding = sharding_of(level.value)
+    assert sharding.shards_modules == level.shards_modules
+    assert sharding.gathers_once == level.keeps_gathered
+    assert sharding.frees_after_forward == level.divides_parameters
+    assert sharding.steps_parts == level.gathers_updated
+
+
+def test_another_zero_level_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"no ZeRO level 9: take one of \[0, 1, 2, 3\]"):
+        sharding_of(9)
+    assert set(LEVELS) == {level.value for level in Zero}
