@@ -154,7 +154,7 @@ def _rules(found: Traced, *, is_sequence_parallel: bool) -> LayoutRules:
     if is_sequence_parallel:
         pins += [LayoutPin(modules=norm, axis="seq") for norm in _NORMS[found.shape.file]]
     forbidden = {"batch", "positions"} if is_sequence_parallel else {"batch", "positions", "seq"}
-    return LayoutRules(forbidden=frozenset(forbidden & names), pins=tuple(pins))
+    return LayoutRules(forbidden=tuple(sorted(forbidden & names)), pins=tuple(pins))
 
 
 def _costs(

@@ -21,7 +21,8 @@ from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unprov
 from autopar.planner.plan.search.points import SearchItem
 from autopar.planner.plan.search.search import Explorer, search
 from autopar.planner.plan.solving.candidate import Candidate
-from autopar.planner.plan.solving.costing import Prices, SearchSubject
+from autopar.planner.plan.solving.costing import SearchSubject
+from autopar.planner.plan.solving.prices import Prices
 from autopar.planner.plan.telling.words import units_per_second
 
 

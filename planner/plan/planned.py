@@ -34,7 +34,7 @@ from autopar.planner.plan.fleet import (
 from autopar.planner.plan.plan import BatchFacts, Plan, with_graph
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.plan.search.space import check_degrees, leave_degrees
-from autopar.planner.plan.solving.costing import Prices
+from autopar.planner.plan.solving.prices import Place, PricedPlace, Prices
 from autopar.planner.plan.traced import TracedModel
 
 
@@ -104,16 +104,20 @@ def plan_training(
     known = cache.find(CachedSearch, question)
     found = _planned_before(known, training, demands) if known is not None else None
     if found is None:
-        found = _searched(training, demands, report)
+        prices = Prices(recall=lambda place: cache.find(PricedPlace, _of_place(training, place)))
+        found = _searched(training, demands, report, prices)
         if _is_final(found, demands):
             cache.keep(_kept(found), question)
+        cache.keep_all((one, _of_place(training, place)) for place, one in prices.grown())
     if demands.constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
     return found
 
 
-def _searched(training: Training, demands: PlanDemands, report: Callable[[str], None]) -> Planned:
-    clusters, prices = demands.clusters, Prices()
+def _searched(
+    training: Training, demands: PlanDemands, report: Callable[[str], None], prices: Prices
+) -> Planned:
+    clusters = demands.clusters
     report("searching")
     curve = planned_curve(
         training,
@@ -130,13 +134,23 @@ def _searched(training: Training, demands: PlanDemands, report: Callable[[str], 
     return Planned(training=training, curve=curve, choice=choice, fewer=fewer)
 
 
+def _of_place(training: Training, place: Place) -> tuple[object, ...]:
+    """Return everything that layouts and prices at a place depend on."""
+    constraints = training.constraints
+    return (*_priced(training), constraints.precision, constraints.compile, place)
+
+
+def _priced(training: Training) -> tuple[object, ...]:
+    """Return everything that prices depend on, except demands and machines."""
+    moments = tuple(one.moments for one in training.graph.parameters)
+    return training.model, moments, training.measured
+
+
 def _search_question(training: Training, demands: PlanDemands) -> tuple[object, ...]:
     """Return everything that the result of a search depends on; a time limit is no part of it."""
     return (
-        training.model,
-        tuple(one.moments for one in training.graph.parameters),
+        *_priced(training),
         training.constraints,
-        training.measured,
         demands.looks_at_fewer,
         tuple(map(cluster_document, demands.clusters)),
     )

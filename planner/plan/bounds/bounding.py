@@ -43,7 +43,7 @@ from autopar.planner.plan.bounds.least import (
 from autopar.planner.plan.bounds.step import Ends, LeastTotals, Pressed, StepBound
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, inside_of
-from autopar.planner.plan.solving.costing import Inside
+from autopar.planner.plan.solving.prices import Inside
 
 _DIVIDED = (  # a layout divides these at most by the tensor degree
     *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),

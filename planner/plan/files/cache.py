@@ -1,8 +1,8 @@
-"""Keeps traced models, plans and scripts on disk.
+"""Keeps traced models, layouts with prices, plans and scripts on disk.
 
 The entry of a model depends on its arguments, and on the files, folders, variables and libraries
-that were read while it was traced. It is used as long as none of these has changed. Plans and
-scripts are kept beside it, so that the same question need not be searched again.
+that were read while it was traced. It is used as long as none of these has changed. Layouts and
+prices serve other pins and machines, plans and scripts the same question.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +37,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.model.functions import DATA_READS, sources, state_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import Model
+from autopar.planner.plan.solving.prices import PricedPlace
 from autopar.planner.plan.traced import TracedModel
 from autopar.planner.precision import Precision
 from autopar.version import __version__
@@ -46,6 +47,7 @@ MOST_BYTES = 2**28  # of all entries
 MOST_FILES = 10_000  # that one model reads; a model that reads more is traced each time
 _OURS = ("autopar", "autopar.planner", "autopar.codegen", "autopar.runtime")
 _SYSTEM = ("/proc", "/sys", "/dev")
+_WHAT = "a cached entry"
 _LARGE_BYTES = 2**24  # a larger file is compared by its size and the time of its last change
 
 
@@ -120,6 +122,7 @@ _NAMES: Mapping[type[Any], str] = {
     CachedModel: "model",
     CachedLengths: "lengths",
     CachedSearch: "search",
+    PricedPlace: "prices",
     CachedScript: "script",
 }
 _ENTRY = re.compile(rf"[0-9a-f]{{40}}\.({'|'.join(_NAMES.values())})\.json")
@@ -186,7 +189,7 @@ class Cache:
         try:
             if place.stat().st_uid != os.getuid():
                 return None
-            digest, _, text = read_given(place, what="a cached entry").partition("\n")
+            digest, _, text = read_given(place, what=_WHAT).partition("\n")
             if hashlib.sha256(text.encode()).hexdigest() != digest:
                 return None
             entry = _file_of(kind).model_validate_json(text)
@@ -203,18 +206,24 @@ class Cache:
 
     def keep(self, content: object, key: object, *, model: Path | None = None) -> None:
         """Write an entry, if the folder can be written; `model` is the file it was made from."""
+        read = Sources.of(model) if model is not None and self.folder is not None else None
+        if model is None or read is not None:
+            self._write([(content, key)], read)
+
+    def keep_all(self, entries: Iterable[tuple[object, object]]) -> None:
+        """Write contents whose keys say everything."""
+        self._write(entries, None)
+
+    def _write(self, entries: Iterable[tuple[object, object]], read: Sources | None) -> None:
         if self.folder is None:
             return
-        read = Sources.of(model) if model is not None else None
-        if model is not None and read is None:
-            return
-        entry = _file_of(type(content))(sources=read, content=content)
-        written = entry.model_dump_json(warnings=False)  # else warns of lists in rows
-        text = f"{hashlib.sha256(written.encode()).hexdigest()}\n{written}"
         with suppress(InputError, OSError):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            place = self.place(type(content), key)
-            write_whole(place, text, what="a cached entry", mode=0o600)
+            for content, key in entries:
+                entry = _file_of(type(content))(sources=read, content=content)
+                written = entry.model_dump_json(warnings=False)  # rows hold lists, as in JSON
+                text = f"{hashlib.sha256(written.encode()).hexdigest()}\n{written}"
+                write_whole(self.place(type(content), key), text, what=_WHAT, mode=0o600)
             _remove_oldest(self.folder)
 
     def forget(self, kind: type[Any], key: object) -> None:
@@ -251,9 +260,7 @@ class Question:
         """Return the traced model from a cache; None if it is not there."""
         for asked in dict.fromkeys((replace(self, rows=None), self)):
             found = cache.find(CachedModel, asked)
-            if found is not None and (
-                asked == self or found.graph.fixed_batch in (None, self.rows)
-            ):
+            if found and (asked == self or found.graph.fixed_batch in (None, self.rows)):
                 return _traced(found)
         return None
 

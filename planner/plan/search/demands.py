@@ -60,7 +60,7 @@ def layout_rules(constraints: Constraints, axes: GraphAxes) -> LayoutRules:
     wanted = {rule.axis for rule in constraints.splits if rule.is_required}
     reserved = frozenset() if constraints.shares_rows else OF_THE_DATA_AXIS
     return LayoutRules(
-        forbidden=frozenset(forbidden | (reserved - wanted)) & known,
+        forbidden=tuple(sorted((forbidden | (reserved - wanted)) & known)),
         pins=pins,
         bans=bans,
     )

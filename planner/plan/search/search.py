@@ -79,7 +79,8 @@ from autopar.planner.plan.solving.candidate import (
     SolvedArrangement,
     recomputes,
 )
-from autopar.planner.plan.solving.costing import PriceBook, Prices, SearchSubject, model_flops
+from autopar.planner.plan.solving.costing import PriceBook, SearchSubject, model_flops
+from autopar.planner.plan.solving.prices import Prices
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, is_wide
 
 _ENDLESS_BYTES = 1 << 60
@@ -156,7 +157,6 @@ class Explorer:
         self.objective = constraints.objective
         self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
-        devices = (node.device for node in cluster.nodes)
         self.costing = PriceBook(
             subject,
             cluster,
@@ -169,7 +169,7 @@ class Explorer:
         questions = Questions(
             costing=self.costing,
             demands=demands_of(subject, cluster, constraints),
-            constants=framework_constants(devices, measured),
+            constants=framework_constants((node.device for node in cluster.nodes), measured),
         )
         flops = model_flops(subject, constraints.global_batch, constraints.precision)
         self.judge = ArrangementSolver(questions=questions, model_flops=flops)

@@ -23,8 +23,9 @@ from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import PlannedStage
-from autopar.planner.plan.solving.costing import Inside, PriceBook
+from autopar.planner.plan.solving.costing import PriceBook
 from autopar.planner.plan.solving.even import even_stages
+from autopar.planner.plan.solving.prices import Inside
 from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import EXACT, QUICK, Chooser, Effort, answered

@@ -7,7 +7,7 @@ devices of its stage. Equal layers under equal circumstances share one price.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.planner.annotate import annotate
@@ -29,6 +29,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
+from autopar.planner.plan.solving.prices import Inside, Place, PlacePrices, Prices
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
@@ -37,7 +38,7 @@ from autopar.planner.programs.layouts.choice import (
     LayoutSolution,
     LinePrice,
 )
-from autopar.planner.programs.layouts.edges import structure_of
+from autopar.planner.programs.layouts.edges import Structure, structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
@@ -53,32 +54,6 @@ class SearchSubject:
     graph: Graph
     axes: GraphAxes
     layers: Layers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
-    """Everything that layouts and costs inside layers depend on, beside the devices."""
-
-    tensor: int
-    microbatch: int
-    solution: int  # index in the Pareto front of layouts
-    is_one_stage: bool  # so that tied parameters are held once
-    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
-
-
-_Place = tuple[int, int, GroupShape, Device, LayoutRules]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """Prices and layouts of a model so far, shared with searches on other machines."""
-
-    pricers: dict[tuple[int, Device], OpPricer] = field(default_factory=dict)
-    programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
-    fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
-    fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
-    simpler: dict[tuple[_Place, Inside], LayoutSolution] = field(default_factory=dict)
-    rows: dict[tuple[_Place, Inside, RowShare], tuple[Modes, ...]] = field(default_factory=dict)
 
 
 class PriceBook:
@@ -104,12 +79,11 @@ class PriceBook:
         self.measured = measured
         self.compile = compile_
         self.residence: Residence = residence(subject.graph, subject.layers)
-        self.structure = structure_of(subject.graph, subject.axes, subject.layers)
         self._slowest_device = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[Inside, LayoutSolution] = {}
-        self._rows: dict[tuple[Inside, RowShare], tuple[Modes, ...]] = {}
+        self._places: dict[tuple[int, int], PlacePrices] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> OpPricer:
@@ -140,20 +114,20 @@ class PriceBook:
         """Return the fastest layouts inside the layers, regardless of memory."""
         key = tensor, microbatch
         if key not in self._fastest:
-            place, known = self._place(tensor, microbatch), self.prices.fastest
-            if place not in known:
-                known[place] = self._program(tensor, microbatch).fastest()
-            self._fastest[key] = known[place]
+            known = self._at(tensor, microbatch)
+            if known.fastest is None:
+                known.fastest = self._program(tensor, microbatch).fastest()
+            self._fastest[key] = known.fastest
         return self._fastest[key]
 
     def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
         """Return layouts that trade time for memory, the fastest first."""
         key = tensor, microbatch
         if key not in self._fronts:
-            place, known = self._place(tensor, microbatch), self.prices.fronts
-            if place not in known:
-                known[place] = self._program(tensor, microbatch).front()
-            self._fronts[key] = known[place]
+            known = self._at(tensor, microbatch)
+            if known.front is None:
+                known.front = self._program(tensor, microbatch).front()
+            self._fronts[key] = known.front
         return self._fronts[key]
 
     def solution(self, inside: Inside) -> LayoutSolution:
@@ -166,12 +140,12 @@ class PriceBook:
 
     def _simpler_solution(self, inside: Inside, price: LinePrice) -> LayoutSolution:
         if inside not in self._simpler:
-            key = self._place(inside.tensor, inside.microbatch), inside
-            if key not in self.prices.simpler:
-                self.prices.simpler[key] = self._program(inside.tensor, inside.microbatch).simpler(
+            known = self._at(inside.tensor, inside.microbatch).simpler
+            if inside not in known:
+                known[inside] = self._program(inside.tensor, inside.microbatch).simpler(
                     inside.solution, price, is_one_stage=inside.is_one_stage
                 )
-            self._simpler[inside] = self.prices.simpler[key]
+            self._simpler[inside] = known[inside]
         return self._simpler[inside]
 
     def layout_report(self) -> SolverReport:
@@ -180,17 +154,29 @@ class PriceBook:
         solved = [*(one for front in fronts.values() for one in front), *self._simpler.values()]
         return sum((one.report for one in solved), NOTHING_SOLVED)
 
-    def _place(self, tensor: int, microbatch: int) -> _Place:
-        """Return a key of everything that layouts depend on.
+    def _at(self, tensor: int, microbatch: int) -> PlacePrices:
+        """Return the prices for these tensor ranks and rows on the slowest device."""
+        key = tensor, microbatch
+        if key not in self._places:
+            place = Place(
+                tensor=tensor,
+                microbatch=microbatch,
+                shape=self.tensor_shape(tensor),
+                device=self._slowest_device,
+                rules=self.rules,
+            )
+            self._places[key] = self.prices.at(place)
+        return self._places[key]
 
-        Equal machines are not solved again.
-        """
-        return tensor, microbatch, self.tensor_shape(tensor), self._slowest_device, self.rules
+    @cached_property
+    def structure(self) -> Structure:
+        """What equal layers have in common; built for the first layout that is not recalled."""
+        return structure_of(self.subject.graph, self.subject.axes, self.subject.layers)
 
     def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
         """Return the program for the cluster's slowest device, which the others wait for."""
-        key, programs = self._place(tensor, microbatch), self.prices.programs
-        if key not in programs:
+        known = self._at(tensor, microbatch)
+        if known.program is None:
             place = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
@@ -202,18 +188,16 @@ class PriceBook:
                 microbatches=1,
                 structure=self.structure,
             )
-            programs[key] = LayoutProgram(place, _BUDGET)
-        return programs[key]
+            known.program = LayoutProgram(place, _BUDGET)
+        return known.program
 
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
         """Return each layer's cost in each recompute mode; equal layers are one object."""
-        key = inside, share
-        if key not in self._rows:
-            shared = self._place(inside.tensor, inside.microbatch), inside, share
-            if shared not in self.prices.rows:
-                self.prices.rows[shared] = self._priced(inside, share)
-            self._rows[key] = self.prices.rows[shared]
-        return self._rows[key]
+        solution = self.solution(inside)  # counted as this search's, even if the rows are recalled
+        key, known = (inside, share), self._at(inside.tensor, inside.microbatch).rows
+        if key not in known:
+            known[key] = self._priced(solution, inside, share)
+        return known[key]
 
     def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
         """Return each layer's cost for ranks that wait for their slowest device."""
@@ -222,8 +206,9 @@ class PriceBook:
             self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
         return self._slowest[key]
 
-    def _priced(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
-        solution = self.solution(inside)
+    def _priced(
+        self, solution: LayoutSolution, inside: Inside, share: RowShare
+    ) -> tuple[Modes, ...]:
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
         pricer = self.pricer(share.rows, share.device)

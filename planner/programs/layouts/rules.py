@@ -198,8 +198,8 @@ class Ban:
 class LayoutRules:
     """Rules for axes by name (seq, heads, ffn); if `allowed` is None, all are allowed."""
 
-    forbidden: frozenset[str] = frozenset()
-    allowed: frozenset[str] | None = None
+    forbidden: tuple[str, ...] = ()
+    allowed: tuple[str, ...] | None = None
     pins: tuple[LayoutPin, ...] = ()
     bans: tuple[Ban, ...] = ()
 

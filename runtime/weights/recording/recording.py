@@ -346,6 +346,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing its compiler for the first op, which takes half a second."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -47,7 +47,7 @@ def _front(
     shape = group_shape(choose_cluster(DEGREE, device), DEGREE, 1)
     front = solve_layouts(
         graph, axes, layers, pricer, degree=DEGREE, shape=shape, microbatches=1,
-        rules=LayoutRules(forbidden=frozenset(forbidden), pins=pins),
+        rules=LayoutRules(forbidden=tuple(forbidden), pins=pins),
         budget=Budget(weight_factor=8),
     )  # fmt: skip
     for solution in front:
