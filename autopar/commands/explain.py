@@ -20,6 +20,7 @@ from autopar.pages.explanation_page import (
     layout_parts,
     memory_table,
     stage_table,
+    timeline_page,
     why_not_page,
 )
 from autopar.planner.costs.ops.measurements import Measurements
@@ -31,6 +32,7 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
+from autopar.planner.plan.telling.timeline import Timeline, timeline_of
 from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
@@ -90,6 +92,9 @@ def explain_plan(
     ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the memory.")] = False,
     comm: Annotated[bool, typer.Option("--comm", help="Only communication and splits.")] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Only the schedule, a line for each rank.")
+    ] = False,
     other: Annotated[
         str | None,
         typer.Option(
@@ -150,6 +155,9 @@ def explain_plan(
         answer = _why_not(found, traced, pins, measured)
         _print([why_not_page(answer)], answer if as_json else None)
         return
+    if timeline:
+        _print([timeline_page(found)], timeline_of(found) if as_json else None)
+        return
     explanation = explain(found)
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
@@ -191,7 +199,7 @@ def _chosen(
 
 def _print(
     parts: Iterator[RenderableType] | list[RenderableType],
-    data: Explanation | WhyNot | Analysis | None,
+    data: Explanation | WhyNot | Analysis | Timeline | None,
 ) -> None:
     if data is not None:
         print_json(asdict(data))

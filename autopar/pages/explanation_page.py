@@ -11,9 +11,11 @@ from rich.text import Text
 
 from autopar.pages.plan_page import bar, figure_text, plain_table
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.plan.plan import ClassLayouts, StoredPlan
 from autopar.planner.plan.telling.comparison import Change, ComparedFigure, PlanComparison
 from autopar.planner.plan.telling.explanation import Explanation, term_percents
+from autopar.planner.plan.telling.timeline import ACTION_WORDS, timeline_of
 from autopar.planner.plan.telling.words import added_up, arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
 from autopar.runs.run_metrics import Analysis, RunFigure
@@ -76,6 +78,31 @@ def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = N
             bytes_text(cost.memory.device_bytes),
         )
     return table
+
+
+_COLUMNS = 70  # of a rank's line; the lines fit into 80
+
+
+def timeline_page(plan: StoredPlan) -> Text:
+    """Return a line for each pipeline rank: what it runs, from left to right, to scale."""
+    timeline = timeline_of(plan)
+    lines = [["·"] * _COLUMNS for _ in range(plan.arrangement.pipeline)]
+    column_seconds = timeline.pipeline_seconds / _COLUMNS
+    for one in timeline.actions:
+        first, end = (round(at / column_seconds) for at in (one.start_seconds, one.end_seconds))
+        letter = one.kind.lower() if one.microbatch % 2 else one.kind.upper()
+        lines[one.rank][first:end] = letter * (end - first)
+    kinds = {one.kind for one in timeline.actions}
+    words = ", ".join(f"{kind} {ACTION_WORDS[kind]}" for kind in ActionKind if kind in kinds)
+    drawn = "" if timeline.is_whole else f" of {plan.arrangement.microbatches}, others repeat"
+    head = (
+        f"{plan.arrangement.schedule}, {timeline.microbatches} microbatches{drawn}; "
+        f"{seconds_text(timeline.pipeline_seconds)} from left to right\n"
+        f"{words}, · waits; small letters are odd microbatches\n"
+    )
+    return Text(
+        head + "".join(f"rank {rank:<3} {''.join(line)}\n" for rank, line in enumerate(lines))
+    )
 
 
 def fullest_stage(explanation: Explanation) -> int:

@@ -10,10 +10,14 @@ from markupsafe import Markup
 from autopar.pages.charts import WIDTHS, Chart, color, marks, name, number, rule
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, explain, term_percents
-from autopar.planner.plan.telling.timeline import HeldBytes, memory_over_step, timeline_of
+from autopar.planner.plan.telling.timeline import (
+    ACTION_WORDS,
+    HeldBytes,
+    memory_over_step,
+    timeline_of,
+)
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 
 _GIB = 2**30
@@ -21,12 +25,6 @@ _MOST_RANKS = 16  # drawn, of a longer pipeline
 _MOST_LINES = 6  # in one chart
 _MOST_FRAMED = 400  # actions; frames would cover thinner ones
 _MOST_ACTIONS = 3000  # drawn, so that the page stays below 2 MB
-_ACTIONS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRADIENT: "backward, input gradients",
-    ActionKind.WEIGHT_GRADIENT: "backward, weight gradients",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +159,9 @@ def _schedule(plan: StoredPlan) -> Figure:
             "rank": one.rank,
             "from": one.start_seconds * factor,
             "to": one.end_seconds * factor,
-            "kind": _ACTIONS[one.kind],
+            "kind": ACTION_WORDS[one.kind],
             "words": f"rank {one.rank}, stage {one.stage}, microbatch {one.microbatch}: "
-            f"{_ACTIONS[one.kind]}, from {seconds_text(one.start_seconds)} "
+            f"{ACTION_WORDS[one.kind]}, from {seconds_text(one.start_seconds)} "
             f"to {seconds_text(one.end_seconds)}",
         }
         for one in timeline.actions
@@ -174,7 +172,7 @@ def _schedule(plan: StoredPlan) -> Figure:
         "y": name("rank", "pipeline rank"),
         "x": number("from", unit),
         "x2": {"field": "to"},
-        "color": color("kind", [words for kind, words in _ACTIONS.items() if kind in kinds]),
+        "color": color("kind", [words for kind, words in ACTION_WORDS.items() if kind in kinds]),
     }
     width = 0.5 if len(rows) < _MOST_FRAMED else 0.0
     busy = [

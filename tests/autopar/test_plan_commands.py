@@ -16,6 +16,7 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan, without_graph
+from autopar.planner.plan.telling.timeline import timeline_of
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from tests.autopar.commands import Autopar
@@ -284,3 +285,21 @@ def test_an_unfinished_search_says_so() -> None:
     for part in plan_page(small_plan(proof=proof(gap=0.1, is_complete=False))):
         console.print(part)
     assert "the time limit came first" in " ".join(console.export_text().split())
+
+
+def test_explain_draws_the_schedule_in_80_columns(autopar: Autopar, tmp_path: Path) -> None:
+    plan = small_plan(pipeline=2)
+    write_plan(plan, tmp_path / "plan.json")
+    ran = autopar("explain", str(tmp_path / "plan.json"), "--timeline")
+    head, words, *ranks = ran.out.splitlines()
+    assert head.startswith("1f1b, 4 microbatches; ")
+    assert words.startswith("F forward, B backward, · waits")
+    drawn = [line.split(maxsplit=2)[2] for line in ranks if line]
+    assert [len(line) for line in drawn] == [70, 70]
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert drawn[0].startswith("F")
+    assert drawn[1].startswith("·")  # the second rank waits for the first forward
+    column_seconds = timeline_of(plan).pipeline_seconds / 70
+    for line in drawn:  # 4 microbatches, whose ends are rounded to columns
+        for letter, seconds in (("f", 0.001), ("b", 0.002)):
+            assert line.lower().count(letter) == pytest.approx(4 * seconds / column_seconds, abs=4)

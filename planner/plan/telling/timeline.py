@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planner.costs.schedules.orders import ActionKind, Schedule, settled
@@ -12,6 +12,13 @@ from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import StoredPlan
+
+ACTION_WORDS: Mapping[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRADIENT: "backward, input gradients",
+    ActionKind.WEIGHT_GRADIENT: "backward, weight gradients",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
