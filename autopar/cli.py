@@ -29,6 +29,7 @@ FUNCTIONS = {
     "explain": "explain.explain_plan",
     "diff": "explain.diff",
     "report": "explain.report_plan",
+    "trace": "explain.trace_plan",
     "emit": "emit.emit_script",
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",

@@ -1,7 +1,8 @@
-"""`autopar explain`, `autopar diff` and `autopar report`."""
+"""`autopar explain`, `diff`, `report` and `trace`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +33,13 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
-from autopar.planner.plan.telling.timeline import Timeline, timeline_of
+from autopar.planner.plan.telling.timeline import Timeline, timeline_of, trace_events
 from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
 from autopar.runs.run_metrics import Analysis, analyze_run
+
+TRACE_BEGINNING = '{"otherData": {"writer": "autopar"}, "displayTimeUnit": "ms", "traceEvents": ['
 
 
 def diff(
@@ -82,6 +85,23 @@ def report_plan(
     with status_line("drawing"):
         text = report(found, analyzed)
     write_whole(output, text, what="the report")
+    results().print(f"Written: {output}")
+
+
+def trace_plan(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
+    ] = Path("trace.json"),
+) -> None:
+    """Write the schedule of a plan as a trace for ui.perfetto.dev or chrome://tracing.
+
+    Example: autopar trace plan.json -o trace.json
+    """
+    refuse_others(output, beginning=TRACE_BEGINNING)
+    found = timeline_of(read_plan(plan))
+    events = ",\n".join(map(json.dumps, trace_events(found)))
+    write_whole(output, f"{TRACE_BEGINNING}\n{events}\n]}}\n", what="the trace")
     results().print(f"Written: {output}")
 
 

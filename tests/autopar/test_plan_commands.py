@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from autopar.pages.plan_page import plan_page
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.errors import InfeasibleError, TimeLimitError
+from autopar.planner.errors import ExitCode, InfeasibleError, TimeLimitError
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan, without_graph
 from autopar.planner.plan.telling.timeline import timeline_of
@@ -303,3 +304,26 @@ def test_explain_draws_the_schedule_in_80_columns(autopar: Autopar, tmp_path: Pa
     for line in drawn:  # 4 microbatches, whose ends are rounded to columns
         for letter, seconds in (("f", 0.001), ("b", 0.002)):
             assert line.lower().count(letter) == pytest.approx(4 * seconds / column_seconds, abs=4)
+
+
+def test_a_trace_has_every_action_of_each_rank_one_after_the_other(
+    autopar: Autopar, tmp_path: Path
+) -> None:
+    plan = small_plan(pipeline=2)
+    write_plan(plan, tmp_path / "plan.json")
+    for _ in range(2):  # its own file may be replaced
+        assert autopar("trace", str(tmp_path), "-o", str(tmp_path / "trace.json")).code == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    actions = timeline_of(plan).actions
+    shown = [one for one in events if one["ph"] == "X"]
+    assert len(shown) == len(actions)
+    assert {one["args"]["name"] for one in events if one["ph"] == "M"} == {"rank 0", "rank 1"}
+    for one, action in zip(shown, actions, strict=True):
+        assert (one["tid"], one["args"]["stage"]) == (action.rank, action.stage)
+        assert one["ts"] == pytest.approx(action.start_seconds * 1e6, abs=0.01)
+    for rank in range(2):
+        own = [one for one in shown if one["tid"] == rank]
+        assert all(one["ts"] + one["dur"] <= later["ts"] + 1e-6 for one, later in pairwise(own))
+    (other := tmp_path / "mine.json").write_text("{}")
+    assert autopar("trace", str(tmp_path), "-o", str(other)).code == ExitCode.USAGE
+    assert other.read_text() == "{}"

@@ -138,3 +138,25 @@ def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes
             size = least + memory.activation_bytes * count // most
             yield HeldBytes(rank=rank, seconds=seconds, bytes=size)
         yield HeldBytes(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
+
+
+def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
+    """Yield a timeline as events of Chrome's trace format, which Perfetto opens.
+
+    Each pipeline rank is a thread; its events do not overlap.
+    """
+    for rank in range(timeline.actions[-1].rank + 1):
+        named = {"name": f"rank {rank}"}
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": named}
+    for one in timeline.actions:
+        start = round(one.start_seconds * 1e9)
+        yield {
+            "ph": "X",
+            "name": f"{ACTION_WORDS[one.kind]} {one.microbatch}",
+            "cat": ACTION_WORDS[one.kind],
+            "pid": 0,
+            "tid": one.rank,
+            "ts": start / 1e3,  # microseconds
+            "dur": (round(one.end_seconds * 1e9) - start) / 1e3,
+            "args": {"stage": one.stage, "microbatch": one.microbatch},
+        }
