@@ -224,7 +224,8 @@ class SplitForm:
     `letter` is one of the signature's `letters`. Ranks call the runtime's `function`; without one,
     they run the op and multiply its result by their share of the letter. `gives` is the result's
     layout: P, or I if the function adds up the ranks' terms. `sends` lists the collectives in the
-    function's forward, and how many fp32 numbers each sends per row (all positions of the letter).
+    function's forward, and how many fp32 numbers a rank sends in each per row (all positions of
+    the letter).
     """
 
     letter: str

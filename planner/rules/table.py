@@ -333,7 +333,10 @@ _RULES = (
     *_moving("count_nonzero count_nonzero.dim_IntList", kind=OpKind.SUM),
     *lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
            s.reduced(partial=False), linear=_NO),
-    *lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
+    *lines("logsumexp", s.reduced(partial=True), "self, out", linear=_NO,
+           split_form=SplitForm(letter="r", function="split_logsumexp", gives=WHOLE,
+                                sends=((Collective.ALL_GATHER, 1),))),
+    *lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim prod prod.dim_int std "
            "std.dim std.correction var var.dim var.correction", s.reduced(partial=False),
            "self, out", linear=_NO),
     *lines("cumsum topk diff", s.over("dim"), kind=OpKind.ALONG),

@@ -1,4 +1,4 @@
-"""Computes embeddings and cross entropy with a vocabulary split over the tensor axis.
+"""Computes embeddings, logsumexp and cross entropy with a vocabulary split over the tensor axis.
 
 No rank holds the logits of the whole vocabulary: the loss needs one small message per target
 (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
@@ -17,6 +17,7 @@ from autopar.runtime.ranks.transport import gathered
 from autopar.runtime.tensor.slices import Parts, cut
 
 __all__ = [
+    "split_logsumexp",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "vocab_parallel_embedding_bag",
@@ -95,6 +96,36 @@ def vocab_parallel_embedding_bag(
 def _ends(offsets: Tensor, ids: Tensor) -> Tensor:
     """Return the end of each bag; the last one ends with the ids."""
     return torch.cat((offsets[1:], offsets.new_full((1,), len(ids))))
+
+
+def split_logsumexp(
+    x_local: Tensor, dim: int | tuple[int, ...], axis: Axis, *, keepdim: bool = False
+) -> Tensor:
+    """Compute torch.logsumexp over dims of which one is split, evenly or not.
+
+    The result is whole on every rank (layout I).
+    """
+    if axis.size == 1:
+        return torch.logsumexp(x_local, dim, keepdim=keepdim)
+    result: Tensor = _LogSumExp.apply(x_local, dim, axis)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(dim)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """log Σ exp(x) of all ranks, whose gradient is exp(x − log Σ exp(x)) on each rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int | tuple[int, ...], axis: Axis) -> Tensor:
+        local = torch.logsumexp(x, dim, keepdim=True)
+        wide = torch.promote_types(local.dtype, torch.float32)
+        result = torch.logsumexp(gathered(local.to(wide), axis), 0).to(local.dtype)
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, result = ctx.saved_tensors
+        return (x - result).exp_().mul_(gradients[0]), None, None
 
 
 def vocab_parallel_cross_entropy(

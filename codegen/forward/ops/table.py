@@ -168,6 +168,7 @@ SPLIT_FUNCTIONS: Mapping[str, Function] = MappingProxyType(
                 "parts ignore_index reduction label_smoothing",
                 splits_last=True,
             ),
+            _function("split_logsumexp", "self dim axis", "keepdim"),
         )
     }
 )

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from importlib import resources
 
 from autopar.planner.axes.infer import GraphAxes
-from autopar.planner.cluster.cluster import Device
+from autopar.planner.cluster.cluster import Collective, Device
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.cluster.toml_reading import figure, parse_seconds
 from autopar.planner.costs.collectives.choice import collective_seconds
@@ -219,9 +219,10 @@ class OpPricer:
         if shapes.form is None:
             return 0.0
         rows = shapes.numel(op.inputs[0]) // max(1, shapes.letters((form.letter,)))
+        gathered = {Collective.ALL_GATHER: shape.ranks}  # a payload is of all ranks
         return sum(
-            collective_seconds(collective, numbers * rows * _NUMBER_BYTES, shape)
-            for collective, numbers in form.sends
+            collective_seconds(one, numbers * gathered.get(one, 1) * rows * _NUMBER_BYTES, shape)
+            for one, numbers in form.sends
         )
 
     def key(self, op: Op, split: OpSplit | None = None) -> OpKey:

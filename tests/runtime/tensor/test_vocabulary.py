@@ -12,6 +12,7 @@ from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials, take_shard
 from autopar.runtime.tensor.slices import Parts, cut
 from autopar.runtime.tensor.vocabulary import (
+    split_logsumexp,
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
     vocab_parallel_embedding_bag,
@@ -112,6 +113,45 @@ def _check_bfloat16() -> None:
 
 def test_half_precision_logits_are_summed_in_single_precision() -> None:
     run_on_ranks(_check_bfloat16, 2)
+
+
+def _check_log_sum(parts: Parts, dim: int | tuple[int, ...], keepdim: bool) -> None:
+    axis = _axis()
+    shape = (3, cut(parts, axis.size).whole, 2)
+    whole, ours = _random(*shape).requires_grad_(), _random(*shape).requires_grad_()
+    expected = torch.logsumexp(whole, dim, keepdim=keepdim)
+    found = split_logsumexp(take_shard(ours, 1, axis, parts), dim, axis, keepdim=keepdim)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    (expected.sin() * _random(*expected.shape)).sum().backward()  # type: ignore[no-untyped-call]
+    (found.sin() * _random(*expected.shape)).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
+@pytest.mark.parametrize(("dim", "keepdim"), [(1, False), (-2, True), ((0, 1), False)])
+def test_the_log_of_a_split_sum_of_exponentials_equals_the_whole_one(
+    dim: int | tuple[int, ...], keepdim: bool, parts: Parts, size: int
+) -> None:
+    run_on_ranks(_check_log_sum, size, parts, dim, keepdim)
+
+
+def _check_masked_log_sum() -> None:
+    axis = _axis()
+    whole = torch.full((2, 4), -torch.inf, dtype=torch.float64)
+    whole[:, 0] = 1e4  # every other number is masked, the whole second shard among them
+    whole.requires_grad_()
+    found = split_logsumexp(take_shard(whole, -1, axis), -1, axis)
+    assert found.tolist() == [1e4, 1e4]
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    assert whole.grad is not None
+    assert whole.grad.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 2
+    half = split_logsumexp(take_shard(_random(4, 12).bfloat16(), -1, axis), -1, axis)
+    assert half.dtype == torch.bfloat16
+
+
+def test_a_shard_may_be_masked_in_a_log_of_a_sum_of_exponentials() -> None:
+    run_on_ranks(_check_masked_log_sum, 2)
 
 
 def _check_embedding(parts: Parts, padding: int | None) -> None:

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.cluster import Collective
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.kernels.kernels import (
     AttentionShape,
     causal_visible,
@@ -15,13 +17,14 @@ from autopar.planner.costs.kernels.kernels import (
     gemm_seconds,
     memory_seconds,
 )
-from autopar.planner.costs.ops.case import OpSplit
+from autopar.planner.costs.ops.case import OpSplit, split_of
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.graph.layouts import WHOLE
 from autopar.planner.graph.ops import Op
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
+from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.trace import trace
 from tests.planner.costs.ops.op_factories import (
     GPT2,
@@ -30,8 +33,10 @@ from tests.planner.costs.ops.op_factories import (
     letter_along,
     op_of,
     pricer,
+    shape,
 )
 from tests.planner.subjects import zoo_graph
+from tests.planner.trace.model_source import linear_model, ops_of, traced
 
 ROWS = 4 * 1024
 
@@ -100,6 +105,19 @@ def test_a_column_split_makes_fewer_outputs_and_a_row_split_contracts_less() -> 
     forward_down, *_ = linear_seconds(prices, 384, 768)
     assert prices.cost(up, columns).forward_seconds == pytest.approx(forward_up)
     assert prices.cost(down, rows).forward_seconds == pytest.approx(forward_down)
+
+
+def test_a_split_log_of_a_sum_of_exponentials_gathers_a_number_per_row(tmp_path: Path) -> None:
+    graph = traced(tmp_path, linear_model("return self.linear(x).logsumexp(1)"))
+    axes = infer_axes(graph)
+    prices = OpPricer(graph, axes, batch=4, precision=Precision.BF16, device=device())
+    (op,) = ops_of(graph, "logsumexp")
+    whole, *_, split = strategies(op, graph, axes, degree=2, batch=4)
+    group = shape(2)
+    # 4 rows, of which each of 2 ranks sends an fp32 number
+    expected = collective_seconds(Collective.ALL_GATHER, 2 * 4 * 4, group)
+    assert prices.inside_seconds(op, split_of(split, 2), group) == expected > 0
+    assert prices.inside_seconds(op, split_of(whole, 2), group) == 0
 
 
 def test_a_fused_matrix_is_split_in_all_its_parts() -> None:

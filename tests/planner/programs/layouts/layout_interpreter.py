@@ -116,11 +116,10 @@ class Interpreter:
     # --- one op on every rank
 
     def _results(self, op: Op, strategy: OpLayout, inputs: list[Ranks]) -> list[list[Tensor]]:
-        logits = strategy.needs[0] if strategy.needs else WHOLE
-        is_loss = op.target == "aten.cross_entropy_loss.default"
-        if is_loss and logits.kind is LayoutKind.SPLIT and strategy.gives[0] == WHOLE:
-            # the runtime's loss over a split vocabulary sums over the ranks itself
-            inputs = [self._turned(op.inputs[0], logits, WHOLE, inputs[0]), *inputs[1:]]
+        first = strategy.needs[0] if strategy.needs else WHOLE
+        if first.kind is LayoutKind.SPLIT and strategy.gives[0] == WHOLE:
+            # the runtime's function for the split op adds up the ranks' terms itself
+            inputs = [self._turned(op.inputs[0], first, WHOLE, inputs[0]), *inputs[1:]]
         return [
             self._on_rank(op, strategy, [values[rank] for values in inputs], rank)
             for rank in range(self.ranks)

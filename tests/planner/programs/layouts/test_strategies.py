@@ -10,6 +10,7 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.layouts import PARTIAL, REPLICATED, WHOLE, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op
 from autopar.planner.programs.layouts.strategies import strategies
+from autopar.planner.rules.signature import Leaf
 from tests.planner.subjects import zoo_graph
 from tests.planner.trace.model_source import linear_model, ops_of, traced
 
@@ -60,6 +61,27 @@ def test_grouped_queries_are_split_by_key_heads_or_inside_of_a_group() -> None:
 def test_a_mean_loss_is_split_over_the_vocabulary_alone() -> None:
     found, _ = _of("gpt2.py", "aten.cross_entropy_loss.default")
     assert found == [": I I -> I", ": R I -> R", "vocab: S I -> I"]
+
+
+def test_a_log_of_a_sum_of_exponentials_is_whole_over_a_split_dim_and_a_maximum_is_not_split(
+    tmp_path: Path,
+) -> None:
+    graph = traced(
+        tmp_path, linear_model("x = self.linear(x)", "return x.logsumexp(1) + x.amax(1)")
+    )
+    axes = infer_axes(graph)
+    (log_sum,), (highest,) = ops_of(graph, "logsumexp"), ops_of(graph, "amax")
+    features = axes.dims[log_sum.inputs[0]][1]
+    assert isinstance(features, Leaf)
+
+    def over_features(op: Op) -> list[OpLayout]:
+        found = strategies(op, graph, axes, degree=2, batch=4)
+        return [own for own in found if own.axis == features.name]
+
+    (own,) = over_features(log_sum)
+    assert [layout.kind for layout in own.needs] == [LayoutKind.SPLIT]
+    assert own.gives == (WHOLE,)
+    assert not over_features(highest)
 
 
 def test_batch_statistics_are_not_split_over_the_batch() -> None:
