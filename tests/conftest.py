@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 from autopar.planner.model.functions import DATA_READS
 from tests.cells import ALL
 from tests.runtime.processes import freeze_for_good
+from tests.warm_python import warm_python
 
 # How long an example takes says how busy the machine is, nothing of what is tested.
 _BUSY: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -96,6 +97,13 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def forked_python() -> Iterator[None]:
+    """Fork the Python programs that a test starts from a server that has imported torch."""
+    with warm_python():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -44,6 +45,7 @@ FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
 )
 
 
+@cache  # a template is compiled once
 def environment() -> Environment:
     """Return the templates' environment, which rejects unfiltered values."""
     made = Environment(

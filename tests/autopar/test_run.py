@@ -337,16 +337,18 @@ def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> Path:
     raise AssertionError(job.communicate(timeout=30)[0][-3000:])
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Return the processes whose command line names a folder."""
+def processes_of(place: Path) -> list[int]:
+    """Return the processes whose command line names a file or folder, or that are in its folder."""
+    folder = place if place.is_dir() else place.parent
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
+            is_named = str(place).encode() in (path / "cmdline").read_bytes()
+            if is_named or (path / "cwd").readlink() == folder:
+                found.append(int(path.name))
         except OSError:
             continue
-    return found
+    return [one for one in found if one != os.getpid()]
 
 
 def wait_until_gone(folder: Path, seconds: float = 60) -> None:

@@ -23,6 +23,7 @@ from tests.codegen.test_restart import start_job, torchrun
 from tests.codegen.test_resume import run_as_given
 from tests.runtime.processes import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch

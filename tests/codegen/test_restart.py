@@ -17,6 +17,7 @@ from tests.cells import cells
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 STOPPED = 75
 
 
