@@ -55,9 +55,9 @@ def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     yield f"{unit} a second", figure_text(rows * plan.model.tokens_per_row / step, "1/s")
     yield "MFU", f"{prediction.mfu:.1%}"
     share = memory.device_bytes / plan.limit_bytes(rank)
-    yield "fullest device", f"{bytes_text(memory.device_bytes)}, {share:.0%} of its limit"
+    yield f"fullest device, {share:.0%} of its limit", bytes_text(memory.device_bytes)
     yield "rows of a step", f"{rows:,}"
-    yield "no plan is faster by", f"{max(0.0, plan.proof.gap):.2%}"
+    yield "no plan is faster by more than", f"{max(0.0, plan.proof.gap):.2%}"
 
 
 def _run_figures(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:
