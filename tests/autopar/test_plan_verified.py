@@ -14,6 +14,7 @@ from tests.codegen.plans import pinned_plan
 from tests.field.cells import KINDS, SUBJECTS
 from tests.field.trial import plan_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 _FILE = """
 import os
 

@@ -359,6 +359,7 @@ def wait_until_gone(folder: Path, seconds: float = 60) -> None:
     assert not left
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 def test_a_run_that_was_stopped_leaves_with_75_and_another_one_goes_on(
     folder: Path, job: Job
@@ -386,6 +387,7 @@ def test_a_run_that_was_stopped_leaves_with_75_and_another_one_goes_on(
     assert {"plan.json", "train.py", "environment.json", "model.safetensors"} <= names
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 def test_a_failure_leaves_with_7_and_says_where_the_logs_are(folder: Path, job: Job) -> None:
     """The lines of a rank are told in the order in which it printed them, to whichever stream."""

@@ -21,6 +21,7 @@ from tests.codegen import pretended_gpu
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 Job = tuple[Path, int, int]  # a script, the rank and how many there are
 
 # torch's own checkpoint, too, aborts the process on a device that is written in Python.

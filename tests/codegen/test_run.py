@@ -35,6 +35,7 @@ def started(script: Path, processes: int, folder: Path, *arguments: str) -> list
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cells(["ddp", "pp"], ["pp"]))
 def test_a_script_trains_under_torchrun_from_any_folder(kind: str, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
     assert not list(folder.rglob("planner"))
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
     plan = plan_of("tp")
@@ -70,6 +72,7 @@ def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
     assert found.is_within(1e-9), found
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", cells((0, 1), (1,)))
 def test_a_dry_run_sends_what_the_script_would(rank: int, tmp_path: Path) -> None:
@@ -121,6 +124,7 @@ def test_a_script_that_stands_still_is_told_with_the_line_where_it_waits() -> No
     )
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
     killed = tmp_path / "killed.py"
     killed.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
@@ -132,6 +136,7 @@ def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
     assert "the script failed" in str(failure_of("Traceback (most recent call last):\nKeyError", 2))
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_what_a_script_refuses_is_told_in_its_own_words(tmp_path: Path) -> None:
     script = tmp_path / "refuses.py"
     script.write_text(

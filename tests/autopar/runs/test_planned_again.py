@@ -23,6 +23,7 @@ from tests.autopar.commands import Autopar
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan
 
+pytestmark = pytest.mark.usefixtures("forked_python")
 AUTOPAR = (sys.executable, "-m", "autopar")
 
 

@@ -41,6 +41,7 @@ def told_once(told: str) -> str:
     return told
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_what_one_rank_finds_alone_ends_all_of_them_under_torchrun(tmp_path: Path) -> None:
     script = script_of(
         tmp_path,
