@@ -33,6 +33,7 @@ FUNCTIONS = {
     "emit": "emit.emit_script",
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",
+    "rehearse": "dryrun.rehearse_plan",
     "profile": "profile.profile",
     "run": "run.run",
     "runs": "run.runs",

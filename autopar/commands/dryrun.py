@@ -1,4 +1,4 @@
-"""`autopar dryrun`: runs one rank of a script without computing; shows memory and collectives."""
+"""`autopar dryrun` and `rehearse`: one rank of a script, without computing or without messages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Annotated
 
 import typer
 
+from autopar.codegen.proof.dryrun.rehearsing import Rehearsal, distinct_ranks, rehearse
 from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.commands.emit import MODEL, PLAN
-from autopar.console import print_json, progress, results
+from autopar.console import print_json, print_note, progress, results
 from autopar.options import CACHE, whole
 from autopar.pages.plan_page import plain_table
-from autopar.planner.cluster.toml_reading import bytes_text
+from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import read_plan
+from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.traced import with_model
+from autopar.planner.profile.profile import local_device
 from autopar.planning import traced_plan
 
 
@@ -61,3 +65,60 @@ def _tell(report: DryRun) -> None:
         figures = (str(one["ranks"]), bytes_text(one["bytes"]), f"{one['count']:,}")
         sent.add_row(one["kind"], *figures)
     results().print(sent)
+
+
+def rehearse_plan(
+    plan: PLAN,
+    model: MODEL = None,
+    rank: Annotated[
+        int | None,
+        whole("--rank", least=0, metavar="R", text="A pipeline rank. Default: one of each stage."),
+    ] = None,
+    steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,
+    cache: CACHE = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure ranks of a plan on the one device of this machine, without the other ranks.
+
+    A rank computes as in training, and its messages are left out. Then tells the step again with
+    the measured compute and the predicted messages: ten minutes on one rented GPU before 512.
+
+    Example: autopar rehearse out/plan.json
+    """
+    folder = plan if plan.is_dir() else plan.parent
+    found = traced_plan(with_model(read_plan(plan), folder, model), folder, uses_cache=cache)
+    pipeline = found.arrangement.pipeline
+    if rank is not None and rank >= pipeline:
+        raise InputError(f"there is no pipeline rank {rank}", expected=f"0 to {pipeline - 1}")
+    chosen = distinct_ranks(found) if rank is None else [rank]
+    with progress(f"measuring {len(chosen)} of {pipeline} pipeline ranks, one after the other"):
+        rehearsal = rehearse(found, folder, pipeline_ranks=chosen, steps=steps)
+    if as_json:
+        print_json(asdict(rehearsal))
+        return
+    _tell_rehearsal(found, rehearsal)
+
+
+def _tell_rehearsal(plan: Plan, found: Rehearsal) -> None:
+    here = local_device().device.name
+    is_cpu = found.ranks[0].peak_bytes is None
+    heads = ("computing", "predicted", "measured ÷ predicted")
+    heads += () if is_cpu else ("memory", "predicted")
+    table = plain_table(f"Measured on this {here}", "pipeline rank", *heads, left=1)
+    for one in found.ranks:
+        held = () if one.peak_bytes is None else (one.peak_bytes, one.predicted_bytes)
+        table.add_row(
+            str(one.pipeline_rank),
+            seconds_text(one.seconds),
+            seconds_text(one.predicted_seconds),
+            f"{one.factor:.2f}",
+            *map(bytes_text, held),
+        )
+    results().print(table)
+    results().print(
+        f"step: {seconds_text(found.predicted_step_seconds)} predicted, "
+        f"{seconds_text(found.step_seconds)} with these measured times and messages as predicted",
+        soft_wrap=True,
+    )
+    if here not in {device.name for device in plan.cluster.devices}:
+        print_note(f"the plan is for {plan.machines.device}; this machine has {here}")

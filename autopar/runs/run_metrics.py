@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.errors import InputError
 from autopar.planner.files import Bytes, FigureNumber, Seconds, SomeSeconds, damaged
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import StoredPlan
+from autopar.planner.plan.telling.timeline import computing_seconds, stages_of_rank
 from autopar.runs.run_record import read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
@@ -322,13 +322,7 @@ def _figures(plan: StoredPlan, steps: Sequence[dict[str, Any]]) -> Iterator[RunF
 
 def _reserved_bytes(plan: StoredPlan, rank: int) -> float:
     """Return the predicted memory of a pipeline rank, as the allocator counts it."""
-    return _stages(plan, rank)[0].memory.reserved_bytes
-
-
-def _stages(plan: StoredPlan, rank: int) -> list[StagePrediction]:
-    """Return the predictions for the stages of a pipeline rank."""
-    stages = zip(plan.stages, plan.prediction.stages, strict=True)
-    return [one for stage, one in stages if stage.rank == rank]
+    return stages_of_rank(plan, rank)[0].memory.reserved_bytes
 
 
 def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator[RunFigure]:
@@ -338,7 +332,7 @@ def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator
         own = [one for one in ranks if one["pipeline_rank"] == rank]
         if not own:  # the run had fewer pipeline ranks
             continue
-        seconds = _computing_seconds(plan, rank)
+        seconds = computing_seconds(plan, rank)
         measured, whole = (
             median(float(one[name]) for one in own) for name in ("compute_seconds", "step_seconds")
         )
@@ -356,13 +350,3 @@ def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator
             yield RunFigure(
                 name=f"{name}: memory", unit="B", predicted=reserved, measured=max(held)
             )
-
-
-def _computing_seconds(plan: StoredPlan, rank: int) -> float:
-    """Return the predicted compute time of a pipeline rank in a step."""
-    of_layers = sum(
-        one.forward_seconds + one.backward_seconds - one.tensor_seconds
-        for one in _stages(plan, rank)
-    )
-    optimizer = sum(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
-    return plan.arrangement.microbatches * of_layers + optimizer

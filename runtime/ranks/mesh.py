@@ -84,7 +84,7 @@ def join_streams() -> None:
         os.dup2(_STDOUT, _STDERR)
 
 
-DRY_RUN = "AUTOPAR_DRYRUN"
+DRY_RUN = "AUTOPAR_DRYRUN"  # RANK/WORLD of a fake world; RANK/WORLD/DEVICE computes on a device
 # The time limit of a message: this many times the limit of a step, and at least half an hour. The
 # watch over steps (checkpointing/watch.py) knows more about a hang, so its limit should pass first.
 _STEPS_OF_MESSAGE = 4
@@ -215,7 +215,9 @@ def stop(mesh: Mesh) -> None:
 
 
 def _device() -> torch.device:
-    if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
+    if place := os.environ.get(DRY_RUN):
+        return torch.device("".join(place.split("/")[2:]) or "cpu")
+    if not torch.cuda.is_available():
         return torch.device("cpu")
     own, devices = known_place(), torch.cuda.device_count()
     processes, index = own.local_world_size, own.local_rank
@@ -263,7 +265,7 @@ def _join_fake(place: str, needed: int) -> None:
     """Take a place in a fake world of any size, in which no message is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank, _, world = place.partition("/")
+    rank, world, *_ = (*place.split("/"), "", "")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise RuntimeError(f"{DRY_RUN} must read RANK/WORLD such as 0/{needed}, not {place!r}")
     _check_world(int(world), needed)

@@ -29,6 +29,7 @@ from autopar.planner.files import write_whole
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.mesh import DRY_RUN
 
+_MODULE = "autopar.codegen.proof.dryrun.rank"
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
 
 
@@ -60,12 +61,13 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         raise InputError(f"there is no rank {rank}", expected=f"0 to {ranks - 1}")
     counts = microbatches_run(plan.arrangement)
     with TemporaryDirectory(prefix="autopar-dryrun-") as name:
-        scripts = _written(plan, folder, Path(name).resolve(), counts)
+        scripts = written(plan, folder, Path(name).resolve(), counts)
+        hidden = {PICKED: json.dumps(_picked(plan)), "CUDA_VISIBLE_DEVICES": ""}
         running = [
-            _started(script, f"{rank}/{ranks}", _picked(plan)) for script in scripts
+            started(_MODULE, [str(script)], f"{rank}/{ranks}", hidden) for script in scripts
         ]  # in parallel
-        reports = [_report(process, rank) for process in running]
-    report, predicted = reports[-1], _predicted(plan, rank)
+        reports = [report_of_process(process, rank) for process in running]
+    report, predicted = reports[-1], predicted_memory(plan, rank)
     return DryRun(
         rank=rank,
         peak_bytes=report["peak_bytes"],
@@ -118,7 +120,7 @@ def _key(collective: Mapping[str, Any]) -> tuple[Any, ...]:
     return collective["kind"], collective["ranks"], collective["bytes"]
 
 
-def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> list[Path]:
+def written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> list[Path]:
     """Write the plan's script for each number of microbatches."""
     subject, scripts = subject_of(plan, folder), []
     for count in counts:
@@ -139,24 +141,20 @@ def _picked(plan: Plan) -> list[tuple[int, float]]:
     return list(shares.items())
 
 
-def _started(
-    script: Path, rank_of_world: str, picked: Sequence[tuple[int, float]]
+def started(
+    module: str, arguments: Sequence[str], place: str, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        DRY_RUN: rank_of_world,
-        PICKED: json.dumps(picked),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    """Start a module of this package as a rank of a fake world."""
     return subprocess.Popen(
-        [sys.executable, "-m", "autopar.codegen.proof.dryrun.rank", str(script)],
-        env=environment,
+        [sys.executable, "-m", module, *arguments],
+        env=os.environ | {DRY_RUN: place} | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
+def report_of_process(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
     """Wait for the process of a rank, and return its report."""
     printed, said = process.communicate()
     if process.returncode:
@@ -166,7 +164,7 @@ def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
     return report
 
 
-def _predicted(plan: Plan, rank: int) -> MemoryPrediction:
+def predicted_memory(plan: Plan, rank: int) -> MemoryPrediction:
     """Return the prediction for the rank's position in the pipeline."""
     arranged = plan.arrangement
     place = rank // (arranged.data * arranged.tensor)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.costs.schedules.orders import ActionKind, Schedule, settled
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simulate
@@ -52,19 +53,79 @@ def timeline_of(plan: StoredPlan) -> Timeline:
     """Simulate one step of a plan."""
     kind, whole = plan.arrangement.schedule, pipeline_shape(plan.arrangement)
     shape, stages = settled(whole), _stage_seconds(plan)
-    transfers = [one.transfer_seconds for one in plan.prediction.stages[:-1]]
+    transfers = _transfer_seconds(plan)
     schedule = schedule_of(kind, shape)
     found = simulate(
         schedule, stages, transfer_seconds=transfers, transfer=SCHEDULES[kind].transfer
     )
-    pipeline = pipeline_seconds(kind, whole, stages, transfer_seconds=transfers)
     return Timeline(
         actions=tuple(_timed(schedule, found.starts_seconds, found.ends_seconds)),
         microbatches=shape.microbatches,
         is_whole=shape == whole,
         pipeline_seconds=found.step_seconds,
-        rest_seconds=max(0.0, plan.prediction.step_seconds - pipeline.step_seconds),
+        rest_seconds=_rest_seconds(plan),
     )
+
+
+def retold_step_seconds(plan: StoredPlan, factors: Sequence[float]) -> float:
+    """Return the seconds of a step whose ranks compute `factors` times as long as predicted.
+
+    Messages take as long as predicted. Optimizer and framework take the factor of the slowest rank.
+    """
+    stages = [
+        _scaled(seconds, 1 + (factors[stage.rank] - 1) * _computed_share(predicted))
+        for stage, predicted, seconds in zip(
+            plan.stages, plan.prediction.stages, _stage_seconds(plan), strict=True
+        )
+    ]
+    on_device = _term_seconds(plan, "optimizer") + _term_seconds(plan, "framework")
+    rest = _rest_seconds(plan)
+    rest += (max(factors) - 1) * min(rest, on_device)
+    return _pipeline_seconds(plan, stages) + rest
+
+
+def computing_seconds(plan: StoredPlan, rank: int) -> float:
+    """Return the predicted compute time of a pipeline rank in a step."""
+    of_layers = sum(
+        one.forward_seconds + one.backward_seconds - one.tensor_seconds
+        for one in stages_of_rank(plan, rank)
+    )
+    return plan.arrangement.microbatches * of_layers + _term_seconds(plan, "optimizer")
+
+
+def stages_of_rank(plan: StoredPlan, rank: int) -> list[StagePrediction]:
+    """Return the predictions for the stages of a pipeline rank."""
+    stages = zip(plan.stages, plan.prediction.stages, strict=True)
+    return [one for stage, one in stages if stage.rank == rank]
+
+
+def _term_seconds(plan: StoredPlan, name: str) -> float:
+    return sum(term.seconds for term in plan.prediction.terms if term.name == name)
+
+
+def _computed_share(stage: StagePrediction) -> float:
+    """Return the share of a stage's time that is no message of the tensor axis."""
+    whole = stage.forward_seconds + stage.backward_seconds
+    return 1 - stage.tensor_seconds / whole if whole else 1.0
+
+
+def _scaled(seconds: StageSeconds, factor: float) -> StageSeconds:
+    return _of_kinds([factor * one for one in seconds.of_kinds])
+
+
+def _rest_seconds(plan: StoredPlan) -> float:
+    """Return the seconds of a step that are not its pipeline's."""
+    return max(0.0, plan.prediction.step_seconds - _pipeline_seconds(plan, _stage_seconds(plan)))
+
+
+def _pipeline_seconds(plan: StoredPlan, stages: Sequence[StageSeconds]) -> float:
+    shape = pipeline_shape(plan.arrangement)
+    kind, transfers = plan.arrangement.schedule, _transfer_seconds(plan)
+    return pipeline_seconds(kind, shape, stages, transfer_seconds=transfers).step_seconds
+
+
+def _transfer_seconds(plan: StoredPlan) -> list[float]:
+    return [one.transfer_seconds for one in plan.prediction.stages[:-1]]
 
 
 def _stage_seconds(plan: StoredPlan) -> tuple[StageSeconds, ...]:
@@ -75,15 +136,16 @@ def _stage_seconds(plan: StoredPlan) -> tuple[StageSeconds, ...]:
             expected="a plan of this version of autopar",
             fix="plan again",
         )
-    return tuple(
-        StageSeconds(
-            forward_seconds=one[0],
-            backward_seconds=one[1],
-            input_gradient_seconds=one[2],
-            weight_gradient_seconds=one[3],
-        )
-        for one in found
-        if one is not None
+    return tuple(_of_kinds(one) for one in found if one is not None)
+
+
+def _of_kinds(seconds: Sequence[float]) -> StageSeconds:
+    forward, backward, inputs, weights = seconds
+    return StageSeconds(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        input_gradient_seconds=inputs,
+        weight_gradient_seconds=weights,
     )
 
 

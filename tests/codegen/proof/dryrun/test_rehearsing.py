@@ -1,0 +1,69 @@
+"""A rehearsal: every kind of rank runs its script alone, and the step is told again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.proof.dryrun.rehearsing import distinct_ranks, rehearse
+from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
+from autopar.planner.plan.telling.timeline import computing_seconds, retold_step_seconds
+from tests.cells import cells
+from tests.codegen.matrix import plan_of
+from tests.planner.plan.plans import arrangement, prediction, small_plan
+
+
+@pytest.mark.parametrize(
+    "kind",
+    cells(
+        ("tp+sp×pp zero-bubble-v 4", "zero-3 2", "dp×pp interleaved 4"),
+        {"tp+sp×pp zero-bubble-v 4"},
+    ),
+)
+def test_a_rank_of_each_stage_computes_without_the_others(kind: str, tmp_path: Path) -> None:
+    plan = plan_of("gpt2", kind)
+    ranks = range(plan.arrangement.pipeline)
+    found = rehearse(plan, tmp_path, pipeline_ranks=ranks, steps=1)
+    assert [one.pipeline_rank for one in found.ranks] == list(ranks)
+    for one in found.ranks:
+        assert one.seconds > 0
+        assert one.predicted_seconds == computing_seconds(plan, one.pipeline_rank)
+    factors = [one.factor for one in found.ranks]
+    assert found.step_seconds == pytest.approx(retold_step_seconds(plan, factors))
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+def test_a_step_told_again_with_the_predicted_times_is_the_predicted_step(
+    kind: ScheduleKind,
+) -> None:
+    each = SCHEDULES[kind].stages_per_rank or 2
+    plan = small_plan(
+        pipeline=2,
+        arrangement=arrangement(pipeline=2, schedule=kind, stages_per_rank=each),
+        prediction=prediction(2 * each, step_seconds=0.1),
+    )
+    first = plan.stages[0]
+    stages = [replace(first, rank=rank_of(kind, stage, 2)) for stage in range(2 * each)]
+    plan = replace(plan, stages=tuple(stages))
+    assert retold_step_seconds(plan, [1.0, 1.0]) == pytest.approx(0.1)
+    slower = retold_step_seconds(plan, [1.0, 1.5])
+    assert 0.1 < slower < retold_step_seconds(plan, [1.5, 1.5])
+
+
+def test_one_rank_that_computes_twice_as_long_takes_a_step_twice_as_long() -> None:
+    plan = small_plan(
+        arrangement=arrangement(data=1, shard=1),
+        prediction=prediction(step_seconds=4 * 0.003, terms=()),
+    )
+    assert retold_step_seconds(plan, [2.0]) == pytest.approx(2 * 4 * 0.003)
+
+
+def test_ranks_with_equal_stages_are_measured_once() -> None:
+    equal = small_plan(pipeline=2)
+    assert distinct_ranks(equal) == [0]
+    first, second = equal.prediction.stages
+    stages = (first, replace(second, forward_seconds=2 * second.forward_seconds))
+    assert distinct_ranks(replace(equal, prediction=replace(equal.prediction, stages=stages))) == [
+        0,
+        1,
+    ]
