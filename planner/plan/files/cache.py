@@ -1,8 +1,8 @@
 """Keeps on disk what was found out: traced models, prices, plans, scripts.
 
 An entry of a model is made from its arguments, and from the files, folders, variables and libraries
-that were read while it was traced. It is taken as long as all of these are as they were. Beside it are
-layouts with prices for other pins and machines, and plans and scripts for the same question.
+that were read while it was traced. It is taken as long as all of these are as they were. Layouts
+with prices are kept for other pins and machines, plans and scripts for the same question.
 """
 
 from __future__ import annotations
