@@ -22,7 +22,6 @@ from autopar.planner.plan.files.graph import graph_document
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.traced import ChangedModelError, planned_file
 from autopar.planner.precision import Precision
-from autopar.planner.trace.lengths import with_other_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +103,10 @@ def _traced_on_other_lengths(model: _Traced) -> Graph | None:
     known = lengths_found(model.cache, question)
     if known is not None:
         return known[0]
+    from autopar.planner.trace.lengths import (
+        with_other_lengths,
+    )  # rarely needed, and slow to import
+
     axes = infer_axes(model.graph)
     other = with_other_lengths(model.file, model.graph, axes, model.precision)
     kept = CachedLengths(graph=None if other is None else graph_document(other))

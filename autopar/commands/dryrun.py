@@ -102,7 +102,7 @@ def rehearse_plan(
 def _tell_rehearsal(plan: Plan, found: Rehearsal) -> None:
     here = local_device().device.name
     is_cpu = found.ranks[0].peak_bytes is None
-    heads = ("computing", "predicted", "measured ÷ predicted")
+    heads: tuple[str, ...] = ("computing", "predicted", "measured ÷ predicted")
     heads += () if is_cpu else ("memory", "predicted")
     table = plain_table(f"Measured on this {here}", "pipeline rank", *heads, left=1)
     for one in found.ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
@@ -76,6 +76,18 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
         called = type(called).__call__
     plain: Callable[..., Any] = inspect.unwrap(getattr(called, "__func__", called))
     return plain
+
+
+def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
+    """Return a file's Python functions that another file can import by name."""
+    found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
+    return [(name, function) for name, function in found if _is_importable(function)]
+
+
+def _is_importable(function: FunctionType) -> bool:
+    home = str(function.__module__)
+    is_torch = home.partition(".")[0] == "torch"
+    return not is_torch and getattr(sys.modules.get(home), function.__name__, None) is function
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:

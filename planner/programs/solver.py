@@ -1,8 +1,9 @@
 """Solves an integer program through PuLP, and a linear program that gains rows.
 
-The outcome is solved, infeasible, or timed out. HiGHS is used if it can be imported, else CBC. The
-outcome is read from `sol_status`, never from `status`: on a time-out PuLP sets the latter to
-"Optimal", and CBC leaves plausible numbers in an infeasible program. Both solvers run on one thread
+The outcome is solved, infeasible, or unfinished at a limit of nodes: seconds limit nothing, because
+a busy machine should find the same. HiGHS is used if it can be imported, else CBC. The outcome is
+read from `sol_status`, never from `status`: at a limit PuLP sets the latter to "Optimal", and CBC
+leaves plausible numbers in an infeasible program. Both solvers run on one thread
 and to a gap of zero, so that a program has one answer. They have a feasibility tolerance of about
 1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 from itertools import accumulate
@@ -44,6 +45,7 @@ _GROWING_OPTIONS = {
     "mip_max_improving_sols": 1,
     "mip_feasibility_tolerance": 1e-9,
 }
+_NODES_OF_CBC = 100  # assumed for each program
 _PRIMAL, _DUAL = 4, 1  # values of HiGHS's option simplex_strategy
 _TOLERANCE = 1e-9
 _HIGHS_OPTIONS = {
@@ -57,7 +59,7 @@ _HIGHS_OPTIONS = {
 
 
 class SolverError(AutoparError):
-    """A solver failed: no solution, no proof of infeasibility, no time-out."""
+    """A solver failed: no solution, no proof of infeasibility, no limit reached."""
 
     exit_code = ExitCode.NO_PLAN
 
@@ -71,20 +73,17 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """The solver's statistics: number of programs, their size, and time."""
+    """The solver's statistics: number of programs, their size, nodes, and time."""
 
     calls: int = 0
+    nodes: int = 0  # of the branch and bound; CBC does not tell them, and 100 are assumed
     variables: int = 0
     constraints: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: SolverReport) -> SolverReport:
-        return SolverReport(
-            calls=self.calls + other.calls,
-            variables=self.variables + other.variables,
-            constraints=self.constraints + other.constraints,
-            seconds=self.seconds + other.seconds,
-        )
+        names = [one.name for one in fields(self)]
+        return SolverReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 NOTHING_SOLVED = SolverReport()
@@ -107,8 +106,8 @@ class Infeasible:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedOut:
-    """The time limit was reached; with an objective, the variables hold the best found.
+class Unfinished:
+    """The limit of nodes was reached; with an objective, the variables hold the best found.
 
     The bound is a lower bound of all assignments, if the solver reports one (CBC does not, here).
     """
@@ -118,7 +117,7 @@ class TimedOut:
     report: SolverReport
 
 
-Outcome = Solved | Infeasible | TimedOut
+Outcome = Solved | Infeasible | Unfinished
 
 
 def new_program(name: str) -> pulp.LpProblem:
@@ -145,28 +144,29 @@ def branching_solver() -> SolverName:
 def solve(
     program: pulp.LpProblem,
     *,
-    time_limit_seconds: float,
+    most_nodes: int,
     solver: SolverName | None = None,
     gap: float = 0.0,
 ) -> Outcome:
-    """Solve a program to a relative gap, within the time limit."""
+    """Solve a program to a relative gap, within a limit of nodes."""
     assert program.sense == pulp.LpMinimize, "bounds are read as lower bounds"
     program.checkDuplicateVars()
     name = solver or default_solver()
     began = time.perf_counter()
     try:
-        program.solve(_engine(name, time_limit_seconds, gap))
+        program.solve(_engine(name, most_nodes, gap))
     except (pulp.PulpSolverError, IndexError) as broken:  # HiGHS refused to load it
         raise SolverError(
             f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
         ) from broken
     report = SolverReport(
         calls=1,
+        nodes=_nodes(program, name),
         variables=program.numVariables(),
         constraints=program.numConstraints(),
         seconds=time.perf_counter() - began,
     )
-    return _outcome(program, name, report=report, limit_seconds=time_limit_seconds, gap=gap)
+    return _outcome(program, name, report=report, gap=gap)
 
 
 def is_chosen(variable: pulp.LpVariable) -> bool:
@@ -209,21 +209,36 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             [value for row in entries for _, value in row],
         )
 
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802
+        """Read the solution. PuLP does not know the status of HiGHS at a limit of nodes."""
+        if not _is_stopped(lp):
+            return super().findSolutionValues(lp)  # type: ignore[no-any-return]
+        if lp.solverModel.getInfo().primal_solution_status != _FEASIBLE:
+            return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
+        values = lp.solverModel.getSolution().col_value
+        for variable in lp.variables():
+            variable.varValue = values[variable.index]
+        return pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible
 
-def _engine(solver: SolverName, time_limit_seconds: float, gap: float) -> pulp.LpSolver:
-    limits = {"msg": False, "timeLimit": time_limit_seconds, "threads": 1}
+
+def _is_stopped(program: pulp.LpProblem) -> bool:
+    return bool(program.solverModel.getModelStatus() == highspy.HighsModelStatus.kSolutionLimit)
+
+
+def _nodes(program: pulp.LpProblem, solver: SolverName) -> int:
+    is_told = solver is SolverName.HIGHS
+    return max(1, program.solverModel.getInfo().mip_node_count) if is_told else _NODES_OF_CBC
+
+
+def _engine(solver: SolverName, most_nodes: int, gap: float) -> pulp.LpSolver:
+    usual = {"msg": False, "threads": 1, "gapRel": gap, "gapAbs": 0.0}
     if solver is SolverName.HIGHS:
-        return _Highs(gapRel=gap, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
-    return pulp.PULP_CBC_CMD(gapRel=gap, gapAbs=0.0, options=["increment 1e-9"], **limits)
+        return _Highs(**usual, mip_max_nodes=most_nodes, **_HIGHS_OPTIONS)
+    return pulp.PULP_CBC_CMD(**usual, maxNodes=most_nodes, options=["increment 1e-9"])
 
 
 def _outcome(
-    program: pulp.LpProblem,
-    solver: SolverName,
-    *,
-    report: SolverReport,
-    limit_seconds: float,
-    gap: float,
+    program: pulp.LpProblem, solver: SolverName, *, report: SolverReport, gap: float
 ) -> Outcome:
     match program.sol_status:
         case pulp.LpSolutionOptimal:
@@ -235,14 +250,12 @@ def _outcome(
             return Infeasible(report=report)
         case pulp.LpSolutionIntegerFeasible:
             objective, bound = _objective(program), _bound(program, solver)
-            return TimedOut(objective=objective, bound=bound, report=report)
-        case pulp.LpSolutionNoSolutionFound if (
-            report.seconds >= 0.9 * limit_seconds or solver is SolverName.CBC  # CBC stops early
-        ):
-            return TimedOut(objective=None, bound=_bound(program, solver), report=report)
+            return Unfinished(objective=objective, bound=bound, report=report)
+        case pulp.LpSolutionNoSolutionFound if solver is SolverName.CBC or _is_stopped(program):
+            return Unfinished(objective=None, bound=_bound(program, solver), report=report)
     raise SolverError(
         f"{solver} says that program {program.name} is {pulp.LpSolution[program.sol_status]}",
-        expected="a solution, a proof that there is none, or the end of the time limit",
+        expected="a solution, a proof that there is none, or the limit of nodes",
     )
 
 

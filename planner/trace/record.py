@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +29,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from autopar.planner.graph.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
-from autopar.planner.model.functions import has_backward_hooks, has_hooks
+from autopar.planner.model.functions import has_backward_hooks, has_hooks, plain_functions
 from autopar.planner.model.outside import StateScope, StateSnapshot, StateValue
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
@@ -284,18 +283,6 @@ def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
                 noting = _noting(value, place, recording)
                 patches.enter_context(patch.object(file, name, noting))
         yield
-
-
-def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
-    """Return a file's Python functions that another file can import by name."""
-    found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
-    return [(name, function) for name, function in found if _is_importable(function)]
-
-
-def _is_importable(function: FunctionType) -> bool:
-    home = str(function.__module__)
-    is_torch = home.partition(".")[0] == "torch"
-    return not is_torch and getattr(sys.modules.get(home), function.__name__, None) is function
 
 
 def _noting(

@@ -30,8 +30,12 @@ from autopar.codegen.text.expressions import is_identifier
 from autopar.codegen.text.lines import IMPORTED
 from autopar.codegen.text.values import KNOWN
 from autopar.planner.graph.ops import Value
-from autopar.planner.model.functions import forward_hooks, nested_code, plain_function
-from autopar.planner.trace.record import plain_functions
+from autopar.planner.model.functions import (
+    forward_hooks,
+    nested_code,
+    plain_function,
+    plain_functions,
+)
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
 LOSS_STAGE = "LossStage"

@@ -92,7 +92,7 @@ class PlacePrices:
 
     @property
     def is_proved(self) -> bool:
-        """Whether no time limit ended a layout program."""
+        """Whether no limit ended a layout program."""
         first = (self.fastest,) if self.fastest is not None else ()
         return all(one.is_proved for one in (*first, *(self.front or ()), *self.simpler.values()))
 

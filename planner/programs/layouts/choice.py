@@ -29,12 +29,13 @@ from autopar.planner.programs.solver import (
     Infeasible,
     SolverName,
     SolverReport,
-    TimedOut,
+    Unfinished,
     solve,
 )
 
 # A small weight of the other objective, to break ties: equally fast layouts compete in memory.
 _TIE = 1e-6
+MOST_NODES = 10_000  # of one program; usual ones need a few
 # Points of the front that differ by less, in time and in memory, count as the same.
 _SAME = 0.01
 
@@ -73,7 +74,7 @@ class LayoutSolution:
     `layouts[c][i]` is for the op at position i of the first layer of class c, in that layer's axes
     (`own_layouts` returns those of other layers). `crossing` has the layout of each tensor that
     passes between layers; the layer that makes it converts it to this layout. `seconds` are forward
-    and backward of all layers on one rank. After a time-out, `is_proved` is False.
+    and backward of all layers on one rank. At a limit of nodes, `is_proved` is False.
     """
 
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -102,7 +103,7 @@ def solve_layouts(
     rules: LayoutRules = FREE,
     budget: Budget = Budget(),
     microbatches: int = 1,
-    time_limit_seconds: float = 60.0,
+    most_nodes: int = MOST_NODES,
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
     """Return the Pareto-optimal layouts, the fastest first."""
@@ -110,7 +111,7 @@ def solve_layouts(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
         rules=rules, microbatches=microbatches,
     )  # fmt: skip
-    program = LayoutProgram(place, budget, time_limit_seconds=time_limit_seconds, solver=solver)
+    program = LayoutProgram(place, budget, most_nodes=most_nodes, solver=solver)
     return program.front()
 
 
@@ -122,7 +123,7 @@ class LayoutProgram:
         place: LayoutInput,
         budget: Budget,
         *,
-        time_limit_seconds: float = 60.0,
+        most_nodes: int = MOST_NODES,
         solver: SolverName | None = None,
     ) -> None:
         check_rules(place.rules, place.graph, place.axes, place.layers)
@@ -130,9 +131,7 @@ class LayoutProgram:
         structure = place.structure or structure_of(place.graph, place.axes, place.layers)
         self._slots = structure.slots
         self._problem = build_problem(replace(place, structure=structure))
-        self._front = Front(
-            self._problem, budget, time_limit_seconds=time_limit_seconds, solver=solver
-        )
+        self._front = Front(self._problem, budget, most_nodes=most_nodes, solver=solver)
         self._counted: dict[tuple[int, bool], CountedLines] = {}
 
     def fastest(self) -> LayoutSolution:
@@ -201,11 +200,11 @@ class Front:
         problem: Problem,
         budget: Budget,
         *,
-        time_limit_seconds: float,
+        most_nodes: int,
         solver: SolverName | None,
     ) -> None:
         self._problem, self._budget = problem, budget
-        self._limit_seconds, self._solver = time_limit_seconds, solver
+        self._most_nodes, self._solver = most_nodes, solver
         self.units = _units(problem, budget)
         self._model = LayoutModel(problem, self.units)
 
@@ -296,13 +295,13 @@ class Front:
             line_price=line_price,
             budget_bytes=budget_bytes,
         )
-        outcome = solve(program, time_limit_seconds=self._limit_seconds, solver=self._solver)
+        outcome = solve(program, most_nodes=self._most_nodes, solver=self._solver)
         if isinstance(outcome, Infeasible):
             return None
-        if isinstance(outcome, TimedOut) and outcome.objective is None:
+        if isinstance(outcome, Unfinished) and outcome.objective is None:
             raise TimeLimitError(
-                f"No layouts were found within {self._limit_seconds:g} s.",
-                fix="Allow more time, or forbid some axes.",
+                f"no layouts were found within {self._most_nodes:,} nodes of the integer program",
+                fix="forbid some axes",
             )
         assignment = model.assignment()
         cost = totals(self._problem, assignment)
@@ -316,7 +315,7 @@ class Front:
             counted_bytes=units.saved_factor * cost.saved_bytes
             + units.weight_factor * cost.weight_bytes,
             report=outcome.report,
-            is_proved=not isinstance(outcome, TimedOut),
+            is_proved=not isinstance(outcome, Unfinished),
         )
 
 

@@ -33,7 +33,7 @@ from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 _BETTER = 1.0 - 1e-9  # of the best cut: only values below this are better
-_LEAST_SECONDS = 0.1  # for one program
+_LEAST_NODES = 20  # of one program
 _NEAR = 1.1  # times the best: moving one layer does not make up for more
 
 
@@ -45,7 +45,7 @@ class Effort:
     starts: int  # cuts of divisible layers whose borders are moved
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
-    program_seconds: float  # for all stage programs of the arrangement together
+    nodes: int  # of all stage programs of the arrangement together
     gap: float  # relative: bound and best need not be closer
     most_columns: int  # of a program; a larger one is not solved
     is_last: bool = False  # then open arrangements are solved in whole numbers
@@ -173,17 +173,15 @@ class Chooser:
         for chain in self.chains:
             program.add_chain(chain)
         bound, doubtful = 0.0, math.inf  # the least bound of cuts whose modes were not all compared
-        left_seconds = self.effort.program_seconds
+        left = self.effort.nodes
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
                 program.below(self.aim - self.once)
-            decision = program.solve(
-                time_limit_seconds=max(left_seconds, _LEAST_SECONDS), gap=self.effort.gap
-            )
+            decision = program.solve(most_nodes=max(left, _LEAST_NODES), gap=self.effort.gap)
             self.report += decision.report
-            left_seconds -= decision.report.seconds
+            left -= decision.report.nodes
             bound = max(bound, decision.bound_seconds + self.once)
-            if bound >= self.enough or not decision.columns or left_seconds < 0:
+            if bound >= self.enough or not decision.columns or left < 0:
                 return min(doubtful, self.top if bound >= self.aim else bound)
             cut = (*(one.first for one in decision.columns), len(question.classes))
             is_known = cut in self._priced
@@ -217,12 +215,10 @@ class Chooser:
 
 
 QUICK = Effort(
-    simulations=12, starts=0, moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0,
+    simulations=12, starts=0, moves=0, cuts=0, nodes=400, gap=1.0, most_columns=0,
 )  # fmt: skip
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
-EXACT = replace(
-    THOROUGH, simulations=120, starts=1, cuts=60, program_seconds=5.0, gap=1e-7, is_last=True
-)
+EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1e-7, is_last=True)
 
 _ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share
 _MOST_STAGES = 16  # of the program of whole numbers; more take too long

@@ -41,7 +41,7 @@ from autopar.planner.costs.steps.memory import most_tensor_bytes
 from autopar.planner.programs.solver import (
     Infeasible,
     SolverReport,
-    TimedOut,
+    Unfinished,
     branching_solver,
     default_solver,
     new_program,
@@ -105,20 +105,15 @@ class _CutProgram:
             self._runs_are_used_up()
         self._intervals_are_whole()
 
-    def solve(self, *, time_limit_seconds: float, gap: float = _CLOSE) -> Decision:
+    def solve(self, *, most_nodes: int, gap: float = _CLOSE) -> Decision:
         """Solve the current program, to a relative gap."""
         branches = self.question.shape.stages_per_rank > 1 and self.size > _FEW_COLUMNS
         solver = branching_solver() if branches else default_solver()
-        outcome = solve(
-            self.program,
-            time_limit_seconds=time_limit_seconds,
-            solver=solver,
-            gap=gap,
-        )
+        outcome = solve(self.program, most_nodes=most_nodes, solver=solver, gap=gap)
         if isinstance(outcome, Infeasible):
             return Decision(columns=(), bound_seconds=float("inf"), report=outcome.report)
         bound = (outcome.bound or 0.0) * self.unit
-        if isinstance(outcome, TimedOut) and outcome.objective is None:
+        if isinstance(outcome, Unfinished) and outcome.objective is None:
             return Decision(columns=(), bound_seconds=bound, report=outcome.report)
         return Decision(columns=tuple(self._chosen()), bound_seconds=bound, report=outcome.report)
 

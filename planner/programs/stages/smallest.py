@@ -15,7 +15,7 @@ from autopar.planner.programs.stages.one_pass import lightest_mix
 from autopar.planner.programs.stages.program import MemoryProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
-_PROGRAM_SECONDS = 20.0
+_MOST_NODES = 2_000  # of the program
 
 
 def smallest_stages(question: StageQuestion) -> PricedCut | None:
@@ -110,7 +110,7 @@ def _by_program(columns: Columns) -> PricedCut | None:
         every = columns.of_all(question.different_intervals(longest))
         if len({one.stage for one in every}) == stages:
             program = MemoryProgram(question, every)
-            decision = program.solve(time_limit_seconds=_PROGRAM_SECONDS)
+            decision = program.solve(most_nodes=_MOST_NODES)
             if decision.columns:
                 cut = (*(one.first for one in decision.columns), count)
                 return priced(question, cut, tuple(one.offer for one in decision.columns))

@@ -1,6 +1,8 @@
 """Tests of the one place that calls the solvers."""
 
+import itertools
 import random
+import time
 
 import pulp
 import pytest
@@ -12,7 +14,7 @@ from autopar.planner.programs.solver import (
     Solved,
     SolverName,
     SolverReport,
-    TimedOut,
+    Unfinished,
     is_chosen,
     new_program,
     solve,
@@ -40,7 +42,7 @@ def test_the_least_assignment_is_found_with_its_constant(solver: SolverName) -> 
     takes = [pulp.LpVariable(f"take_{i}", cat="Binary") for i in range(5)]
     program += pulp.lpSum((i + 1) * take for i, take in enumerate(takes)) + 3
     program += pulp.lpSum(takes) >= 2.5, "at_least_three"
-    outcome = solve(program, time_limit_seconds=10.0, solver=solver)
+    outcome = solve(program, most_nodes=100, solver=solver)
     assert isinstance(outcome, Solved)
     assert outcome.objective == pytest.approx(9.0)  # 1 + 2 + 3, and 3
     assert [is_chosen(take) for take in takes] == [True, True, True, False, False]
@@ -55,14 +57,14 @@ def test_a_contradiction_is_infeasible_not_a_number(solver: SolverName) -> None:
     program += take + other
     program += take + other >= 1, "one"
     program += take + other <= 0.5, "none"
-    assert isinstance(solve(program, time_limit_seconds=10.0, solver=solver), Infeasible)
+    assert isinstance(solve(program, most_nodes=100, solver=solver), Infeasible)
 
 
 @both
-def test_a_time_out_with_a_solution_is_not_called_optimal(solver: SolverName) -> None:
+def test_a_search_that_ends_with_a_solution_is_not_called_optimal(solver: SolverName) -> None:
     program, _ = _knapsack(60, seed=1)
-    outcome = solve(program, time_limit_seconds=0.7, solver=solver)
-    assert isinstance(outcome, TimedOut)
+    outcome = solve(program, most_nodes=200, solver=solver)
+    assert isinstance(outcome, Unfinished)
     assert outcome.objective is not None
     if solver is SolverName.HIGHS:
         assert outcome.bound is not None
@@ -70,17 +72,39 @@ def test_a_time_out_with_a_solution_is_not_called_optimal(solver: SolverName) ->
 
 
 @both
-def test_no_time_at_all_is_a_time_out_without_a_solution(solver: SolverName) -> None:
+def test_a_search_ends_at_the_same_node_with_the_same_result(
+    solver: SolverName, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, _ = _knapsack(60, seed=1)
-    outcome = solve(program, time_limit_seconds=0.0, solver=solver)
-    assert isinstance(outcome, TimedOut)
+    first = solve(program, most_nodes=200, solver=solver)
+    clock = itertools.count(step=1000)  # of a machine that is never idle
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    again = solve(_knapsack(60, seed=1)[0], most_nodes=200, solver=solver)
+    assert isinstance(first, Unfinished)
+    assert isinstance(again, Unfinished)
+    assert (again.objective, again.bound) == (first.objective, first.bound)
+    assert again.report.nodes == first.report.nodes
+    assert again.report.seconds == 1000.0
+
+
+def test_a_search_that_ends_before_any_solution_has_a_bound_alone() -> None:
+    dice = random.Random(1)
+    program = new_program("no easy solution")
+    takes = [pulp.LpVariable(f"take_{i}", cat="Binary") for i in range(40)]
+    program += pulp.lpSum(takes)
+    for row in range(6):
+        weights = [dice.randint(100, 999) for _ in takes]
+        load = pulp.lpSum(w * take for w, take in zip(weights, takes, strict=True))
+        program += load == sum(weights) // 2, f"load_{row}"
+    outcome = solve(program, most_nodes=1, solver=SolverName.HIGHS)
+    assert isinstance(outcome, Unfinished)
     assert outcome.objective is None
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_both_solvers_find_the_same_optimum(seed: int) -> None:
     answers = [
-        solve(_knapsack(14, seed=seed)[0], time_limit_seconds=30.0, solver=solver)
+        solve(_knapsack(14, seed=seed)[0], most_nodes=10_000, solver=solver)
         for solver in SolverName
     ]
     objectives = [answer.objective for answer in answers if isinstance(answer, Solved)]
@@ -100,7 +124,7 @@ def test_two_variables_of_one_name_are_refused() -> None:
     program = new_program("names")
     program += pulp.LpVariable("same", 0) + pulp.LpVariable("same", 0)
     with pytest.raises(pulp.PulpError):
-        solve(program, time_limit_seconds=1.0)
+        solve(program, most_nodes=100)
 
 
 def test_reports_add_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -81,6 +82,20 @@ def test_a_pipeline_is_the_best_of_all_cuts_and_modes(
     assert found_seconds(answer) == pytest.approx(truth, rel=1e-9)
     assert truth / ROUNDING <= answer.bound_seconds * (1 + EXACT.gap)
     assert answer.bound_seconds <= truth * ROUNDING
+
+
+def test_a_busy_machine_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = [pipeline_case(kind, room, 1).question for kind in SEVERAL for room in (0.8, 0.6)]
+
+    def answers() -> list[tuple[float, float, int]]:
+        found = [choose_stages(question, effort=EXACT) for question in questions]
+        return [(found_seconds(one), one.bound_seconds, one.report.calls) for one in found]
+
+    idle = answers()
+    assert max(calls for *_, calls in idle) > 2, "a limit of seconds would end after a program"
+    clock = count(step=1000)  # seconds between two looks at it
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    assert answers() == idle
 
 
 @pytest.mark.parametrize(("zero", "room", "seed"), WHOLE)
