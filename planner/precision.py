@@ -20,25 +20,39 @@ class Precision(StrEnum):
     torch_name: str
     item_bytes: int  # of weights and activations
     scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
-    peaks: tuple[str, ...]  # dtypes: the first that a device lists gives its peak FLOPs
+    # dtypes of units: the first computes the products; its peak, or the next one's, counts for MFU
+    peaks: tuple[str, ...]
     products: str  # for torch.set_float32_matmul_precision; torch's default if empty
+    words: str  # in help texts, after the name
 
-    FP32 = "fp32", "float32", 4, False, ("fp32",), ""
-    TF32 = "tf32", "float32", 4, False, ("tf32",), "high"
-    BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32"), ""
-    FP16 = "fp16", "float16", 2, True, ("fp16", "fp32"), ""
+    FP32 = "fp32", "float32", 4, False, ("fp32",), "", ""
+    TF32 = "tf32", "float32", 4, False, ("tf32",), "high", "fp32 whose products GPUs round"
+    BF16 = "bf16", "bfloat16", 2, False, ("bf16", "fp16", "fp32"), "", "the default"
+    FP16 = "fp16", "float16", 2, True, ("fp16", "fp32"), "", "its loss scaled"
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a precision with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.torch_name, one.item_bytes, one.scales_loss, one.peaks, one.products = row
+        one.torch_name, one.item_bytes, one.scales_loss, one.peaks, one.products, one.words = row
         return one
 
     @property
     def is_half(self) -> bool:
         """Whether weights and activations take 16 bits."""
         return self.item_bytes == 2
+
+    @property
+    def units(self) -> str:
+        """The dtype of the units that compute matrix products."""
+        return self.peaks[0]
+
+
+def precision_words() -> str:
+    """Return all precisions for help texts: "bf16 (the default), fp32, …"."""
+    return ", ".join(
+        f"{one.value} ({one.words})" if one.words else one.value for one in sorted(Precision)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from autopar.planner.findings.optimizer import optimizer_traits
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.limits import with_moments
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Precision, precision_words
 from autopar.planner.trace import trace
 
 _BEGINNINGS = {
@@ -79,7 +79,7 @@ def inspect(
     device: DEVICE = None,
     precision: Annotated[
         Precision,
-        typer.Option("--precision", metavar="TYPE", help="bf16 (the default), fp16, tf32 or fp32."),
+        typer.Option("--precision", metavar="TYPE", help=f"{precision_words()}."),
     ] = Precision.BF16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

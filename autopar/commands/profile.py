@@ -16,7 +16,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.files import MOST_DEVICES, check_writable
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Precision, precision_words
 from autopar.planner.profile.measured import (
     FILE_NAME,
     MeasuredFile,
@@ -45,7 +45,7 @@ def profile(
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
     ] = "1",
     precision: Annotated[
-        str, typer.Option("--precision", metavar="TYPE", help="bf16, fp16, tf32 or fp32.")
+        str, typer.Option("--precision", metavar="TYPE", help=f"{precision_words()}.")
     ] = "bf16",
     net: Annotated[
         bool, typer.Option("--net", help="Also measure collectives between processes.")

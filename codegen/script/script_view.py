@@ -71,6 +71,7 @@ class TrainingView:
     """The function `main` (training.py.j2)."""
 
     products: str  # how products of fp32 are rounded; empty for torch's default
+    product_units: str  # the dtype of the units that compute them
     start: Source
     prints_forwards: bool  # forwards of the model's classes
     has_dataset: bool

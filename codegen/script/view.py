@@ -192,6 +192,7 @@ def _training(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> Trai
     evaluates = subject.file.build_eval_dataset is not None
     return TrainingView(
         products=plan.arrangement.precision.products,
+        product_units=plan.arrangement.precision.units,
         start=_start(plan.arrangement),
         prints_forwards=subject.opened.is_printed,
         has_dataset=plan.model.has_dataset,

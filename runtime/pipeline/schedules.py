@@ -168,6 +168,7 @@ class _Kind:
 
     torch_class: type[PipelineScheduleSingle | PipelineScheduleMulti]
     splits_backward: bool = False
+    is_v: bool = False  # two stages per rank: down to the last rank and up again
     pairs: Pairs = Pairs.RING
 
 
@@ -179,14 +180,14 @@ KINDS: Mapping[str, _Kind] = {
         torch_class=ScheduleInterleavedZeroBubble, splits_backward=True
     ),
     "zero-bubble-v": _Kind(
-        torch_class=ScheduleZBVZeroBubble, splits_backward=True, pairs=Pairs.LINE
+        torch_class=ScheduleZBVZeroBubble, splits_backward=True, is_v=True, pairs=Pairs.LINE
     ),
 }
 
 
 def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
-    """Return the stages of a rank: every `ranks`-th stage, or the two of a V schedule."""
-    if kind == "zero-bubble-v":
+    """Return the stages of a rank: round robin, or for V schedules down and up again."""
+    if KINDS[kind].is_v:
         return (rank, 2 * ranks - 1 - rank)
     return tuple(rank + ranks * turn for turn in range(per_rank))
 

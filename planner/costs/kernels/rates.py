@@ -328,9 +328,9 @@ class Rates:
 def rates_of(device: Device, precision: Precision) -> Rates:
     """Return the rates of a device under a precision."""
     peaks = dict(device.peaks)
-    single = _throughput(device, precision.value if precision.products else "fp32")
+    single = _throughput(device, precision.units if precision.products else "fp32")
     return Rates(
-        own=_throughput(device, precision.value),
+        own=_throughput(device, precision.units),
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
         is_cpu=device.is_cpu,

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 # For each rank, its actions in order.
 Schedule = tuple[tuple[Action, ...], ...]
 Numbers = npt.NDArray[np.int64]
-SETTLED_ROUNDS = 3  # warm-up, and one round more than it takes to become periodic
+FEW_ROUNDS = 3  # for most schedules: warm-up, and one round more than they take to be periodic
 
 
 def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
@@ -80,12 +80,12 @@ class PipelineShape:
         return max(1, self.microbatches // self.ranks)
 
 
-def settled(shape: PipelineShape) -> PipelineShape:
+def few_rounds(shape: PipelineShape) -> PipelineShape:
     """Return the shape with only a few rounds of microbatches, if it has more whole rounds."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
-    if rest or rounds <= SETTLED_ROUNDS:
+    if rest or rounds <= FEW_ROUNDS:
         return shape
-    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
+    return replace(shape, microbatches=FEW_ROUNDS * shape.ranks)
 
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from autopar.planner.costs.schedules.orders import PipelineShape, settled
+from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.simulation import (
     Prepared,
     StageSeconds,
@@ -26,6 +26,7 @@ from autopar.planner.costs.schedules.table import (
     in_flight,
     rank_of,
     schedule_of,
+    settled,
 )
 
 
@@ -158,7 +159,7 @@ def _simulated(
     """Return the simulation; rounds beyond the first few take as long as the last simulated one."""
     if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
-    few = settled(shape)
+    few = settled(kind, shape)
     one_less = replace(few, microbatches=few.microbatches - shape.ranks)
     found = _run(kind, few, stages, transfer_seconds)
     before = _run(kind, one_less, stages, transfer_seconds)
@@ -182,7 +183,7 @@ def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
     """Whether every microbatch is simulated: there are few, or they do not fill whole rounds."""
     passes = 3 if SCHEDULES[kind].splits_backward else 2
     actions = passes * shape.stages_per_rank * shape.microbatches
-    return settled(shape) == shape or actions <= _MOST_ACTIONS
+    return settled(kind, shape) == shape or actions <= _MOST_ACTIONS
 
 
 def _idle(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain
@@ -18,11 +18,11 @@ from autopar.planner.costs.schedules.orders import (
     PipelineShape,
     Schedule,
     columns_of,
+    few_rounds,
     gpipe,
     interleaved_1f1b,
     interleaved_zero_bubble,
     one_f_one_b,
-    settled,
     zero_bubble_v,
 )
 from autopar.planner.costs.schedules.simulation import Transfer
@@ -188,27 +188,46 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 
     A microbatch is in flight on a stage from its forward until its backward ends, or its weight
     gradient if the backward is split: torch keeps the whole graph between the two halves, and the
-    output gradients of ops with weights (deferred). A stage that still holds every microbatch of a
-    few rounds, as with GPipe, may hold more in a longer schedule, which is then counted whole.
+    output gradients of ops with weights (deferred).
     """
     if shape.ranks == 1:
         return (1,) * shape.stages  # one rank runs one microbatch after the other
-    few, order = settled(shape), SCHEDULES[kind].order
-    held = _most_at_once(order(few), shape.stages)
-    is_settled = few == shape or max(held) < few.microbatches
-    return held if is_settled else _most_at_once(order(shape), shape.stages)
+    return _most_at_once(kind, settled(kind, shape))
 
 
-def _most_at_once(schedule: Schedule, stages: int) -> tuple[int, ...]:
-    held, most = [0] * stages, [0] * stages
-    for stage, kind, _ in chain.from_iterable(schedule):
-        if kind is ActionKind.FORWARD:
+def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
+    """Return a shape of a few rounds that holds as many microbatches at once as the whole one.
+
+    If stages hold more with one more round, as with GPipe, it is the whole shape.
+    """
+    few = few_rounds(shape)
+    if few == shape:
+        return shape
+    more = replace(few, microbatches=few.microbatches + shape.ranks)
+    return few if _most_at_once(kind, few) == _most_at_once(kind, more) else shape
+
+
+@lru_cache(maxsize=4096)
+def _most_at_once(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    held, most = [0] * shape.stages, [0] * shape.stages
+    for stage, action, _ in chain.from_iterable(SCHEDULES[kind].order(shape)):
+        if action is ActionKind.FORWARD:
             held[stage] += 1
             if held[stage] > most[stage]:
                 most[stage] = held[stage]
-        elif kind is not ActionKind.INPUT_GRADIENT:
+        elif action is not ActionKind.INPUT_GRADIENT:
             held[stage] -= 1
     return tuple(most)
+
+
+@lru_cache(maxsize=256)
+def forwards_first(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    """Return how many forwards each rank runs before its first backward."""
+    passes = ([one.kind for one in actions] for actions in SCHEDULES[kind].order(shape))
+    return tuple(
+        next(place for place, one in enumerate(own) if one is not ActionKind.FORWARD)
+        for own in passes
+    )
 
 
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
@@ -219,7 +238,7 @@ def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...
     is_one_peak = shape.stages_per_rank == 1 and not SCHEDULES[kind].splits_backward
     if shape.ranks == 1 or is_one_peak:
         return tuple(map(_at_once, in_flight(kind, shape)))
-    return _along_the_order(kind, settled(shape))
+    return _along_the_order(kind, settled(kind, shape))
 
 
 def _at_once(microbatches: int) -> Moments:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.table import (
+    SCHEDULES,
+    ScheduleKind,
+    forwards_first,
+    settled,
+)
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
@@ -150,7 +156,7 @@ class StepBound:
         Nobody waits for the weight gradients of split backwards.
         """
         forward, backward = self._passes(pressed, repeated)
-        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
+        if SCHEDULES[self.arrangement.schedule].splits_backward:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
             backward -= self.data.gradients(self.totals.gradient_bytes)
         return forward + backward
@@ -178,16 +184,16 @@ class StepBound:
 
     @property
     def _is_split_in_turn(self) -> bool:
-        """Whether rank r has p − r forwards before its first backward, which is split."""
+        """Whether backwards are split, and each rank of the pipeline has one stage."""
         arrangement = self.arrangement
-        is_split = arrangement.schedule is ScheduleKind.INTERLEAVED_ZERO_BUBBLE
+        is_split = SCHEDULES[arrangement.schedule].splits_backward
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, including the time to fill.
 
-        Rank r computes K_r = min(m, p − r) forwards before its first backward, which comes after
-        all forwards and the input gradients of the ranks behind it, so it is idle for
+        Rank r computes K_r forwards (min(m, p − r) in ZB-H1) before its first backward, which comes
+        after all forwards and the input gradients of the ranks behind it, so it is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
@@ -200,7 +206,9 @@ class StepBound:
         plain = repeated.modes[0]
         again = max(0.0, *(mode.seconds - plain.seconds for mode in repeated.modes))
         behind = [rank / ranks for rank in range(ranks)]
-        held = [1.0 - min(microbatches, ranks - rank) / ranks for rank in range(ranks)]
+        shape = PipelineShape(ranks=ranks, stages_per_rank=1, microbatches=microbatches)
+        kind = self.arrangement.schedule
+        held = [1.0 - first / ranks for first in forwards_first(kind, settled(kind, shape))]
         gradient = plain.backward_seconds - plain.weight_gradient_seconds
         weights = [
             plain.forward_seconds * forward + gradient * backward
@@ -268,7 +276,7 @@ def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:
     """
     plain = repeated.modes[0]
     each = plain.forward_seconds
-    if arrangement.schedule is ScheduleKind.INTERLEAVED_1F1B:
+    if not SCHEDULES[arrangement.schedule].splits_backward:
         each += plain.backward_seconds
     waited = range(arrangement.pipeline)
     stages = sum(max(0, rank - len(repeated.others)) for rank in waited)

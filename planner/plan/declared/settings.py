@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -185,8 +185,7 @@ class DemandOptions(TypedDict, total=False):
     precision: Annotated[str | None, DemandSetting(
         place="precision", field="precision", read=_named(Precision),
         say="precision {value}", metavar="TYPE", example='"bf16"',
-        text="type of weights and activations: bf16 (the default), fp16 (its loss scaled), fp32, "
-        "tf32 (fp32 whose products GPUs round)",
+        text=f"type of weights and activations: {precision_words()}",
     )]
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),

@@ -299,9 +299,10 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
     """
     if choices.stages_per_rank is not None:
         return True
-    if kind is ScheduleKind.INTERLEAVED_1F1B:
+    facts = SCHEDULES[kind]
+    if facts.stages_per_rank is None and not facts.splits_backward:
         return shape.stages_per_rank > 1
-    if kind is ScheduleKind.INTERLEAVED_ZERO_BUBBLE:
+    if facts.stages_per_rank is None:
         return shape.stages_per_rank <= 2  # there is no bubble left to reduce
     plain = ScheduleKind.ONE_F_ONE_B
     if kind is ScheduleKind.GPIPE and plain in choices.schedules:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from autopar.planner.costs.schedules.table import ScheduleKind, in_flight, refusal, schedule_of
+from autopar.planner.costs.schedules.table import (
+    ScheduleKind,
+    forwards_first,
+    in_flight,
+    refusal,
+    schedule_of,
+    settled,
+)
 from tests.planner.costs.schedules.orders_read import peak_in_flight, shape_of
 
 
@@ -39,3 +46,19 @@ def test_a_few_rounds_hold_as_many_as_the_whole_order(kind: ScheduleKind) -> Non
                 if not refusal(kind, shape):
                     whole = peak_in_flight(schedule_of(kind, shape))
                     assert in_flight(kind, shape) == whole, shape
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ScheduleKind if kind is not ScheduleKind.GPIPE])
+def test_a_few_rounds_stand_for_many(kind: ScheduleKind) -> None:
+    local = 2 if kind is ScheduleKind.ZERO_BUBBLE_V else 1
+    assert settled(kind, shape_of(4, 400, local)) == shape_of(4, 12, local)
+
+
+def test_gpipe_never_settles() -> None:
+    assert settled(ScheduleKind.GPIPE, shape_of(4, 400)) == shape_of(4, 400)
+
+
+def test_zero_bubble_runs_as_many_forwards_first_as_there_are_ranks_behind_and_itself() -> None:
+    kind = ScheduleKind.INTERLEAVED_ZERO_BUBBLE
+    assert forwards_first(kind, shape_of(4, 12)) == (4, 3, 2, 1)
+    assert forwards_first(kind, shape_of(4, 2)) == (2, 2, 2, 1)

@@ -1,14 +1,19 @@
 """What a rank holds along its order, beside counts made otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autopar.planner.costs.schedules import table as schedule_moments
-from autopar.planner.costs.schedules.orders import PipelineShape
+from autopar.planner.costs.schedules.orders import Action, ActionKind, PipelineShape, Schedule
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     Moments,
     ScheduleKind,
+    _along_the_order,
+    _most_at_once,
+    in_flight,
     rank_moments,
     refusal,
     schedule_of,
@@ -61,9 +66,42 @@ def test_more_rounds_hold_nothing_that_a_few_do_not(
             continue
         few = rank_moments(kind, shape)
         with monkeypatch.context() as patched:
-            patched.setattr(schedule_moments, "settled", lambda shape: shape)
+            patched.setattr(schedule_moments, "settled", lambda _, shape: shape)
             many = rank_moments(kind, shape)
         assert list(map(_fullest, few)) == list(map(_fullest, many)), shape
+
+
+def all_forwards_first(shape: PipelineShape) -> Schedule:
+    """Return the order of torch's ScheduleLoopedBFS: each stage runs all microbatches in turn."""
+    numbers = range(shape.microbatches)
+    return tuple(
+        (
+            *(Action(one, ActionKind.FORWARD, mb) for one in own for mb in numbers),
+            *(Action(one, ActionKind.BACKWARD, mb) for one in own[::-1] for mb in numbers[::-1]),
+        )
+        for rank in range(shape.ranks)
+        for own in (range(rank, shape.stages, shape.ranks),)
+    )
+
+
+def _forget() -> None:
+    """Forget what is remembered of orders."""
+    for memo in (_most_at_once, _along_the_order, schedule_of, in_flight):
+        memo.cache_clear()
+
+
+def test_a_schedule_that_holds_more_with_each_round_is_counted_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = ScheduleKind.INTERLEAVED_1F1B
+    row = replace(SCHEDULES[kind], order=all_forwards_first)
+    shape = PipelineShape(ranks=2, stages_per_rank=2, microbatches=34)
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule_moments, "SCHEDULES", {**SCHEDULES, kind: row})
+        _forget()
+        moments = rank_moments(kind, shape)
+    _forget()
+    assert [one.forwarded.max(axis=0).tolist() for one in moments] == [[34, 34], [34, 34]]
 
 
 def test_a_v_of_two_ranks_is_as_worked_out_by_hand() -> None:
