@@ -36,6 +36,7 @@ FUNCTIONS = {
     "profile": "profile.profile",
     "run": "run.run",
     "runs": "run.runs",
+    "status": "status.status",
     "ckpt": "ckpt.ckpt",
     "doctor": "doctor.doctor",
 }

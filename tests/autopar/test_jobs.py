@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -172,6 +173,11 @@ def test_slurm_trains_a_job_on_two_nodes_requeues_it_and_lets_it_resume(
         while f"{RESUMED} {last:,}" not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.3)
         assert f"{RESUMED} {last:,}" in log.read_text()
+        monkeypatch.setenv("SLURM_CONF", str(one.configuration))
+        told = json.loads(autopar("status", "--slurm", job, "--json").out)
+        assert (told["state"], told["job"]["state"]) == ("running", "RUNNING")
+        assert (told["restarts"], told["job"]["restarts"]) == (1, 1)
+        assert told["checkpoint_step"] >= last
         one.call("scancel", job)
         assert _await_state(one, job, "CANCELLED") == "CANCELLED"
         time.sleep(5)
