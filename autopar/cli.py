@@ -37,6 +37,7 @@ FUNCTIONS = {
     "profile": "profile.profile",
     "run": "run.run",
     "runs": "run.runs",
+    "status": "status.status",
     "ckpt": "ckpt.ckpt",
     "doctor": "doctor.doctor",
 }

@@ -1,12 +1,25 @@
-"""`autopar emit`: writes the training script of a plan."""
+"""`autopar emit`: writes the training script of a plan, and jobs for schedulers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from autopar.codegen.launch.settings import read_settings
+from autopar.codegen.launch.views import (
+    FORGETFUL,
+    TARGETS,
+    VOLUME,
+    LaunchFile,
+    job_name,
+    job_of,
+    launch_files,
+)
+from autopar.codegen.launch.writing import content_of, write_job
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.console import print_note, results
 from autopar.options import CACHE
@@ -17,8 +30,11 @@ from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
+from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.traced import model_spec, with_model
 from autopar.planning import script_of, traced_plan
+from autopar.runs.run_folder import CHECKPOINTS, Start, script_arguments, value_given
+from autopar.runs.run_record import METRICS
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 MODEL = Annotated[
@@ -29,6 +45,10 @@ MODEL = Annotated[
 
 def emit_script(
     plan: PLAN,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGS]", help="of the script in a job, with --for"),
+    ] = None,
     model: MODEL = None,
     output: Annotated[
         Path | None,
@@ -47,16 +67,49 @@ def emit_script(
             "--standalone", help="Write a folder that needs only torch and the model file."
         ),
     ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="|".join(TARGETS),
+            help="Write a folder with a job for this scheduler, and all that it needs.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the job: partition, account, image, queue, volume, time …",
+        ),
+    ] = None,
+    shows: Annotated[
+        bool, typer.Option("--print", help="Print the job's files, and write nothing.")
+    ] = False,
 ) -> None:
-    """Write the training script of a plan.
+    """Write the training script of a plan, or a job for a scheduler.
 
     With --standalone, -o names a folder; by default it is `standalone` beside the plan. The model
-    file is not copied there: it may stay where it is, or lie beside the script.
+    file is not copied there: it may stay where it is, or lie beside the script. With --for, the
+    folder has the model file, too, and files that start the training; options of the script come
+    after --: autopar emit out --for slurm --set partition=gpu -- --steps 1000
 
     Example: autopar emit out/plan.json -o train.py
     """
     beside = plan if plan.is_dir() else plan.parent
     found = with_model(read_plan(plan), beside, model)
+    if target is None and (settings or shows or arguments):
+        raise InputError("--set, --print and options after -- need --for", fix="--for slurm")
+    if target is not None:
+        job = _job(target, found, beside, tuple(settings or ()), tuple(arguments or ()))
+        if shows:
+            _show(job)
+        else:
+            folder = output if output is not None else beside / job.target
+            whole = traced_plan(found, beside, uses_cache=cache)
+            write_job(whole, job.files, folder, model=job.model, force=force)
+            _tell_job(job, folder)
+        return
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")
@@ -84,6 +137,62 @@ def emit_script(
     for note in made.notes:
         print_note(note)
     results().print(f"Written: {path}", soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedJob:
+    """The files of a job, and notes to read before it is submitted."""
+
+    target: str
+    model: Path
+    files: tuple[LaunchFile, ...]
+    notes: tuple[str, ...]
+
+
+def _job(
+    target: str, plan: StoredPlan, beside: Path, given: Sequence[str], arguments: Sequence[str]
+) -> PreparedJob:
+    """Return the job of a plan for a scheduler."""
+    if target not in TARGETS:
+        raise InputError(f"--for {target}", expected=", ".join(TARGETS))
+    settings = read_settings(target, given)
+    name = job_name(plan, settings)
+    folder = Path(VOLUME) / name if settings.volume else Path()
+    own = script_arguments({}, folder, Start(checkpoints=folder / CHECKPOINTS), arguments)
+    metrics = value_given("--metrics", own) or METRICS
+    model = model_path(model_spec(plan, beside))
+    job = job_of(plan, name, own, metrics=metrics)
+    keeps = settings.volume or "://" in (value_given("--checkpoint", own) or "")
+    return PreparedJob(
+        target=target,
+        model=model,
+        files=launch_files(target, job, settings, content_of(model)),
+        notes=() if keeps or target not in FORGETFUL else (_FORGOTTEN,),
+    )
+
+
+_FORGOTTEN = (
+    "checkpoints stay in the containers, and are lost with them: --set volume=NAME keeps them, and "
+    "so does -- --checkpoint s3://…"
+)
+
+
+def _show(job: PreparedJob) -> None:
+    """Print the files of a job."""
+    for one in job.files:
+        if len(job.files) > 1:
+            print(f"# ---- {one.name}")
+        print(one.text, end="")
+    for note in job.notes:
+        print_note(note)
+
+
+def _tell_job(job: PreparedJob, folder: Path) -> None:
+    for note in job.notes:
+        print_note(note)
+    results().print(
+        f"Written: {folder}, with {', '.join(one.name for one in job.files)}", soft_wrap=True
+    )
 
 
 def _needed(model: Path) -> list[str]:

@@ -260,7 +260,7 @@ def analyze_run(plan: StoredPlan, run: Path) -> AnalyzedRun:
 
 def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
     """Compare a plan with the lines of a run, or return None if they have no step."""
-    steps = _steady(lines)
+    steps = steady_steps(lines)
     if not steps:
         return None
     seconds = [float(one["seconds"]) for one in steps]
@@ -282,7 +282,7 @@ def analyze(plan: StoredPlan, lines: Sequence[dict[str, Any]]) -> Analysis | Non
     )
 
 
-def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def steady_steps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the step lines except the first after each start (warm-up), if there are others."""
     steady: list[dict[str, Any]] = []
     warming: list[dict[str, Any]] = []

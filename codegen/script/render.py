@@ -47,9 +47,14 @@ FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
 
 @cache  # a template is compiled once
 def environment() -> Environment:
-    """Return the templates' environment, which rejects unfiltered values."""
+    """Return the environment of the scripts' templates."""
+    return templates_of("autopar.codegen.script", FILTERS)
+
+
+def templates_of(package: str, filters: Mapping[str, Callable[..., Source]]) -> Environment:
+    """Return the environment of a package's templates, which rejects unfiltered values."""
     made = Environment(
-        loader=PackageLoader("autopar.codegen.script"),
+        loader=PackageLoader(package),
         undefined=StrictUndefined,
         finalize=source,
         trim_blocks=True,
@@ -57,7 +62,7 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters = dict(FILTERS)
+    made.filters = dict(filters)
     return made
 
 
