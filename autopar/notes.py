@@ -87,14 +87,14 @@ def _note_expected(graph: Graph) -> None:
     shares = sorted({f"{share:.1%}" for share in parted.values()})
     where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
     print_note(
-        f"{len(parted)} masks part rows among experts (the first at {where}): each expert is "
+        f"{len(parted)} masks divide rows among experts (the first at {where}): each expert is "
         f"priced with its even share of them, {' or '.join(shares)}. If one gets more, its "
         "layer takes more time and memory than predicted."
     )
 
 
 def _note_statistics(graph: Graph, constraints: Constraints) -> None:
-    """Print why a model with batch norms has one microbatch, unless microbatches are pinned."""
+    """Print why a model with batch norms has one microbatch, unless the user allows several."""
     norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
     if norm is None:
         return
@@ -116,7 +116,7 @@ def note_parts_apart(plan: Plan) -> None:
 def note_plan(plan: Plan) -> None:
     """Print notes on surprising properties of a plan, and on memory above the default limit."""
     for note in meaning_notes(plan):
-        if note and note != parts_apart(plan):  # `parts_apart` was printed before the search
+        if note and note != parts_apart(plan):  # note_rows said so before the search
             print_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
@@ -124,8 +124,8 @@ def note_plan(plan: Plan) -> None:
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
-            "fit (docs/accuracy.md). If it does not fit, leave --memory out."
+            f"prediction. With {bytes_text(usual)} predicted, 95% of the measured runs would fit "
+            "(docs/accuracy.md). If this plan does not fit, leave --memory out."
         )
 
 
@@ -188,8 +188,8 @@ def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision)
     kinds = sorted({f"{key.device} in {key.precision}" for key in keys})
     print_note(
         f"the profile has ops on {' and '.join(kinds) or 'no device'}, but the plan is "
-        f"for {' and '.join(devices)} in {precision}: formulas price its ops. Profile on that "
-        "device, with that --precision (docs/profile.md)."
+        f"for {' and '.join(devices)} in {precision}: formulas price the plan's ops. "
+        "Profile on that device, with that --precision (docs/profile.md)."
     )
 
 
@@ -224,14 +224,14 @@ def note_own_choices(graph: Graph) -> None:
     if graph.autocast_at:
         print_note(
             f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
-            "The plan does not price that, and printed code does not have it: better leave it out, "
-            "and choose with --precision."
+            "The plan does not price that, and forwards printed in scripts do not have it: better "
+            "leave it out, and choose with --precision."
         )
     if graph.recomputed_at:
         print_note(
-            f"the model computes activations again by itself, by torch.utils.checkpoint at "
+            f"the model itself recomputes activations, by torch.utils.checkpoint at "
             f"{graph.recomputed_at}. The plan counts neither the memory that this saves nor its "
-            "time, and itself chooses layers to recompute: better leave it out (Hugging Face: "
+            "time, and chooses layers to recompute on its own: better leave it out (Hugging Face: "
             "gradient_checkpointing_disable())."
         )
 

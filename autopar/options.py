@@ -30,7 +30,7 @@ from autopar.planner.plan.declared.settings import (
     option_of,
 )
 
-MOST = 2**31  # the largest value of any counter
+MOST = 2**31  # the largest integer that an option accepts
 _MOST_SECONDS = 1e9
 Number = TypeVar("Number", int, float)
 
@@ -93,7 +93,7 @@ def _reader(
 
 
 _MOST_COUNTS = 64  # numbers of devices to plan for in one command
-_EXPECTED = "a whole number, several as 1,2,4,8, or all from one to another as 1..64"
+_EXPECTED = "a whole number, several such as 1,2,4,8, or a range such as 1..64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def _whole(text: str, option: str) -> int:
         return int(text)
     except ValueError:
         raise InputError(
-            f"{text!r} is not a number of devices",
+            f"{text!r} is not a number of {'machines' if option == '--nodes' else 'devices'}",
             where=option,
             expected=_EXPECTED if option == "--gpus" else "a whole number",
             fix="--gpus says how many devices, --nodes how many machines, --device which",
@@ -246,7 +246,10 @@ Command = Callable[..., None]
 
 
 def with_demands(*, after: str) -> Callable[[Command], Command]:
-    """Return a decorator that replaces `demands` by an option per constraint, after `after`."""
+    """Return a decorator that replaces the parameter `demands` with one option per constraint.
+
+    The options follow the parameter that `after` names.
+    """
 
     def changed(command: Command) -> Command:
         given = signature(command, eval_str=True)

@@ -55,7 +55,7 @@ def verify_plan(
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     half_steps: Annotated[
         int,
-        whole("--half-steps", least=0, text="Steps in the plan's bf16 or fp16, at most."),
+        whole("--half-steps", least=0, text="Most steps to train in the plan's bf16 or fp16."),
     ] = 30,
     tolerance: Annotated[
         float,
@@ -68,7 +68,7 @@ def verify_plan(
     cache: CACHE = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Train some steps with the script on CPU processes, with plain PyTorch in one; compare both.
+    """Compare some steps of the script, on CPU processes, with one process of plain PyTorch.
 
     The script is run as it is, changed by hand or not. The one process trains the model that
     build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64,
@@ -187,7 +187,7 @@ def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
         verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
     verdict = "DIFFERS" if comparison.faults else "equal"
-    table.add_row("start, random numbers, clipping", "", "", verdict)
+    table.add_row("values at the start, random numbers, clipping", "", "", verdict)
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)
@@ -208,7 +208,7 @@ def _tell_half(half: InHalf) -> None:
         ("weights and buffers after them", half.weights),
     )
     for what, found in rows:
-        verdict = "as near" if found.largest <= TIMES else "DIFFERS"
+        verdict = "near enough" if found.largest <= TIMES else "DIFFERS"
         table.add_row(what, f"{found.largest:.2f}", found.name, verdict)
     results().print(table)
     for fault in half.faults:
@@ -229,7 +229,8 @@ class Smaller:
 def smaller_plan(plan: Plan, folder: Path, arguments: Sequence[str]) -> Smaller:
     """Return a plan for the model with other arguments, with the same degrees.
 
-    Modules are split and recomputed as in the given plan where sizes allow it.
+    Modules are split and recomputed as in the given plan, unless the smaller model cannot follow
+    all of these rules: then none is kept.
     """
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))

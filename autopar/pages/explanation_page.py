@@ -111,7 +111,7 @@ def fullest_stage(explanation: Explanation) -> int:
 
 
 def memory_table(explanation: Explanation, only: int | None = None) -> Table:
-    """Return a table of each stage's memory on its rank by category, with bars up to the limit."""
+    """Return a table of the memory of each stage's rank by category; a full bar is the limit."""
     table = plain_table("Memory of a device", "stage", "category", "", "bytes", "of limit", left=3)
     for one in explanation.memory:
         if only not in (None, one.stage):
@@ -178,7 +178,7 @@ def _splits(one: ClassLayouts) -> Table:
 
 def _conversions(one: ClassLayouts) -> Table:
     table = plain_table(
-        f"{one.name}: conversions between them",
+        f"{one.name}: conversions between layouts",
         "before", "tensor is", "needed", "forward", "backward", left=5,
     )  # fmt: skip
     for line in one.conversions:
@@ -240,13 +240,14 @@ def analysis_page(plan: StoredPlan, found: Analysis) -> Iterator[RenderableType]
         yield _side_by_side(f"Step {found.profiled_step:,}, which was profiled", found.ranks)
     spread = f"{seconds_text(found.fastest_seconds)} to {seconds_text(found.slowest_seconds)}"
     lines = "1 step line" if found.lines == 1 else f"{found.lines} step lines"
-    yield Text(f"Medians of {lines}, of {spread} a step.")
+    yield Text(f"Medians of {lines}; their steps took {spread}.")
     if found.keeping_seconds is not None:
         yield Text(f"For a checkpoint, steps waited {seconds_text(found.keeping_seconds)}.")
     if not found.is_on_planned_device:
         device = plan.machines.device
         yield Text(
-            f"The run was not on {device}, which the plan is for: its times tell nothing of it."
+            f"The plan is for {device}, but the run was on another device, so its times "
+            "say nothing about the predictions."
         )
         return
     step = found.figures[0]
@@ -269,7 +270,8 @@ def _advice(step: RunFigure, plan: StoredPlan, *, is_profiled: bool) -> str:
     slower = "slower" if step.error > 0 else "faster"
     more = "" if is_profiled else "A run with --profile-step 20 tells which ranks wait. "
     return (
-        f"Steps are {slower} than planned by more than a quarter. Planned were {made}. "
-        f"{more}`autopar profile` measures ops and links on this machine, and `autopar plan "
-        "--profile` plans by that. If the devices wait for rows, --workers reads ahead."
+        f"Steps are {slower} than planned by more than a quarter. The largest predicted "
+        f"terms are {made}. {more}`autopar profile` measures ops and links on this machine, and "
+        "`autopar plan --profile` plans by that. If the devices wait for rows, --workers reads "
+        "ahead."
     )

@@ -67,7 +67,7 @@ class NeedsInlineError(Exception):
     @staticmethod
     def _for(key: str, what: str) -> NeedsInlineError:
         if key == LOSS or not key:
-            raise InputError(f"the printed code has no access to {what}, which it needs")
+            raise InputError(f"the code of the script has no access to {what}, which it needs")
         return NeedsInlineError(key)
 
 

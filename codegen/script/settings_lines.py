@@ -245,7 +245,7 @@ def units_per_step(model: Model) -> Source:
     return identifier(many if model.tokens_per_row > 1 else "GLOBAL_BATCH")
 
 
-_LEAST_SHARE = 0.01  # of a step or a device: smaller parts are left out
+_LEAST_SHARE = 0.01  # of a step or a device: smaller parts are added up
 
 
 def docstring(plan: Plan, file_name: str, *notes: str) -> Source:
@@ -312,7 +312,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     for one in shown:
         times = f"{one.count:,} × {one.collective} " if one.count else ""
         size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
-        took = f"{size}{seconds_text(one.seconds)}, {_overlap(one)}"
+        took = f"{size}{seconds_text(one.seconds)}, {_exposed(one)}"
         yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
     rank, memory = plan.fullest
     limit = plan.limit_bytes(rank)
@@ -324,20 +324,28 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     yield from _shares(sizes, memory.device_bytes, bytes_text)
 
 
-def _overlap(term: CommunicationTerm) -> str:
-    """Return how much of a communication runs beside computation."""
+def _exposed(term: CommunicationTerm) -> str:
+    """Return by how much a communication lengthens the step."""
     if not term.exposed_seconds:
-        return "all of it overlapped"
+        return "none of it exposed"
     if term.exposed_seconds >= term.seconds:
-        return "none of it overlapped"
-    return f"{seconds_text(term.exposed_seconds)} not overlapped"
+        return "all of it exposed"
+    return f"{seconds_text(term.exposed_seconds)} of it exposed"
 
 
 def _shares(
     parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Yield the parts of a whole, without the smallest ones."""
-    told = [f"{name} {text(part)}" for name, part in parts if part >= _LEAST_SHARE * whole]
+    """Yield the parts of a whole, and the sum of the smallest ones."""
+    sizes, rest = {}, 0.0
+    for name, part in parts:
+        if part >= _LEAST_SHARE * whole:
+            sizes[name] = part
+        else:
+            rest += part
+    if rest:
+        sizes["the rest"] = rest
+    told = [f"{name} {text(part)}" for name, part in sizes.items()]
     yield from _wrapped(", ".join(told), indent=4)
 
 
@@ -359,12 +367,13 @@ def _why(plan: Plan) -> Iterator[str]:
 def _certainty(plan: Plan) -> str:
     """Return what is proved about the plan, or about the fastest one if this one is simpler."""
     count, gap = plan.proof.enumerated, plan.proof.gap
-    ways = f"{count:,} arrangements" if count > 1 else "plans for the pinned arrangement"
+    of_pinned = "no plan for the pinned arrangement"
+    none = f"none of the {count:,} arrangements" if count > 1 else of_pinned
     by = f"over {gap:.2%} faster" if gap > 0 else "faster"
     if plan.fastest is None:
-        return f"none of the {ways} is {by}"
+        return f"{none} is {by}"
     fastest = seconds_text(plan.fastest.step_seconds)
-    return f"the fastest takes {fastest}, none of the {ways} is {by}"
+    return f"the fastest plan found takes {fastest}, and {none} is {by}"
 
 
 def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:

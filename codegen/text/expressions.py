@@ -27,7 +27,7 @@ def identifier(text: str) -> str:
 
 
 def attribute_name(name: str) -> str:
-    """Return the access to an attribute, after the object: `.name`."""
+    """Return `.name`, the text that reads an attribute of the object before it."""
     if not is_identifier(name):
         raise ValueError(f"{name!r} is no attribute")
     return f".{name}"
@@ -278,6 +278,6 @@ def rendered(expression: Expression, names: Names) -> tuple[str, Binding]:
 
 
 def _is_simple(operand: str) -> bool:
-    """Whether Ruff writes the operator without spaces: names, attributes, numbers."""
+    """Whether an operand is a name, an attribute or a number; Ruff then omits spaces at `**`."""
     bare = operand.removeprefix("-")
     return all(piece.replace("_", "a").isalnum() for piece in bare.split("."))

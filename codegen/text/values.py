@@ -1,4 +1,4 @@
-"""Turns plain values into Python text, as Ruff lays it out; lists the names that scripts import."""
+"""Turns plain values into Python text, as Ruff lays it out; lists what templates import."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def remark(value: str) -> Source:
 
 
 def prose(value: str) -> str:
-    """Return a text that is safe in a docstring: one line without quotes and backslashes."""
+    """Return a text that is safe in a docstring: one line without double quotes and backslashes."""
     one_line = re.sub(r"[^\x20-\x7e×·…–≥≤]+", " ", value)
     return one_line.replace("\\", "/").replace('"', "'").rstrip()
 
@@ -76,8 +76,8 @@ class Bracketed:
     def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
         """Return the group after `before` characters, as Ruff lays it out.
 
-        It is one line if it fits. Otherwise a call has its items on one inner line if they fit, and
-        everything else has one item per line.
+        It is one line if it fits. Otherwise the items of a call are on one inner line if they fit.
+        In all other cases there is one item per line.
         """
         if before + len(self.flat) + after <= WIDTH:
             return self.flat
@@ -153,7 +153,7 @@ def table(
     return Source("\n".join([*lines, closing]))
 
 
-# The names that scripts may import, by module.
+# The names that templates may use, by module; printed forwards import more.
 _FROM: Mapping[str, str] = MappingProxyType(
     {
         "argparse": "Namespace",

@@ -92,7 +92,7 @@ def _own_device(name: str, table: Mapping[str, object], links: Mapping[str, Link
 def _based(
     table: Mapping[str, object], known: Mapping[str, Mapping[str, object]], *, where: str
 ) -> Mapping[str, object]:
-    """Return a table with the missing keys of the known table that `like` names."""
+    """Return a table; keys that it lacks come from the known table that `like` names."""
     if "like" not in table:
         return table
     base = reading.choice(table, "like", known, where=where)
@@ -208,7 +208,10 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
-    """Return a test whether a number of devices fills usual nodes, or `nodes` equal ones."""
+    """Return a function that tells whether a number of devices fills equal nodes.
+
+    These are `nodes` nodes, or nodes of the usual size; a part of one usual node is accepted, too.
+    """
     usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:
@@ -232,7 +235,7 @@ def check_count(count: int, where: str) -> None:
     """Raise if no cluster can have so many devices or nodes."""
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
         raise InputError(
-            f"{count} is not a number of devices",
+            f"{count} is not a number of {'machines' if where == '--nodes' else 'devices'}",
             where=where,
             expected=f"a whole number from 1 to {MOST_DEVICES}",
         )
@@ -255,7 +258,7 @@ def _devices_per_node(gpus: int, nodes: int | None, device: Device) -> int:
             return gpus
         if gpus % usual:
             raise InputError(
-                f"{gpus} devices do not fill nodes of {usual}, as {device.name} usually has",
+                f"{gpus} devices do not fill nodes of {usual}, the usual size for {device.name}",
                 fix=f"use a multiple of {usual}, or say how many nodes there are",
             )
         return usual

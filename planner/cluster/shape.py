@@ -96,13 +96,13 @@ def _place(node: Machine) -> tuple[object, ...]:
 
 
 def half_peak(device: Device) -> float:
-    """Return the 16-bit peak of a device, or its fp32 peak without 16-bit units."""
+    """Return the 16-bit peak of a device, or its fp32 peak if it has no 16-bit units."""
     peaks = dict(device.peaks)
     return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
 
 
 def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tuple[Machine, ...]]:
-    """Yield orders of nodes, first those with equal nodes side by side."""
+    """Yield every order of the nodes if these are few, else some with equal nodes side by side."""
     if _number(counts) <= MOST_ORDERS:
         yield from _every_order(counts, kinds)
         return
@@ -158,16 +158,14 @@ class CrossedLevel:
     level: str
     parts: int
     members: int
-    bytes_per_second: (
-        float  # into and out of one part, each way, for the whole group in long transfers
-    )
+    bytes_per_second: float  # of one part in each direction, for the whole group, in long transfers
     port_bytes_per_second: float  # for one message of one rank
     alpha_seconds: float
     topology: Topology
     reduction_bytes_per_second: float  # of one part, if the switch sums; 0: it cannot
     backend: Backend
     collectives: tuple[MeasuredCollective, ...] = ()  # measured times of the link
-    shared: float = 1.0  # fraction of the measured rate that one group gets
+    shared: float = 1.0  # rate of one group ÷ rate of one port; scales measured rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +216,7 @@ def group_shape(
 def neighbour_shape(
     cluster: Cluster, ranks: int, stride: int, *, concurrent: int | None = None
 ) -> GroupShape:
-    """Return the worst shape of two neighbours in such groups, such as pipeline stages."""
+    """Return the worst shape of two neighbours in the groups of `group_shape`, such as stages."""
     span = ranks * stride
     group_shape(cluster, ranks, stride)  # raises if groups do not tile the cluster
     firsts = _different(
@@ -300,7 +298,7 @@ def _shape(
 
 
 def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
-    """Return the crossing with the narrowest link, and with the longest latency."""
+    """Return the narrowest crossing, with the least rates and the longest latency of all."""
     every = tuple(crossings)
     return replace(
         min(every, key=lambda one: one.bytes_per_second),

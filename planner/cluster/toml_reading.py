@@ -125,12 +125,12 @@ def bandwidth_text(bytes_per_second: float) -> str:
 _PLACE = re.compile(r"(?P<fault>.*) \(at line (?P<line>\d+), column (?P<column>\d+)\)")
 _BARE_TEXT = re.compile(r"\s*(?P<key>[\w.-]+)\s*=\s*(?P<text>\w[^\"'#,\[\]{}]*?)\s*(#.*)?")
 _FIXES = (  # tomllib's message → what to do
-    ("Cannot overwrite a value", "the key stands there before: leave one of the two out"),
-    ("Cannot declare", "the section stands there before: put all of its keys below one header"),
+    ("Cannot overwrite a value", "the key is already defined: leave one of the two out"),
+    ("Cannot declare", "the section is already defined: put all of its keys below one header"),
     ("Expected '=' after a key", "write it as key = value"),
     ("Expected ']'", "close the bracket"),
 )
-_ELSE = "write key = value, where texts stand in quotes that are closed in the same line"
+_ELSE = "write key = value, with texts in quotes that are closed on the same line"
 
 
 def parsed(source: str, *, where: str) -> Mapping[str, Any]:
@@ -219,7 +219,10 @@ def _section_start(source: str, name: str, number: int) -> int | None:
 
 
 def _key_line(source: str, start: int, key: str) -> int | None:
-    """Return the line of a key between a header and the next one."""
+    """Return the line of a key between a header and the next one.
+
+    If `start` is 0, return the first line of the file with the key or with a header of its name.
+    """
     if not key:
         return None
     for line, text in enumerate(source.splitlines()[start:], start=start + 1):
@@ -354,7 +357,7 @@ def choice(
     where: str,
     default: str | None = None,
 ) -> Chosen:
-    """Return the object with a given name."""
+    """Return the object in `known` that a key's value names."""
     name = text(table, key, where=where, default=default)
     if name not in known:
         raise InputError(

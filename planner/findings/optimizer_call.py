@@ -92,7 +92,7 @@ def _check_once(optimizer: Optimizer, where: str) -> None:
         raise InputError(
             f"build_optimizer gives the optimizer {twice} parameters more than once",
             where=where,
-            fix="let each parameter stand in one group, once",
+            fix="list each parameter once, in one group",
         )
 
 

@@ -154,11 +154,11 @@ _TAKING = (OpKind.PART, OpKind.PARTS)
 def meeting_rows(graph: Graph) -> Op | None:
     """Return the first op that combines rows, for the loss or for a buffer.
 
-    It compares all pairs of rows (contrastive losses), a row with the next one, or the two halves
-    of a batch; uses a result of all rows in each row (centering); computes with their number; takes
-    a nonlinear function, such as a root, of their mean or sum; or normalises them by their
-    statistics without being one of torch's batch norms, which share statistics over all ranks. A
-    buffer may keep a result of all rows.
+    It may compare all pairs of rows (contrastive losses), a row with the next one, or the two
+    halves of a batch; use a result of all rows in each row (centering); compute with their number;
+    take a nonlinear function, such as a root, of their mean or sum; write a result of all rows to a
+    buffer; or normalise rows by their statistics without being one of torch's batch norms, which
+    share statistics over all ranks.
     """
     of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
     for op in graph.ops:
@@ -254,8 +254,8 @@ def may_be_uneven(graph: Graph) -> bool:
 def parts_have_weights(graph: Graph) -> bool:
     """Whether the loss of a batch is a weighted mean, or a sum, of the losses of unequal parts.
 
-    A part is weighted by its rows, and each mean in the loss by its own count. A mean divided by
-    another mean is neither: its count is not a sum over parts.
+    The weight of a part is its number of rows, or of what the mean counts, such as valid targets. A
+    mean divided by another mean is neither: its count is not a sum over parts.
     """
     follows = all_of_parts(graph)
     if follows[graph.loss] not in (Follows.MEAN, Follows.SUM):

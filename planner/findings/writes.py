@@ -200,7 +200,7 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
     """
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
-        return Hindrance(why="its code stands in the model's own forward, not in a module's")
+        return Hindrance(why="its code is in the model's own forward, not in a module's")
     made = graph.index.storages(name for op in layer.ops for name in op.outputs)
     if writers.keys().isdisjoint((*made, *written(layer.ops, graph))):
         return None
@@ -265,7 +265,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
         if read.issuperset(re.findall(r"(?:^|\.)(\w+)", place.partition(" of ")[0])):
             raise InputError(
                 f"the optimizer's or the scheduler's step sets {place}, which the forward or the "
-                "loss reads: printed code would keep one value",
+                "loss reads: the script would keep one value",
                 where=str(path),
                 expected="what changes in training to be a buffer of the model",
                 fix="count steps in a buffer that forward writes (self.steps += 1), and compute "

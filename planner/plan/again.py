@@ -68,7 +68,7 @@ def solve_point(
     except (InfeasibleError, TimeLimitError) as error:
         return error.found
     gap = other.proof.gap
-    limited = f"the time limit came first: it can be better by {gap:.1%}" if gap else ""
+    limited = f"the time limit came first: it may be up to {gap:.1%} faster" if gap else ""
     return runner_up(other, limited)
 
 
@@ -180,7 +180,7 @@ _DROPPED = (
     "pipeline",
     "tensor",
 )
-_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # choose a number of devices
+_OF_A_CHOICE = ("deadline_seconds", "budget_usd")  # such a demand chooses a number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

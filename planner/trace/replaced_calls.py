@@ -194,7 +194,7 @@ _PACKS = (
     "out[torch.arange(out.shape[0]), lengths - 1]",
 )
 _RUNS_BACKWARD = (
-    "the forward runs a backward by itself (backward()), whose gradients stay on the parameters",
+    "the forward itself runs a backward (backward()), whose gradients stay on the parameters",
     "one backward for each step, which the script runs",
     "take a gradient by torch.autograd.grad(…, create_graph=True), and add up losses",
 )

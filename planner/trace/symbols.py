@@ -103,7 +103,7 @@ class Symbols:
             raise TraceError(
                 f"a size depends on the values of a tensor ({symbol})",
                 expected="shapes that follow from the shapes of the batch",
-                fix="replace .item(), nonzero or boolean indexing by a mask",
+                fix="replace .item(), nonzero or boolean indexing with a mask",
             )
         return self.bounds[symbol].at(batch)
 

@@ -129,7 +129,8 @@ def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = T
 class Shapes:
     """The shapes that a stage receives and sends for one microbatch.
 
-    The shapes are this rank's own. `lengths` are the whole lengths of split dims that it receives.
+    Of a dim that is split over the tensor axis, they have this rank's share. `lengths` are the
+    whole lengths of such dims of the received tensors.
     """
 
     received: Sequence[torch.Size]

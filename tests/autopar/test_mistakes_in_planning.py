@@ -122,7 +122,7 @@ MISTAKES = {
         files={"model.py": MODEL.replace("self.embed(x)", "self.embed(x.view(7, *x.shape[1:]))")},
         code=3,
     ),
-    "pins outside of their section": rules("tp = 2", "'tp' stands before any section", "[pins]"),
+    "pins outside of their section": rules("tp = 2", "'tp' comes before any section", "[pins]"),
     "a misspelt section": rules("[pin]\ntp = 2", "unknown key 'pin'", "line 1", "mean 'pins'?"),
     "a cluster file for rules": rules("[[nodes]]\n", "this is a cluster file", "--cluster"),
     "a misspelt word at the top": rules(

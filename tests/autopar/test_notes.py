@@ -57,7 +57,7 @@ def test_what_is_expected_of_experts_is_told(
 ) -> None:
     note_rows(graph_of(tmp_path, WAYS["each choice"]), Constraints())
     told = " ".join(capsys.readouterr().err.split())
-    assert "6 masks part rows among experts (the first at" in told
+    assert "6 masks divide rows among experts (the first at" in told
     assert "its even share of them, 16.7%" in told
 
 

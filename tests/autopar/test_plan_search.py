@@ -104,7 +104,7 @@ def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, m
 @pytest.mark.parametrize(
     ("around", "note"),
     [
-        ("checkpoint(layer, x, memory)", "computes activations again by itself, by torch.utils"),
+        ("checkpoint(layer, x, memory)", "itself recomputes activations, by torch.utils"),
         ("torch.autocast('cpu', torch.bfloat16)(layer)(x, memory)", "a precision of its own, by"),
     ],
 )

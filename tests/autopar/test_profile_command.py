@@ -60,7 +60,7 @@ def test_a_profile_that_has_nothing_of_a_plan_is_noted(
     planned = autopar("plan", MNIST, "--gpus", "1", *options, *rows, "--profile", "m.toml")
     assert planned.code == 0, planned.err
     assert planned.err.startswith("note: the profile has ops on cpu in fp32, ")
-    assert f"{told}: formulas price its ops" in planned.err
+    assert f"{told}: formulas price the plan's ops" in planned.err
 
 
 def test_profiling_again_adds_to_the_file(autopar: Autopar, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ GLOBAL_BATCH = 8
 _FOLDER = Path(__file__).parent / "plain_models"
 _MEET = "the rows of a batch meet"
 _NEARLY = "multiplies two means over rows"
-_APART = "takes the statistics of each of 2 microbatches by itself"
+_APART = "takes the statistics of each of 2 microbatches separately"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,7 +241,7 @@ def _assigned(
         case _, ast.Attribute(value=whole, attr=attr) if attr in _FIELDS:
             yield whole, (*[""] * _FIELDS.index(attr), *_names(target))
         case ast.Tuple(), _:
-            yield target, _names(target)  # torch iterates over a tensor that is unpacked
+            yield target, _names(target)  # unpacking a tensor runs ops at the target's position
             yield value, _names(target)
         case ast.Name(id=name), _:
             yield value, unpacks.get(name, _names(target))

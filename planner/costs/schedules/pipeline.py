@@ -1,9 +1,9 @@
 """Turns the stages of a pipeline into the seconds of one step.
 
-In formulas, m is the number of microbatches and p of ranks; f and b (= i + w if split) are the
-forward and backward seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B have closed
-forms. The other schedules are simulated for a few rounds of microbatches; every further round takes
-as long as the last simulated one.
+In formulas, m is the number of microbatches and p of ranks; f and b are the forward and backward
+seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B have closed forms. The other
+schedules are simulated for a few rounds of microbatches; every further round takes as long as the
+last simulated one, or longer if the busiest rank needs it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def uneven_one_f_one_b_least_seconds(
     in_flight: Sequence[int],
     microbatches: int,
 ) -> float:
-    """Return a lower bound of a 1F1B step without transfers: the greatest of any stage.
+    """Return a lower bound of a 1F1B step without transfers: the greatest bound of any stage.
 
     before(s) + m·(f + b) + max(0, after(s) − k·f) + max(0, after(s) − k·b)
 
@@ -126,7 +126,7 @@ def _closed(
     stages: Sequence[StageSeconds],
     transfer_seconds: Sequence[float],
 ) -> PipelineSeconds:
-    """Return the closed form. A rank ends before the step: gradients still pass earlier ranks."""
+    """Return the closed form. Later ranks end first: gradients still pass the earlier ones."""
     forward, backward = on_demand_seconds(
         [stage.forward_seconds for stage in stages],
         [stage.backward_seconds for stage in stages],
@@ -156,7 +156,10 @@ def _simulated(
     stages: tuple[StageSeconds, ...],
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
-    """Return the simulation; rounds beyond the first few take as long as the last simulated one."""
+    """Return the simulation; rounds beyond the first few take as long as the last simulated one.
+
+    If the busiest rank computes for longer than that, its time counts.
+    """
     if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
     few = settled(kind, shape)

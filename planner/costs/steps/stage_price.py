@@ -9,7 +9,7 @@
 
 Synchronised batch norms wait for the statistics of all data ranks, in every pass.
 
-If a sharded copy lies on fewer ranks than share the data (HSDP), scattered gradients are summed
+If a sharded copy lies on fewer ranks than the data axis has (HSDP), scattered gradients are summed
 over the copies. If one bucket has all gradients, its reduction overlaps with nothing.
 """
 

@@ -187,7 +187,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
     is_sharded = arrangement.zero.divides_parameters
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield CommunicationTerm(
-        reason="parameters gathered from the ranks that share them",
+        reason="parameters gathered over the data axis",
         collective=Collective.ALL_GATHER,
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
@@ -198,7 +198,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
     rounds = each if arrangement.zero.reduces_each else 1
     exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
     yield CommunicationTerm(
-        reason="gradients summed over the ranks that share the data",
+        reason="gradients summed over the data axis",
         collective=Collective.ALL_REDUCE
         if not arrangement.zero.divides_optimizer
         else Collective.REDUCE_SCATTER,
@@ -211,7 +211,7 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
     statistics = sum((one.synchronising for one in own), NO_WAIT)
     seconds = each * (statistics.forward_seconds + statistics.backward_seconds)
     yield CommunicationTerm(
-        reason="statistics of batch norms over the ranks that share the data",
+        reason="statistics of batch norms over the data axis",
         collective=Collective.ALL_GATHER,
         ranks=arrangement.data,
         count=each * statistics.collectives,

@@ -1,7 +1,10 @@
 """Lower bounds of an arrangement's step, before its stages are chosen.
 
 For any cut of the layers, some rank has at least the mean share of computing, of parameters to
-gather, and of states to update. The slowest rank's time is that of whole layers.
+gather, and of states to update. Layers are not divided, so the slowest rank has whole ones.
+
+In formulas, m is the number of microbatches and p of pipeline ranks; T is the slowest rank's time
+for a microbatch, and Σ that of all ranks together.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class LeastTotals:
     gradient_bytes: int
     trainable: int
     input_gradient_seconds: float  # the part of the backward that is not deferred
-    least_output_bytes: int  # the smallest output of a layer: every cut sends this much
+    least_output_bytes: int  # the smallest output of a layer: every cut sends at least this much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +126,17 @@ class StepBound:
 
     @property
     def _is_on_demand(self) -> bool:
-        """Whether a rank waits for the tensors that it receives; at least one per microbatch."""
+        """Whether a rank waits for the tensors that it receives, at least one per microbatch."""
         return self.arrangement.pipeline > 1 and self.arrangement.schedule.has_closed_form
 
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)
 
     def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return the least time of the pipeline: at least m · T, when the slowest rank is busy.
+        """Return the least time of the pipeline: at least m · T, for the slowest rank.
 
-        1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
-        average, plus the mean of their waits.
+        1F1B and GPipe: see `_in_turn`. Other schedules: on average the ranks compute for m · Σ ÷ p,
+        and wait for `_mean_wait_seconds`.
         """
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
@@ -164,8 +167,8 @@ class StepBound:
     def _passes(self, pressed: Pressed, repeated: LayerBlock) -> tuple[float, float]:
         """Return the seconds of one microbatch's forward and backward in all layers together.
 
-        Stages begin with different layers. So at most as many stages begin with one of the other
-        layers as there are other layers.
+        Every stage begins with a different layer. `borders` is the least number of stages that
+        begin with a repeated layer: all stages, less one for each of the other layers.
         """
         stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
         everything = Shared(

@@ -129,7 +129,7 @@ def _refuse_misplaced(table: Mapping[str, object]) -> None:
     for key in table:
         section = next((one for one in SECTIONS if key in keys_of(one)), None)
         if section is not None:
-            found = f"{key!r} stands before any section"
+            found = f"{key!r} comes before any section"
             raise InputError(found, where=TOP, fix=f"put it below a line [{section}]")
 
 

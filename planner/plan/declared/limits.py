@@ -242,7 +242,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
 def gradient_words(found: OwnGradient) -> str:
     """Describe what a model does with gradients, and where."""
     does = "takes" if found.use is GradientUse.TAKEN else "changes"
-    return f"the model {does} gradients by itself, by {found.how} at {found.where}"
+    return f"the model itself {does} gradients, by {found.how} at {found.where}"
 
 
 def _gradient_declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:

@@ -4,8 +4,8 @@ Values without a JSON form are objects with one key: {"tensor": …} for a tenso
 {"dtype": …} for a dtype, {"size": …} for a size, {"float": …} for a float, so that every JSON tool
 preserves 1.0 and infinity, {"complex": [real, imaginary]} for a complex number. A JSON list is a
 tuple; {"list": […]}, {"map": …}, {"named": …} and {"fields": …} are a list, a dict, a namedtuple
-and another object of the model. A size is a number, or a list of coefficients if it depends on the
-batch.
+and another object of the model. In a shape, a size is a number, or a list of coefficients if it
+depends on the batch.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Known:
     def to_beat(self, of: Complexity) -> float:
         """Return the time that a plan must be below to be chosen.
 
-        The plan must be within the tolerance of the fastest, and faster than every plan that is as
-        simple.
+        The plan must be within the tolerance of the fastest, and faster than every plan that is at
+        least as simple.
         """
         as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
         return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))

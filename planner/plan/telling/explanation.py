@@ -159,7 +159,7 @@ MEMORY_CATEGORIES = (
     ("optimizer", "optimizer_bytes"),
     ("activations", "activation_bytes"),
     ("work space", "transient_bytes"),
-    ("in passing", "unsharded_bytes"),  # gathered parameters, gradients before they are added
+    ("temporary copies", "unsharded_bytes"),  # gathered parameters, gradients before they are added
     ("buffers", "communication_bytes"),
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
@@ -295,8 +295,9 @@ def part_words(prediction: Prediction, part: StepPart) -> str:
         if TERM_PARTS.get(term.name, StepPart.OVERHEAD) is part and percent
     ]
     names = [term.name for term, _ in own]
-    added = f" ({' + '.join(names)})" if names != [part.value] else ""
-    return f"{part}{added} takes {sum(percent for _, percent in own)}% of the step"
+    added = " + ".join(names)
+    told = added if part.value in names else f"{part} ({added})"
+    return f"{told} takes {sum(percent for _, percent in own)}% of the step"
 
 
 def _help(prediction: Prediction, part: StepPart) -> str:

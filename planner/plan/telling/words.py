@@ -175,7 +175,7 @@ def statistics_apart(plan: Plan) -> str:
     if norm is None or count == 1:
         return ""
     return (
-        f"{named(norm)} takes the statistics of each of {count} microbatches by itself, as was "
+        f"{named(norm)} takes the statistics of each of {count} microbatches separately, as was "
         "asked for, so this is not the training of one device."
     )
 

@@ -124,7 +124,7 @@ class ChangedCode:
 class ConvertingCode:
     """The classes that may convert a demand's tensor for one of its consumers.
 
-    They stand in the order in which a script prefers them. A consumer number after the last one
+    They are in the order in which a script prefers them. A consumer number after the last one
     means the slot that the tensor crosses into, or the loss.
     """
 
@@ -231,7 +231,7 @@ def _saved_bytes(problem: Problem, assignment: Assignment) -> int:
 def printed_lines(problem: Problem, code: PrintedCode, assignment: Assignment) -> float:
     """Return the lines that a script prints for an assignment.
 
-    A conversion that may stand in several classes goes to an open one, or else opens the first.
+    A conversion that several classes may print goes to an open one, or else opens the first.
     """
     picked = [n.choices[c] for n, c in zip(problem.nodes, assignment.choices, strict=True)]
     produced = _produced(problem, assignment, picked)

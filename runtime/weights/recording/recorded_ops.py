@@ -207,7 +207,10 @@ class History:
             generator.set_state(self.state_behind(draw.behind))
 
     def state_behind(self, number: int) -> Tensor:
-        """Return the default generator's state after a random op. Repeats all draws before it."""
+        """Return the default generator's state after a random op.
+
+        Repeats the draws between it and the last draw before it with a known state.
+        """
         chain: list[int] = []
         last: int | None = number
         while last is not None and last not in self._states:

@@ -81,7 +81,7 @@ FORWARDS: Mapping[str, Idiom] = {
             x.register_hook(lambda gradient: gradient * 0.5)
         return x
 """,
-        otherwise={way: refused("the model changes gradients by itself") for way in ("tp", "pp")},
+        otherwise={way: refused("the model itself changes gradients") for way in ("tp", "pp")},
     ),
     "checkpoints of its own": _own("""
     def hidden(self, ids):

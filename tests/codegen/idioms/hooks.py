@@ -13,9 +13,9 @@ def build_model():
 """
 _TENSOR = refused("at most tp=1")
 _TAKEN = {
-    "ZeRO-3": refused("zero=0 or zero=1 (the model takes gradients by itself"),
-    "tp": refused("at most tp=1 (the model takes gradients by itself"),
-    "pp": refused("at most pp=1 (the model takes gradients by itself"),
+    "ZeRO-3": refused("zero=0 or zero=1 (the model itself takes gradients"),
+    "tp": refused("at most tp=1 (the model itself takes gradients"),
+    "pp": refused("at most pp=1 (the model itself takes gradients"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rows that masks part among experts are priced once in all, each expert with its even share."""
+"""Rows that masks divide among experts are priced once in all, each expert with its even share."""
 
 from __future__ import annotations
 

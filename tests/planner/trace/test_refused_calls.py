@@ -28,7 +28,7 @@ def build_model():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("y.sum().backward(retain_graph=True)", "runs a backward by itself"),
+        ("y.sum().backward(retain_graph=True)", "itself runs a backward"),
         (
             "y, _ = self.rnn(nn.utils.rnn.pack_padded_sequence(y, torch.ones(7), True, False))",
             "packs sequences by their lengths",

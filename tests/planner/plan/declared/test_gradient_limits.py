@@ -45,6 +45,6 @@ def test_a_model_that_leaves_gradients_alone_has_every_plan() -> None:
 
 def test_it_is_said_what_the_model_does_and_where() -> None:
     assert gradient_words(own(GradientUse.CHANGED, ROOT)) == (
-        "the model changes gradients by itself, by Tensor.register_hook at model.py:3"
+        "the model itself changes gradients, by Tensor.register_hook at model.py:3"
     )
     assert "takes gradients" in gradient_words(own(GradientUse.TAKEN, ROOT))

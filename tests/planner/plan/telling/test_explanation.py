@@ -64,7 +64,7 @@ def test_shares_sum_to_the_step() -> None:
 
 def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
     plain = explain(with_terms(compute=65, recompute=0, optimizer=2, framework=33))
-    assert plain.reasons[0].startswith("compute (compute + optimizer) takes 67% of the step")
+    assert plain.reasons[0].startswith("compute + optimizer takes 67% of the step")
     assert "recomputed" not in plain.reasons[0]
     again = explain(with_terms(compute=65, recompute=20, framework=15))
     assert "fewer recomputed layers" in again.reasons[0]
