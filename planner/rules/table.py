@@ -193,9 +193,9 @@ _RULES = (
     *lines("cross_entropy_loss", c.cross_entropy, "self(n v …), target",
            kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight",
            split_form=SplitForm(
-               # a row's maximum, then its sum of exponentials and target logit (Megatron-LM, 3.)
+               # a row's maximum, sum of exponentials, target logit and sum of logits
                letter="v", function="vocab_parallel_cross_entropy", gives=WHOLE,
-               sends=((Collective.ALL_REDUCE, 1), (Collective.ALL_REDUCE, 2)))),
+               sends=((Collective.ALL_GATHER, 4),))),
     *lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
            kind=OpKind.CLASS_LOSS, alike="self weight"),
     *lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",

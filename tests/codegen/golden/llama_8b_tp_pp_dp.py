@@ -9,7 +9,7 @@ Defaults: AdamW, learning rate 0.0003, betas (0.9, 0.95), weight decay 0.1 on ma
 build_optimizer in the model file); linear warm-up over 2,000 steps, at most a tenth of all, then a
 cosine down to 0.1 of that rate (no build_scheduler); gradients clipped to norm 1 (CLIP_NORM).
 
-Predicted on 16 × h100-sxm: 1.094 s per step, 239,550 tokens/s, 37.1% of the peak FLOPs
+Predicted on 16 × h100-sxm: 1.094 s per step, 239,554 tokens/s, 37.1% of the peak FLOPs
     compute 768.1 ms, tensor communication 63.93 ms, pipeline bubble 172.8 ms, exposed data parallel
       71.77 ms, the rest 17.69 ms
 Communication of the busiest rank in a step:
@@ -30,7 +30,7 @@ Why this plan: the fastest plan found takes 1.087 s, and no plan for the pinned 
 faster; compute + optimizer takes 71% of the step.
 This plan has simpler layouts than the fastest one, and its step is 0.65% longer.
 """
-# Written by autopar 0.2.0 (checksum a13ad17c71602354, plan 6021a0ca12f11f87); edits are kept.
+# Written by autopar 0.2.0 (checksum d5c0def1e5f302c8, plan 6021a0ca12f11f87); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
