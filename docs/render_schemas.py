@@ -15,6 +15,7 @@ from autopar.planner.plan.telling.explanation import Explanation
 from autopar.planner.plan.telling.timeline import Timeline
 from autopar.planner.plan.why_not import WhyNot
 from autopar.runs.run_metrics import Analysis
+from autopar.runs.run_status import RunStatus
 
 SCHEMAS = Path(__file__).parent / "schemas"
 PRINTED: dict[str, Any] = {
@@ -24,6 +25,7 @@ PRINTED: dict[str, Any] = {
     "explain-why-not": WhyNot,
     "explain-timeline": Timeline,
     "explain-analyze": Analysis,
+    "status": RunStatus,
     "diff": PlanComparison,
     "inspect": Inspection,
     "inspect-ops": list[AnnotatedOp],

@@ -63,8 +63,7 @@ def status(
     while True:
         found = _status(run, _job(slurm, kubernetes, namespace))
         if as_json:
-            told = {**asdict(found), "against_plan": found.against_plan}
-            print_json(told, indent=None if watch else 2)
+            print_json(asdict(found), indent=None if watch else 2)
         else:
             _tell(found, clears=watch)
         if not watch or found.is_over:

@@ -68,19 +68,13 @@ class RunStatus:
     loss: float | str | None = None
     step_seconds: float | None = None  # the median of recent step lines
     predicted_step_seconds: float | None = None
+    against_plan: float | None = None  # the measured step over the predicted one
     seconds_left: float | None = None
     silent_seconds: float | None = None  # since the last line of metrics
     checkpoint_step: int | None = None
     restarts: int = 0
     slow_rank: SlowRankStatus | None = None
     job: ScheduledJob | None = None
-
-    @property
-    def against_plan(self) -> float | None:
-        """The measured step over the predicted one."""
-        if self.step_seconds is None or not self.predicted_step_seconds:
-            return None
-        return self.step_seconds / self.predicted_step_seconds
 
     @property
     def is_over(self) -> bool:
@@ -117,13 +111,16 @@ def run_status(folder: Path | None, job: ScheduledJob | None = None) -> RunStatu
     kept = None if record is None else record.checkpoints_in(folder)
     place = folder / CHECKPOINTS if kept is None else kept
     state = _state_of(lines, place) if record is None else str(record.state)
+    progress, predicted = _progress(lines), _predicted(folder)
+    measured = progress["step_seconds"]
     return RunStatus(
         folder=str(folder),
         state=state,
-        predicted_step_seconds=_predicted(folder),
+        predicted_step_seconds=predicted,
+        against_plan=measured / predicted if measured and predicted else None,
         checkpoint_step=_checkpoint_step(lines, place),
         job=job,
-        **_progress(lines),
+        **progress,
     )
 
 
@@ -134,8 +131,7 @@ def _state_of(lines: Sequence[dict[str, Any]], checkpoints: Location) -> str:
     ended = _OF_EVENTS.get(_last_event(lines))
     if ended is not None:
         return str(ended)
-    is_local = isinstance(checkpoints, Path)
-    is_running = is_held(checkpoints) if is_local and checkpoints.is_dir() else True
+    is_running = is_held(checkpoints) if checkpoints.is_dir() else True
     return str(RunState.RUNNING if is_running else RunState.KILLED)
 
 

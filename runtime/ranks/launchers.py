@@ -115,7 +115,7 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ProcessPlace:
     """The place of a process among the ranks, and where the first rank listens.
 
     `local_rank` and `local_world_size` count the ranks of this machine, `node` is its index. The
@@ -133,18 +133,18 @@ class Place:
     port: int
 
 
-def own_place() -> Place:
+def own_place() -> ProcessPlace:
     """Return the place that this process's environment names."""
     return place_in(os.environ)
 
 
-def has_one_device(place: Place, variables: Mapping[str, str]) -> bool:
+def has_one_device(place: ProcessPlace, variables: Mapping[str, str]) -> bool:
     """Whether srun, or a wrapper under mpirun, lets this process see only a device of its own."""
     is_told = any(name in variables for name in _VISIBLE_DEVICES)
     return is_told and place.launcher is not TORCHRUN
 
 
-def place_in(variables: Mapping[str, str]) -> Place:
+def place_in(variables: Mapping[str, str]) -> ProcessPlace:
     """Return the place that an environment names, or raise UnknownPlaceError.
 
     Without any launcher, it is the first rank of a world of WORLD_SIZE, by default 1.
@@ -160,7 +160,7 @@ def place_in(variables: Mapping[str, str]) -> Place:
     local_rank, local_world_size = _local(launcher, variables, rank, world_size)
     nodes = _number(launcher.nodes, variables, default=-(-world_size // max(local_world_size, 1)))
     node = _number(launcher.node, variables, default=rank // max(local_world_size, 1))
-    return Place(
+    return ProcessPlace(
         launcher=launcher,
         rank=rank,
         world_size=world_size,

@@ -27,7 +27,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from autopar.runtime.ranks.launchers import Place
+from autopar.runtime.ranks.launchers import ProcessPlace
 from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.refusal import refuse
 
@@ -36,7 +36,7 @@ _AGAIN = timedelta(seconds=1)  # a rank waits this long before it looks for anot
 _RENDEZVOUS_ROOM = "autopar/start"
 
 
-def store_of(own: Place, timeout: timedelta) -> Store:
+def store_of(own: ProcessPlace, timeout: timedelta) -> Store:
     """Return the store through which the ranks of one start find each other.
 
     Exits if they do not meet in time.
@@ -57,7 +57,7 @@ def store_of(own: Place, timeout: timedelta) -> Store:
         )
 
 
-def _store_of(own: Place, timeout: timedelta) -> Store:
+def _store_of(own: ProcessPlace, timeout: timedelta) -> Store:
     rank, world_size = own.rank, own.world_size
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -129,7 +129,7 @@ _MOST_SHOWN = 200  # characters of an error that are printed
 
 
 @contextmanager
-def joining_nodes(store: Store, place: Place, timeout: timedelta) -> Iterator[None]:
+def joining_nodes(store: Store, place: ProcessPlace, timeout: timedelta) -> Iterator[None]:
     """Make groups created inside listen on addresses that other nodes reach.
 
     If a node cannot be reached, all nodes exit with one message that says what to set.
@@ -176,7 +176,7 @@ def _refuse(found: str) -> None:
     )
 
 
-def _choose_interface(store: Store, place: Place, timeout: timedelta) -> None:
+def _choose_interface(store: Store, place: ProcessPlace, timeout: timedelta) -> None:
     """Set the variables that name the network interface, unless they are set.
 
     The interface is the one that leads to the first rank. On that machine itself the name may
@@ -203,7 +203,7 @@ def _addresses_towards(host: str, port: int) -> tuple[str, str]:
         return str(place[0]), str(one.getsockname()[0])
 
 
-def _told_by_others(store: Store, place: Place, timeout: timedelta) -> str:
+def _told_by_others(store: Store, place: ProcessPlace, timeout: timedelta) -> str:
     """Return the first node's address as others see it; "" if no node writes one."""
     deadline = time.monotonic() + timeout.total_seconds()
     alike = store.add(_LOOPBACK, int(place.local_rank == 0))

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from autopar.runtime.ranks.launchers import Place, UnknownPlaceError, own_place
+from autopar.runtime.ranks.launchers import ProcessPlace, UnknownPlaceError, own_place
 from autopar.runtime.ranks.leaving import FAILED, MISMATCH, USAGE, ExitReason, leave
 
 _Value = TypeVar("_Value")
@@ -63,7 +63,7 @@ def refuse(found: str, *, fix: str) -> NoReturn:
     leave(verdict)
 
 
-def known_place() -> Place:
+def known_place() -> ProcessPlace:
     """Return this process's place among the ranks; exit if the environment does not tell it."""
     try:
         return own_place()

@@ -20,6 +20,7 @@ COMMANDS = {
     "explain-timeline": ("explain", "PLAN", "--timeline", "--json"),
     "explain-why-not": ("explain", "PLAN", "--why-not", "tp=2", "--json"),
     "explain-analyze": ("explain", "PLAN", "--analyze", "METRICS", "--json"),
+    "status": ("status", "RUN", "--json"),
     "diff": ("diff", "PLAN", "PLAN", "--json"),
     "inspect": ("inspect", MNIST, "--json"),
     "inspect-ops": ("inspect", MNIST, "--ops", "--json"),
@@ -42,6 +43,7 @@ def test_what_a_command_prints_agrees_with_its_schema(
     line = {"step": 2, "loss": 1.0, "seconds": 0.1, "per_second": 10.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     places = {"PLAN": str(tmp_path / "plan.json"), "METRICS": str(tmp_path / "metrics.jsonl")}
+    places["RUN"] = str(tmp_path)
     ran = autopar(*(places.get(word, word) for word in COMMANDS[name]))
     assert ran.code in (0, 1), ran.err
     schema = json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8"))
