@@ -11,6 +11,7 @@ from textwrap import wrap
 from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose, remark
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.costs.layers.chunked_loss import LOSS_CHUNKS
 from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
@@ -160,6 +161,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         per_rank = "stages on each rank; the layers of a stage are consecutive"
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
+    if any(mode.makes_chunks for mode in plan.layer_modes):
+        chunks = "of rows: the logits of one chunk exist at a time"
+        yield ScriptSetting("LOSS_CHUNKS", literal(LOSS_CHUNKS), chunks)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
 
 
