@@ -100,7 +100,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
-        yield ScriptSetting("WORKERS", literal(0), "processes of a rank that read ahead; --workers")
+        ahead = "processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers"
+        yield ScriptSetting("WORKERS", literal("auto"), ahead)
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as on one device; False: each has its own"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
