@@ -56,7 +56,7 @@ def opened_classes(
 
 
 def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
-    """Yield the calls of recomputed layers, which must remain calls."""
+    """Yield the calls of layers that have a mode, which must remain calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
         if mode.wraps_layers:

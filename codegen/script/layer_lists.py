@@ -195,27 +195,33 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     if plan.arrangement.compile is Compile.LAYERS:
-        found.append(_listed("COMPILED", _compiled(subject, paths)))
+        found.append(_listed("COMPILED", _compiled(subject, paths, modes)))
     for one in recomputations(plan):
         found.append(
             _listed(
                 one.table,
-                [p for p, mode in zip(paths, modes, strict=True) if p and str(mode) == one.mode],
+                [p for p, mode in zip(paths, modes, strict=True) if p and mode.table == one.table],
             )
         )
     return Source("\n".join(found))
 
 
-def _compiled(subject: PlannedSubject, paths: Iterable[str]) -> list[str]:
+def _compiled(
+    subject: PlannedSubject, paths: Iterable[str], modes: Iterable[Recompute]
+) -> list[str]:
     """Return the layers to compile: those with several ops, which torch.compile may fuse."""
-    layers = zip(subject.layers.layers, paths, strict=True)
-    return [path for layer, path in layers if path and len(layer.ops) > 1]
+    layers = zip(subject.layers.layers, paths, modes, strict=True)
+    return [
+        path
+        for layer, path, mode in layers
+        if path and len(layer.ops) > 1 and not mode.makes_chunks
+    ]
 
 
 def _check_recomputed(
     subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
 ) -> None:
-    """Raise for a layer whose recomputation would be lost, because no module call remains."""
+    """Raise for a layer whose mode would be lost, because no module call remains."""
     calls = subject.graph.calls
     lost = [
         calls[layer.call].path
@@ -230,7 +236,9 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
     """Return the script's tables of recomputed layers, one for each mode in the plan."""
     modes = set(plan.layer_modes)
     return tuple(
-        Recomputation(mode.table, str(mode)) for mode in Recompute if mode.table and mode in modes
+        Recomputation(mode.table, Source(mode.call))
+        for mode in Recompute
+        if mode.table and mode in modes
     )
 
 

@@ -23,10 +23,10 @@ class HeadView:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A table of layers with one recompute mode."""
+    """A table of layers with one recompute mode, and what the script does with each."""
 
     table: str
-    mode: str
+    call: Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

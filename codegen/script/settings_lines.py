@@ -11,6 +11,7 @@ from textwrap import wrap
 from autopar.codegen.text.values import WIDTH, Source, identifier, literal, prose, remark
 from autopar.planner.cluster.cluster import Backend
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.costs.layers.chunked_loss import LOSS_CHUNKS
 from autopar.planner.costs.prediction import Arrangement, CommunicationTerm, Provenance
 from autopar.planner.findings.loss import Follows, loss_of_parts
 from autopar.planner.graph.graph import Graph
@@ -99,7 +100,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield ScriptSetting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
-        yield ScriptSetting("WORKERS", literal(0), "processes of a rank that read ahead; --workers")
+        ahead = "processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers"
+        yield ScriptSetting("WORKERS", literal("auto"), ahead)
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as on one device; False: each has its own"
         yield ScriptSetting("SYNC_BATCH_NORM", literal(True), meaning)
@@ -160,6 +162,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         per_rank = "stages on each rank; the layers of a stage are consecutive"
         yield ScriptSetting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
+    if any(mode.makes_chunks for mode in plan.layer_modes):
+        chunks = "of rows: the logits of one chunk exist at a time"
+        yield ScriptSetting("LOSS_CHUNKS", literal(LOSS_CHUNKS), chunks)
     yield ScriptSetting("PREDICTED", literal(_predicted(plan)), "device, seconds per step, MFU")
 
 

@@ -186,7 +186,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "tell_errors_once"
         ),
         "autopar.runtime.recompute": "recompute update_once",
-        "autopar.runtime.tensor": "Split",
+        "autopar.runtime.tensor": "Split chunk_logits",
         "autopar.runtime.weights": "Recipe load_weights record",
     }
 )

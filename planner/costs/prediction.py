@@ -42,7 +42,7 @@ def _is_product(op: Op, kernels: Kernels) -> bool:
 
 
 class Recompute(StrEnum):
-    """How much of a layer runs again in the backward."""
+    """How a layer saves memory until its backward."""
 
     _value_: str
     runs_again: bool
@@ -51,17 +51,24 @@ class Recompute(StrEnum):
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
     table: str
+    call: str  # what the script does with each of these layers
+    makes_chunks: bool  # the loss makes the layer's logits, in chunks
 
-    NONE = "none", False, None, True, ""
+    NONE = "none", False, None, True, "", "", False
     # inside compiled code, inductor would decide itself which products run again
-    SELECTIVE = "selective", True, _is_product, False, "RECOMPUTED_IN_PART"
-    FULL = "full", True, None, True, "RECOMPUTED"
+    SELECTIVE = (
+        *("selective", True, _is_product, False),
+        *("RECOMPUTED_IN_PART", 'recompute(layer, "selective")', False),
+    )
+    FULL = "full", True, None, True, "RECOMPUTED", 'recompute(layer, "full")', False
+    CHUNKED = "chunked", False, None, True, "CHUNKED", "chunk_logits(layer, LOSS_CHUNKS)", True
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a mode with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.runs_again, one.saved_ops, one.compiles, one.table = row
+        one.runs_again, one.saved_ops, one.compiles = row[:3]
+        one.table, one.call, one.makes_chunks = row[3:]
         return one
 
     @property
@@ -226,6 +233,8 @@ class LayerCost:
     # is the largest
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
+    # the part of saved_bytes that is gradients of weights: a loss in chunks makes them early
+    early_gradient_bytes: int = 0
     # gradients of weights shared with other layers: later layers made them, earlier ones add theirs
     waiting_gradient_bytes: int = 0
     deferred_bytes: int = 0  # held by a split backward from its first half to its second
@@ -334,7 +343,7 @@ class Prediction:
 
 _GREATEST = (
     *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
-    *("learning_bytes", "learned_gradient_bytes", "deferred_bytes"),
+    *("learning_bytes", "learned_gradient_bytes", "early_gradient_bytes", "deferred_bytes"),
 )
 
 

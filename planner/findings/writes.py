@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from autopar.planner.costs.layers.chunked_loss import NoChunks, chunked_loss
 from autopar.planner.costs.ops.kept import keeps_anything
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
@@ -34,7 +35,7 @@ from autopar.planner.graph.ops import (
 )
 from autopar.planner.layers import Layer
 from autopar.planner.model.functions import nested_code
-from autopar.planner.precision import FUSED
+from autopar.planner.precision import FUSED, Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -162,15 +163,17 @@ class Hindrance:
     where: str = ""
 
 
+_SMALL = "small gradients in fp16 must be scaled before they are computed, and these are not"
 _TWICE = "the model computes a gradient, through which the backward runs a second time"
 Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
 
 
-def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
-    """Yield for each layer the modes in which it cannot be recomputed."""
+def unable(layers: Sequence[Layer], graph: Graph, *, precision: Precision) -> Iterator[Unable]:
+    """Yield for each layer the modes that it cannot have."""
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
+    small = [Hindrance(why=_SMALL)]
     for layer in layers:
         hindrance = next(iter(twice), None) or _hindrance(layer, graph, writers)
         own = (
@@ -178,7 +181,20 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
             for mode in Recompute
             if mode.runs_again
         )
-        yield {mode: why for mode, why in own if why is not None}
+        found = _not_chunked(layer, graph, [*twice, *small] if precision.scales_loss else twice)
+        yield found | {mode: why for mode, why in own if why is not None}
+
+
+def _not_chunked(
+    layer: Layer, graph: Graph, others: Sequence[Hindrance]
+) -> dict[Recompute, Hindrance]:
+    """Return why the loss cannot make a layer's logits in chunks; empty if it can."""
+    chunked = chunked_loss(layer.ops, graph)
+    if isinstance(chunked, NoChunks):
+        return {Recompute.CHUNKED: Hindrance(why=chunked.why, where=chunked.where)}
+    if layer.call != chunked.ops[0].call:
+        return {Recompute.CHUNKED: Hindrance(why="it has more than the linear layer and the loss")}
+    return dict.fromkeys([Recompute.CHUNKED], others[0]) if others else {}
 
 
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:

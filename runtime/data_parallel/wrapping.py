@@ -23,6 +23,7 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Sharding, averagi
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.tensor.chunked_logits import chunks_logits
 from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_names
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
@@ -245,7 +246,8 @@ def _shard(
         fully_shard(
             child,
             mesh=device_mesh,
-            reshard_after_forward=sharding.frees_after_forward,
+            # a loss in chunks reads the weight after the layer's forward
+            reshard_after_forward=sharding.frees_after_forward and not chunks_logits(child),
             mp_policy=policy,
         )
         run_hooks(child)

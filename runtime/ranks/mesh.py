@@ -138,6 +138,7 @@ def start(
 
     `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
     """
+    _let_segments_grow()
     shard = data if shard is None else shard
     if data % shard:
         raise ValueError(f"{shard} ranks cannot share a sharded copy: the data axis has {data}")
@@ -169,6 +170,18 @@ def start(
         owns_processes=owns_processes,
         message_timeout=message_timeout,
     )
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def _let_segments_grow() -> None:
+    """Let CUDA's allocator grow its segments, unless it has the user's own settings.
+
+    Freed memory then serves tensors of other sizes. Plans fill devices, where fragments would not.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _start_timeout(seconds: float) -> timedelta:

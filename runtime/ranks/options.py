@@ -23,7 +23,7 @@ WEIGHTS_ENDING = ".safetensors"
 MOST_STEPS = 10**9
 _HALVES = ("bfloat16", "float16")
 MOST_EPOCHS, _LEAST_EPOCHS = 1e6, 1e-9
-_LEAST_WORKERS, _WORKERS_OF_PROCESSOR = 16, 4
+_LEAST_WORKERS, _WORKERS_OF_PROCESSOR, _WORKERS_OF_GPU = 16, 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,12 @@ DECAY = Real(0, 1e6)
 
 
 def workers_here(text: str) -> int:
-    """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine."""
+    """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine.
+
+    "auto" are two for a GPU, which would wait for rows otherwise, and none on CPUs.
+    """
+    if text == "auto":
+        return _WORKERS_OF_GPU if torch.cuda.is_available() else 0
     shared_by = max(known_place().local_world_size, 1)
     most = _WORKERS_OF_PROCESSOR * (os.cpu_count() or 1) // shared_by
     return Whole(0, max(most, _LEAST_WORKERS))(text)
@@ -215,7 +220,7 @@ OPTIONS = (
         choices=("dataset", "synthetic"), default="dataset",
     ),
     _option(
-        "--workers", "processes that read rows ahead, for each rank", setting="WORKERS",
+        "--workers", "processes that read rows ahead, for each rank, or auto", setting="WORKERS",
         needs="WORKERS", type=workers_here,
     ),
     _option("--weights", "initial weights: a .safetensors file, or a folder", type=location),

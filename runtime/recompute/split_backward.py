@@ -6,6 +6,7 @@ or a second embedding whose rows go straight to the next stage. Here such weight
 gradients in the first half. So do all weights
 
 - of a stage that recomputes activations, which two halves would do twice;
+- of a stage whose loss makes its logits in chunks, with their gradients;
 - of a stage where one weight meets the path in several places (the position bias that all layers of
   T5 add): torch would count it several times, and run collectives in different orders on the ranks;
 - of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
@@ -30,6 +31,7 @@ from torch.distributed.pipelining._backward import (
 )
 
 from autopar.runtime.recompute.running_again import recomputes
+from autopar.runtime.tensor.chunked_logits import chunks_logits
 
 _CRASHING = "NativeGroupNormBackward0"
 
@@ -41,7 +43,8 @@ class SplitBackward:
         self._module = module
         # Found at the first microbatch:
         self._early: frozenset[str] | None = None  # names of weights of the first half
-        self._is_whole = recomputes(module)  # whether the backward is not split at all
+        # Whether the backward is not split at all:
+        self._is_whole = recomputes(module) or chunks_logits(module)
 
     def backward_inputs(
         self,

@@ -4,6 +4,7 @@ Scripts import from here; the runtime's own files import from the modules.
 """
 
 from autopar.runtime.tensor import vocabulary
+from autopar.runtime.tensor.chunked_logits import chunk_logits
 from autopar.runtime.tensor.collectives import (
     exchange,
     first_gradient,
@@ -24,6 +25,7 @@ from autopar.runtime.tensor.vocabulary import *  # noqa: F403  (the list is its 
 
 __all__ = [
     "Split",
+    "chunk_logits",
     "exchange",
     "first_gradient",
     "first_only",

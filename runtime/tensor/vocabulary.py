@@ -6,7 +6,8 @@ No rank holds the logits of the whole vocabulary: the loss needs one small messa
 entries.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy, embedding, embedding_bag
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import gathered
+from autopar.runtime.tensor.chunked_logits import ChunkedLogits
 from autopar.runtime.tensor.slices import Parts, cut
 
 __all__ = [
@@ -152,6 +154,18 @@ def vocab_parallel_cross_entropy(
         ).view(target.shape if reduction == "none" else ())
     valid = target != ignore_index
     parts = parts or _even_parts(logits_local.shape[-1], axis)
+    if isinstance(logits_local, ChunkedLogits) and reduction != "none":
+        losses_of = partial(
+            vocab_parallel_cross_entropy,
+            axis=axis,
+            parts=parts,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        rows = cast("ChunkedLogits", logits_local.flatten(0, -2))
+        total = rows.sum_of(losses_of, target.flatten())
+        return total if reduction == "sum" else total / valid.sum()
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_local, target, valid, axis, parts, label_smoothing
     )

@@ -102,12 +102,45 @@ def test_experts_in_a_loop_hold_what_the_plan_says(tmp_path: Path) -> None:
     assert found.predicted_device_bytes == plan.prediction.peak_memory.device_bytes
 
 
-def error_of(pins: str, batch: int, rank: int, precision: str) -> float:
+CHUNKS = """
+[[recompute]]
+modules = "lm_head"
+mode = "chunked"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pins", "precision"),
+    cells(
+        (
+            ("dp=4,zero=3,microbatch=2", "bf16"),
+            ("dp=4,zero=1,microbatch=1", "bf16"),
+            ("dp=4,zero=0,microbatch=2", "fp32"),
+            ("pp=2,tp=2,schedule=1f1b,microbatch=1", "bf16"),
+        ),
+        (("dp=4,zero=3,microbatch=2", "bf16"), ("dp=4,zero=1,microbatch=1", "bf16")),
+    ),
+)
+def test_a_loss_in_chunks_holds_what_the_plan_says(
+    pins: str, precision: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "constraints.toml"
+    file.write_text(CHUNKS)
+    found = error_of(pins, 8, 3, precision, constraints=file)
+    assert found == pytest.approx(0, abs=0.03)
+
+
+def error_of(
+    pins: str, batch: int, rank: int, precision: str, *, constraints: Path | None = None
+) -> float:
     plan = make_plan(
         str(MODEL),
         SHAPE,
         choose_cluster(4, "a100-80gb"),
-        gathered_constraints([pins], {"global_batch": str(batch), "precision": precision}, None),
+        gathered_constraints(
+            [pins], {"global_batch": str(batch), "precision": precision}, constraints
+        ),
         time_limit_seconds=None,
     )
     return dry_run(plan, MODEL.parent, rank=rank).error

@@ -18,6 +18,8 @@ from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.graph.ops import Op, TensorOrigin
 from autopar.planner.layers import Layer
 from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes
+from autopar.planner.rules.rule import OpKind, Traffic
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,7 @@ class LayerFlow:
     produced: Mapping[str, Layout]
     conversions: tuple[LayerConversion, ...]
     degree: int
+    shape: GroupShape  # of the tensor ranks
 
     def saves(self, mode: Recompute, one: PlacedOp) -> bool:
         """Whether the layer, if it runs again in this mode, saves the results of an op."""
@@ -260,6 +263,7 @@ def layer_flow(
         produced=produced,
         conversions=conversions,
         degree=degree,
+        shape=shape,
     )
 
 
@@ -289,3 +293,74 @@ def _handed_on(
 def _uses(placed: tuple[PlacedOp, ...]) -> Iterator[tuple[str, Layout]]:
     for one in placed:
         yield from zip(one.op.inputs, one.layout.needs, strict=True)
+
+
+Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis of its split, or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """The memory that a layer saves for its backward, and its peak beyond that.
+
+    `learning_bytes` is the peak while an op with weights runs its backward, without tensors that
+    later ops have freed. `learned_gradient_bytes` is the weight's gradient in fp32. Both are those
+    of the op with the largest sum. `deferred_bytes` are the output gradients of all ops with
+    weights: a split backward holds them, and all saved tensors, from its first half to its second.
+    """
+
+    saved_bytes: int
+    transient_bytes: int
+    learning_bytes: int
+    learned_gradient_bytes: int
+    deferred_bytes: int
+
+
+def learned_elements(flow: LayerFlow, one: PlacedOp) -> list[int]:
+    """Return this rank's number of elements of each trained weight of an op."""
+    known = flow.pricer.parameters
+    return [
+        flow.pricer.elements(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if name in known and known[name].trainable
+    ]
+
+
+def result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    """Return the bytes of an op's results."""
+    return sum(
+        flow.pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
+    )
+
+
+def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    """Return the bytes of an op's results and of gradients of its inputs; a loss needs more."""
+    if rule_of(one.op.target).traffic is Traffic.NONE:
+        return 0
+    pricer, tensors = flow.pricer, flow.pricer.graph.tensors
+    results = result_bytes(flow, one)
+    if not one.is_differentiable:
+        return results
+    gradients = sum(
+        pricer.tensor_bytes(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if tensors[name].requires_grad and tensors[name].origin is TensorOrigin.OP
+    )
+    if kind_of(one.op) is OpKind.CROSS_ENTROPY:
+        gradients += _log_probability_bytes(flow, one, gradients)
+    return results + gradients
+
+
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
+    """Return a loss's memory in addition to the gradient of its logits.
+
+    If the classes are split (runtime/tensor/vocabulary.py), the gradient of the logits is computed
+    in fp32 before it is cast. Otherwise this is the gradient of the log-probabilities, in the dtype
+    in which the loss keeps them. If that is wider than the logits', the gradient of the logits is
+    first made in it, too.
+    """
+    logits = one.op.inputs[0]
+    layout = one.layout_of(logits)
+    if flow.pricer.shapes(one.op, one.split).form is not None:
+        return 4 * flow.pricer.elements(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split) or flow.pricer.tensor_bytes(logits, layout, flow.degree)
+    return made + max(0, made - logit_bytes)

@@ -10,61 +10,48 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import DISPATCHES, Statistics
+from autopar.planner.costs.layers.chunked_loss import Chunking, chunked_memory, chunking_of
 from autopar.planner.costs.layers.flow import (
     UNSHARED,
     Again,
     HeldParameters,
     LayerConversion,
     LayerFlow,
+    LayerMemory,
+    Place,
     PlacedOp,
     SharedWeights,
     layer_flow,
     layer_parameters,
+    learned_elements,
+    result_bytes,
     run_again,
+    working_bytes,
 )
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
-from autopar.planner.graph.ops import TensorOrigin
 from autopar.planner.layers import Layer
 from autopar.planner.precision import GRADIENT_BYTES
-from autopar.planner.rules.rule import OpKind, Traffic
-from autopar.planner.rules.table import kind_of, rule_of, takes_statistics
-
-Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis of its split, or ""
+from autopar.planner.rules.table import takes_statistics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMemory:
-    """The memory that a layer saves for its backward, and its peak beyond that.
-
-    `learning_bytes` is the peak while an op with weights runs its backward, without tensors that
-    later ops have freed. `learned_gradient_bytes` is the weight's gradient in fp32. Both are those
-    of the op with the largest sum. `deferred_bytes` are the output gradients of all ops with
-    weights: a split backward holds them, and all saved tensors, from its first half to its second.
-    """
-
-    saved_bytes: int
-    transient_bytes: int
-    learning_bytes: int
-    learned_gradient_bytes: int
-    deferred_bytes: int
-
-
-def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
+def layer_memory(
+    flow: LayerFlow, chunking: Chunking | None = None
+) -> Mapping[Recompute, LayerMemory]:
     """Return the memory of a layer in each recompute mode.
 
     saved = `saved_places`; transient = the largest working set + what is made again
     """
     everything = kept_places(flow)
-    working = max((_working(flow, one) for one in flow.ops), default=0)
+    working = max((working_bytes(flow, one) for one in flow.ops), default=0)
     learning, learned_gradient = _learning(flow)
-    deferred = sum(_result_bytes(flow, one) for one in flow.ops if _weights(flow, one))
+    deferred = sum(result_bytes(flow, one) for one in flow.ops if learned_elements(flow, one))
     memory = {}
     for mode in Recompute:
         saved = saved_places(flow, mode)
@@ -76,6 +63,9 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
             learned_gradient_bytes=learned_gradient,
             deferred_bytes=deferred,
         )
+    if chunking is not None:
+        plain = memory[Recompute.NONE]
+        memory[Recompute.CHUNKED] = chunked_memory(flow, chunking, plain, everything)
     return memory
 
 
@@ -127,9 +117,9 @@ def _learning(flow: LayerFlow) -> tuple[int, int]:
         kept[number] += size
     moments, freed = [], 0
     for number, one in reversed(list(enumerate(flow.ops))):
-        gradient = GRADIENT_BYTES * max(_weights(flow, one), default=0)
+        gradient = GRADIENT_BYTES * max(learned_elements(flow, one), default=0)
         if gradient:
-            moments.append((_working(flow, one) - freed, gradient))
+            moments.append((working_bytes(flow, one) - freed, gradient))
         freed += kept[number]
     return max(moments, key=lambda one: one[0] + 3 * one[1] // 2, default=(0, 0))
 
@@ -161,56 +151,6 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
                 layout = flow.produced[name]
                 places.setdefault(_place(root, layout), _bytes(flow, name, layout))
     return places
-
-
-def _weights(flow: LayerFlow, one: PlacedOp) -> list[int]:
-    """Return this rank's number of elements of each trained weight of an op."""
-    known = flow.pricer.parameters
-    return [
-        flow.pricer.elements(name, layout, flow.degree)
-        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
-        if name in known and known[name].trainable
-    ]
-
-
-def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
-    return sum(
-        flow.pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
-    )
-
-
-def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the bytes of an op's results and of gradients of its inputs; a loss needs more."""
-    if rule_of(one.op.target).traffic is Traffic.NONE:
-        return 0
-    pricer, tensors = flow.pricer, flow.pricer.graph.tensors
-    results = _result_bytes(flow, one)
-    if not one.is_differentiable:
-        return results
-    gradients = sum(
-        pricer.tensor_bytes(name, layout, flow.degree)
-        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
-        if tensors[name].requires_grad and tensors[name].origin is TensorOrigin.OP
-    )
-    if kind_of(one.op) is OpKind.CROSS_ENTROPY:
-        gradients += _log_probability_bytes(flow, one, gradients)
-    return results + gradients
-
-
-def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
-    """Return a loss's memory in addition to the gradient of its logits.
-
-    If the classes are split (runtime/tensor/vocabulary.py), the gradient of the logits is computed
-    in fp32 before it is cast. Otherwise this is the gradient of the log-probabilities, in the dtype
-    in which the loss keeps them. If that is wider than the logits', the gradient of the logits is
-    first made in it, too.
-    """
-    logits = one.op.inputs[0]
-    layout = one.layout_of(logits)
-    if flow.pricer.shapes(one.op, one.split).form is not None:
-        return 4 * flow.pricer.elements(logits, layout, flow.degree)
-    made = one.kept.own_bytes(one.split) or flow.pricer.tensor_bytes(logits, layout, flow.degree)
-    return made + max(0, made - logit_bytes)
 
 
 def _own_places(one: PlacedOp) -> dict[Place, int]:
@@ -255,12 +195,24 @@ def layer_costs(
     flow = layer_flow(
         pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside
     )
-    memory = layer_memory(flow)
+    chunking = chunking_of(flow)
+    memory = layer_memory(flow, chunking)
     held = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
-    return {
+    costs = {
         mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
     }
+    if chunking is not None:
+        more = _chunking_seconds(flow, chunking)
+        cost = costs[Recompute.CHUNKED]
+        costs[Recompute.CHUNKED] = replace(
+            cost,
+            backward_seconds=cost.backward_seconds + more,
+            communication_seconds=cost.communication_seconds + chunking.inside_seconds,
+            recompute_seconds=more,
+            early_gradient_bytes=chunking.weight_bytes,
+        )
+    return costs
 
 
 def _cost(
@@ -333,10 +285,10 @@ def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[LayerConversion
     return inside + sum(c.cost.forward_communication_seconds for c in conversions)
 
 
-def _backward(flow: LayerFlow) -> float:
-    device = sum(one.cost.backward_seconds for one in flow.ops)
+def _backward(flow: LayerFlow, *, more_seconds: float = 0.0, launches: int = 0) -> float:
+    device = more_seconds + sum(one.cost.backward_seconds for one in flow.ops)
     device += sum(conversion.cost.backward_seconds for conversion in flow.conversions)
-    dispatches = sum(one.launches[1] for one in flow.ops)
+    dispatches = launches + sum(one.launches[1] for one in flow.ops)
     dispatches += sum(conversion.cost.backward_dispatches for conversion in flow.conversions)
     return flow.pricer.host.backward_region_seconds(device, dispatches)
 
@@ -375,3 +327,10 @@ def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
         pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)
         for name in pricer.residence.cuts[flow.position]
     )
+
+
+def _chunking_seconds(flow: LayerFlow, chunking: Chunking) -> float:
+    """Return how much longer a loss takes in chunks."""
+    moved = chunking.moved_bytes / flow.pricer.rates.own.stream_bytes_per_second
+    more = _backward(flow, more_seconds=moved, launches=chunking.launches) - _backward(flow)
+    return more + chunking.inside_seconds

@@ -210,15 +210,20 @@ class OpPricer:
             self._costs[key] = self._cost(op, split)
         return self._costs[key]
 
-    def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
-        """Return the seconds of the collectives inside an op's forward: those of its split form."""
+    def inside_seconds(
+        self, op: Op, split: OpSplit | None, shape: GroupShape, *, chunks: int = 1
+    ) -> float:
+        """Return the seconds of the collectives inside an op's forward: those of its split form.
+
+        If the op runs in chunks of rows, these are the seconds of one chunk.
+        """
         form = rule_of(op.target).split_form
         if split is None or form is None or not form.sends:
             return 0.0
         shapes = self.shapes(op, split)
         if shapes.form is None:
             return 0.0
-        rows = shapes.numel(op.inputs[0]) // max(1, shapes.letters((form.letter,)))
+        rows = shapes.numel(op.inputs[0]) // max(1, chunks * shapes.letters((form.letter,)))
         gathered = {Collective.ALL_GATHER: shape.ranks}  # a payload is of all ranks
         return sum(
             collective_seconds(one, numbers * gathered.get(one, 1) * rows * _NUMBER_BYTES, shape)

@@ -103,7 +103,7 @@ def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """
     if not arrangement.divided.shards_modules:
         return 0
-    needed = cost.learning_bytes + cost.gradient_bytes
+    needed = cost.learning_bytes + cost.gradient_bytes + cost.early_gradient_bytes
     return _gathered_bytes(cost, arrangement) + max(0, needed - cost.transient_bytes)
 
 
@@ -196,7 +196,7 @@ def moments_of_one_pass(
 def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return a layer's gradients while they are computed, beside the part that stays."""
     if arrangement.divided.shards_modules:
-        return cost.gradient_bytes
+        return cost.gradient_bytes + cost.early_gradient_bytes
     held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
     return held_elsewhere + _narrow_bytes(cost, arrangement)
 

@@ -46,7 +46,8 @@ from autopar.planner.plan.solving.candidate import Questions, inside_of
 from autopar.planner.plan.solving.prices import Inside
 
 _DIVIDED = (  # a layout divides these at most by the tensor degree
-    *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),
+    *("saved_bytes", "transient_bytes", "learning_bytes", "early_gradient_bytes"),
+    *("deferred_bytes", "output_bytes"),
     *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
 )
 
@@ -128,9 +129,10 @@ def _again_seconds(mode: Recompute, modes: Modes) -> float:
 
 
 def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
-    plain = modes[Recompute.NONE]
-    held = layer_state_bytes(plain, arrangement) + layer_unsharded_bytes(plain, arrangement)
-    return held + min(one.saved_bytes + one.transient_bytes for one in modes.values())
+    return layer_state_bytes(modes[Recompute.NONE], arrangement) + min(
+        one.saved_bytes + one.transient_bytes + layer_unsharded_bytes(one, arrangement)
+        for one in modes.values()
+    )
 
 
 def _ends(row: Sequence[Modes], repeated: Modes) -> Ends:

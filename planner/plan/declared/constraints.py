@@ -267,7 +267,7 @@ def _steps_once(arrangement: Arrangement) -> bool:
 def without_recompute(
     constraints: Constraints, modules: Iterable[str], *, origin: str
 ) -> Constraints | None:
-    """Return the constraints with modules not recomputed; None if a rule demands recomputation."""
+    """Return the constraints with modules in no mode; None if a rule demands one."""
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]

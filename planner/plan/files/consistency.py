@@ -169,7 +169,7 @@ def layout_faults(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[str]:
     planned = sum(stage.count for stage in plan.stages)
     if planned != len(layers.layers):
         yield f"stages: they hold {planned} layers, but the graph has {len(layers.layers)}"
-    without = unable(layers.layers, plan.graph)
+    without = unable(layers.layers, plan.graph, precision=plan.arrangement.precision)
     for layer, (mode, hindrances) in enumerate(zip(plan.layer_modes, without, strict=False)):
         if mode in hindrances:
             yield f"stages: layer {layer} cannot be recomputed ({mode}): {hindrances[mode].why}"

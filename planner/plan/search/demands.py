@@ -170,7 +170,9 @@ def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozens
     every = subject.layers.layers
     is_compiled = constraints.compile is Compile.LAYERS
     modes = frozenset(mode for mode in Recompute if mode.compiles or not is_compiled)
-    for position, without in enumerate(unable(every, subject.graph)):
+    for position, without in enumerate(
+        unable(every, subject.graph, precision=constraints.precision)
+    ):
         pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
         if not pins:
             yield modes.difference(without)

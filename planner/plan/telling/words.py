@@ -105,12 +105,14 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:
-    """Return the recompute modes: "none", "full", or a mix: "full 20/32"."""
-    modes = Counter(mode for stage in stages for mode in stage.recompute)
+    """Return the recompute modes: "none", "full", or a mix: "full 20/32"; and a loss in chunks."""
+    every = [mode for stage in stages for mode in stage.recompute]
+    modes = Counter(mode if mode.runs_again else Recompute.NONE for mode in every)
     total = modes.total()
     mixed = [f"{mode} {n}/{total}" for mode, n in modes.most_common() if mode != Recompute.NONE]
-    alone = next(iter(modes), Recompute.NONE)
-    return str(alone) if len(modes) <= 1 else ", ".join(mixed)
+    alone = [str(mode) for mode in modes] or [str(Recompute.NONE)]
+    chunks = ["loss in chunks"] if any(mode.makes_chunks for mode in every) else []
+    return ", ".join([*(alone if len(modes) <= 1 else mixed), *chunks])
 
 
 def layout_words(layout: Layout) -> str:

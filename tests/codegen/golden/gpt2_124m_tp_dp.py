@@ -28,7 +28,7 @@ Why this plan: the fastest plan found takes 48.88 ms, and none of the 5 arrangem
 compute + optimizer takes 87% of the step.
 This plan has simpler layouts than the fastest one, and its step is 1.29% longer.
 """
-# Written by autopar 0.2.0 (checksum 10a06cb8191fdd3a, plan 29bf355c39fc572f); edits are kept.
+# Written by autopar 0.2.0 (checksum 1e34e458ce6e06a9, plan 29bf355c39fc572f); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes of a rank that read ahead; --workers
+WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
 
 # --------------------------------------------------------------------------------- the plan
 

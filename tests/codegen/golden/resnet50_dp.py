@@ -25,7 +25,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: none of the 4 arrangements is faster; compute takes 85% of the step.
 The next best, dp 8, no sharding, takes 23.75 ms (+1.2%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum afbfb4fb5dc62676, plan ed928b16adca8068); edits are kept.
+# Written by autopar 0.2.0 (checksum c6db1e58912a35cf, plan ed928b16adca8068); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,7 +80,7 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes of a rank that read ahead; --workers
+WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
 SYNC_BATCH_NORM = True  # over all data ranks, as on one device; False: each has its own
 
 # --------------------------------------------------------------------------------- the plan

@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 5 arrangements is faster; compute + optimizer takes 79% of the step.
 """
-# Written by autopar 0.2.0 (checksum 90c8886b0cfdbc43, plan 8e67db38722c41c0); edits are kept.
+# Written by autopar 0.2.0 (checksum 958f69f01b86ac37, plan 8e67db38722c41c0); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # how many of the newest checkpoints stay; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
-WORKERS = 0  # processes of a rank that read ahead; --workers
+WORKERS = "auto"  # processes of a rank that read ahead: 2 for a GPU, 0 on CPUs; --workers
 
 # --------------------------------------------------------------------------------- the plan
 

@@ -135,3 +135,18 @@ def test_a_dry_run_stands_at_one_place_of_a_large_world() -> None:
 def test_a_dry_run_needs_a_rank_and_a_world(place: str) -> None:
     with pytest.raises(RuntimeError, match="RANK/WORLD"):
         _dry(place)
+
+
+def _allocator(own: dict[str, str]) -> dict[str, str]:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    with patch.dict(os.environ, own):
+        for name in set(names) - own.keys():
+            os.environ.pop(name, None)
+        stop(start())
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def test_segments_grow_unless_the_user_has_set_up_the_allocator() -> None:
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert run_on_ranks(_allocator, 1, {}) == [{"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
+    assert run_on_ranks(_allocator, 1, own) == [own]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.options import StartingWeights, read_options
@@ -142,3 +143,13 @@ def test_a_setting_that_is_empty_is_refused_as_its_option_is(
         with pytest.raises(SystemExit, match="2"):
             read(**setting)
         assert "it is empty; is a shell variable not set?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("has_gpu", "workers"), [(True, 2), (False, 0)])
+def test_a_gpu_has_workers_that_read_ahead(
+    has_gpu: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert read(workers="auto").workers == workers
+    assert read("--workers", "3", workers="auto").workers == 3
+    assert read(workers=1).workers == 1

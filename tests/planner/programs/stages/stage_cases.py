@@ -71,7 +71,15 @@ def random_modes(random: Random) -> Modes:
         Recompute.NONE: plain,
         Recompute.SELECTIVE: again(plain, share=0.1, kept=0.6, more=saved // 3),
         Recompute.FULL: again(plain, share=1.0, kept=0.1, more=saved),
+        Recompute.CHUNKED: plain,
     }
+
+
+def with_chunks(modes: Modes) -> Modes:
+    """Return a layer whose loss can be made in chunks: less work space for a little time."""
+    plain = modes[Recompute.NONE]
+    less = -2 * plain.transient_bytes // 3
+    return {**modes, Recompute.CHUNKED: again(plain, share=0.03, kept=0.9, more=less)}
 
 
 def again(plain: LayerCost, *, share: float, kept: float, more: int) -> LayerCost:
@@ -137,7 +145,7 @@ def _zero(random: Random, kind: ScheduleKind, data: int) -> Zero:
 
 
 def _case(random: Random, arrangement: Arrangement, count: int, room: float) -> StageCase:
-    ends, middle = [random_modes(random), random_modes(random)], random_modes(random)
+    ends, middle = [with_chunks(random_modes(random)) for _ in range(2)], random_modes(random)
     other = random_modes(random) if random.random() < 0.4 else middle
     row = (
         ends[0],
@@ -224,9 +232,15 @@ def _ways(question: StageQuestion, first: int, stop: int) -> list[list[LayerCost
     order = -1 if question.arrangement.is_one_pass else 1
     return [
         [one[mode] for one, mode in zip(row, modes, strict=True)]
-        for modes in product(MODES, repeat=stop - first)
+        for modes in product(*map(_different, row))
         if _keeps_most_first(row[::order], modes[::order])
     ]
+
+
+def _different(modes: Modes) -> list[Recompute]:
+    """Return the modes that differ in cost."""
+    plain = modes[Recompute.NONE]
+    return [mode for mode in MODES if mode is Recompute.NONE or modes[mode] is not plain]
 
 
 def _keeps_most_first(row: tuple[Modes, ...], modes: tuple[Recompute, ...]) -> bool:
