@@ -20,12 +20,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partialmethod
-from multiprocessing import get_context, util
+from multiprocessing import get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,8 +131,11 @@ def _fork_by_server(program: Program, files: list[int]) -> int:
 
 
 def _fork_from_server(program: Program, files: list[Connection], answer: Connection) -> None:
+    own = os.getpid()
     number = os.fork()
     if number == 0:
+        while os.getppid() == own:  # until the one who asked is the parent
+            time.sleep(0.001)
         _run(program, [one.fileno() for one in files])
     answer.send(number)
 
@@ -168,6 +172,7 @@ def _take_over(program: Program, files: list[int]) -> None:
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     atexit.register(util._exit_function)  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # closed above
     if program.has_own_session:
         os.setsid()
     if program.before is not None:

@@ -34,6 +34,7 @@ def planned(model: Path, *, pins: Mapping[str, int] | None = None) -> autopar.Pl
     )
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_example_of_the_docs_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

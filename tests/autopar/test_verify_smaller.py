@@ -62,16 +62,16 @@ def test_what_a_smaller_model_cannot_split_so_is_told() -> None:
 def test_fewer_layers_than_stages_are_refused_with_what_the_plan_has() -> None:
     large = pinned_plan(
         "gpt2.py",
-        ("layers=8",),
+        ("layers=4",),
         pipeline=2,
         microbatch=1,
-        global_batch=8,
+        global_batch=2,
         schedules=(ScheduleKind.INTERLEAVED_1F1B,),
-        stages_per_rank=4,
+        stages_per_rank=3,
     )
     with pytest.raises(InfeasibleError) as refusal:
-        smaller_plan(large, Path(), ("layers=2",))
-    assert "layers for 8 stages" in str(refusal.value)
+        smaller_plan(large, Path(), ("layers=1",))
+    assert "layers for 6 stages" in str(refusal.value)
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def _models_are_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pins", "batch", "rank", "precision"), cells((*STAND, *MORE), STAND))
 def test_a_rank_holds_what_the_plan_says(pins: str, batch: int, rank: int, precision: str) -> None:
@@ -87,6 +88,7 @@ def example_batch(batch_size):
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_experts_in_a_loop_hold_what_the_plan_says(tmp_path: Path) -> None:
     path = tmp_path / "experts.py"
     path.write_text(EXPERTS)

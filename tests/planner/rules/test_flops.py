@@ -21,6 +21,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import Computation
 from autopar.planner.rules.table import TABLE, has_line, rule_of
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.planner.rules.multiplying_models import ALIKE, HOLDERS, MODULES, Subject, function
 
 ROWS = 3
@@ -80,7 +81,7 @@ def test_what_is_grouped_has_the_flops_of_its_groups(kind: type[nn.Module]) -> N
     assert flops(2) == flops(1) // 2
 
 
-@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("kind", cells(("lstm", "gru", "rnn_tanh"), ("lstm",)))
 def test_a_batch_in_the_second_dim_counts_alike(kind: str) -> None:
     make = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN}[kind]
     first = Subject(build=lambda: make(6, 5, batch_first=True), shape=(7, 6))

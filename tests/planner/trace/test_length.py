@@ -27,7 +27,7 @@ CHAIN = """
     def build_model():
         return Chain([{widths}])
 """
-LENGTHS = (20, 40, 80)
+LENGTHS = (10, 20, 40)
 
 
 def calls_to_read(folder: Path, widths: list[int]) -> int:

@@ -39,13 +39,15 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def ask_all(ranks: Sequence[int], nodes: Sequence[str]) -> tuple[list[RollCallResult], list[int]]:
+def ask_all(
+    ranks: Sequence[int], nodes: Sequence[str], *, patience_seconds: float = 2.0
+) -> tuple[list[RollCallResult], list[int]]:
     """Have ranks answer a call at once; return all that they find, and how often each calls."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     stores = {rank: CountingStore(store) for rank in ranks}
 
     def answer(rank: int) -> RollCallResult:
-        call = RollCall(stores[rank], "word", nodes, rank, patience_seconds=2.0)
+        call = RollCall(stores[rank], "word", nodes, rank, patience_seconds=patience_seconds)
         return call.answer(place(rank))
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -65,7 +67,7 @@ def test_256_ranks_find_the_one_that_says_nothing() -> None:
 
 
 def test_the_first_that_answers_tells_it() -> None:
-    found, _ = ask_all([1, 2], ["a", "a", "b"])
+    found, _ = ask_all([1, 2], ["a", "a", "b"], patience_seconds=0.5)
     assert {(one.teller, one.silent) for one in found} == {(1, (0,))}
 
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from autopar.runtime.checkpointing.signals import StopWish
 from autopar.runtime.ranks.leaving import FAILED
 from autopar.runtime.ranks.mesh import Mesh, start
@@ -53,6 +55,7 @@ time.sleep(30)
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_second_signal_ends_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", SECOND], check=False, timeout=60)
     assert done.returncode == -signal.SIGTERM
@@ -72,6 +75,7 @@ library.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it: as a
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_waits_for_a_device_ends_before_torchrun_kills_it() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STUCK],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +202,8 @@ def _new_collate_without_key() -> Callable[[Any], Any]:
     return _no_key
 
 
-def _read_by_a_worker(dataset: Dataset[Any], new_collate: Callable[[], Any] | None) -> None:
+def read_by_a_worker(task: bytes) -> None:
+    dataset, new_collate = pickle.loads(task)
     mesh = start(pipeline=1, data=1, tensor=1)
     next(
         read_rows(
@@ -218,18 +221,18 @@ def _read_by_a_worker(dataset: Dataset[Any], new_collate: Callable[[], Any] | No
     ],
     ids=["a row that cannot be read", "rows of several lengths", "a collate that fails"],
 )
+@pytest.mark.usefixtures("forked_python")
 def test_a_fault_in_a_worker_is_the_same_message(
-    capfd: pytest.CaptureFixture[str],
     dataset: Dataset[Any],
     new_collate: Callable[[], Any] | None,
     telling: str,
 ) -> None:
     # A process of its own: workers are forked, and this one has run other tests in many threads.
-    process = get_context("spawn").Process(target=_read_by_a_worker, args=(dataset, new_collate))
-    process.start()
-    process.join()
-    assert process.exitcode == 6
-    said, fix = capfd.readouterr().err.splitlines()
+    task = pickle.dumps((dataset, new_collate))
+    code = f"from {__name__} import read_by_a_worker; read_by_a_worker({task!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    said, fix = done.stderr.splitlines()
     assert said.startswith(f"error: {telling}")
     assert fix.startswith("  fix: ")
 

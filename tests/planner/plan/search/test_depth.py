@@ -33,7 +33,7 @@ def shallow() -> tuple[int, SolverReport]:
 
 @pytest.fixture(scope="module")
 def deep() -> tuple[int, SolverReport]:
-    return layouts_asked(120)
+    return layouts_asked(48)
 
 
 def test_equal_layers_are_one_class_however_many(
@@ -42,7 +42,7 @@ def test_equal_layers_are_one_class_however_many(
     assert shallow[0] == deep[0]
 
 
-def test_layouts_of_120_layers_ask_no_more_of_the_solver_than_those_of_12(
+def test_layouts_of_48_layers_ask_no_more_of_the_solver_than_those_of_12(
     shallow: tuple[int, SolverReport], deep: tuple[int, SolverReport]
 ) -> None:
     # a front may have a point more or less, and degrees have programs of different size
