@@ -9,8 +9,8 @@ from autopar.runtime.data_parallel.buckets import LEVELS, sharding_of
 from autopar.runtime.recompute.running_again import SAVED
 
 
-def test_scripts_recompute_in_each_mode() -> None:
-    assert set(SAVED) == {mode.value for mode in Recompute if mode.wraps_layers}
+def test_scripts_recompute_in_each_mode_that_runs_again() -> None:
+    assert set(SAVED) == {mode.value for mode in Recompute if mode.runs_again}
     assert {mode for mode, saved in SAVED.items() if saved is not None} == {
         mode.value for mode in Recompute if mode.saved_ops is not None
     }
