@@ -101,6 +101,8 @@ def emit_script(
     if target is None and (settings or shows or arguments):
         raise InputError("--set, --print and options after -- need --for", fix="--for slurm")
     if target is not None:
+        if check or standalone:
+            raise InputError("--for does not go with --check or --standalone")
         job = _job(target, found, beside, tuple(settings or ()), tuple(arguments or ()))
         if shows:
             _show(job)

@@ -240,9 +240,10 @@ def _room() -> Room | None:
 def _has_first_ranks_store() -> bool:
     """Whether srun or mpirun has started the ranks, which have joined by a store of the first."""
     try:
-        return dist.is_initialized() and own_place().launcher is not TORCHRUN
+        own = own_place()
     except UnknownPlaceError:
         return False
+    return dist.is_initialized() and own.launcher is not TORCHRUN and own.world_size > 1
 
 
 def _watch(room: Room) -> None:

@@ -63,6 +63,7 @@ MISTAKES = (
     (("--for", "slurm", "--set", "partition=a;b"), "partition (the partition) is 'a;b'"),
     (("--set", "partition=a"), "need --for"),
     (("--print",), "need --for"),
+    (("--for", "slurm", "--standalone"), "does not go with"),
     (("--", "--steps", "3"), "need --for"),
     (("--for", "slurm", "--print", "--", "--data", "a\nb"), "cannot be quoted for a shell"),
 )
