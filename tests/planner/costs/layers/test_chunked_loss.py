@@ -10,13 +10,17 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.layers.chunked_loss import ChunkedLoss, chunked_loss
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.findings.writes import unable
 from autopar.planner.layers import find_layers
 from autopar.planner.plan.declared.constraints import MemoryLimit
 from autopar.planner.precision import Precision
+from tests.cells import cells
 from tests.codegen.plans import pinned_plan
 from tests.planner.costs.ops.op_factories import layer_of, pricer, shape, whole
+from tests.planner.subjects import family_graph
 from tests.planner.trace.model_source import traced
 
+CHUNKED = Recompute.CHUNKED
 T, H, V = 4 * 1024, 768, 50257  # of GPT-2 124M, in a microbatch of four rows
 
 
@@ -111,6 +115,24 @@ def test_logits_that_only_a_loss_reads_row_by_row_can_be_made_in_chunks(
     else:
         assert isinstance(found, ChunkedLoss)
         assert found.ops[0].target.startswith("aten.linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    cells(
+        (
+            *(("Llama", "lm_head"), ("Gemma2", "lm_head"), ("GPT-2", "lm_head")),
+            *(("T5", "lm_head"), ("Whisper", "proj_out")),
+        ),
+        (("Gemma2", "lm_head"),),  # its logits are capped
+    ),
+)
+def test_losses_of_hugging_face_can_be_made_in_chunks(name: str, path: str) -> None:
+    graph = family_graph(name)
+    layers = find_layers(graph, infer_axes(graph)).layers
+    unables = unable(layers, graph, precision=Precision.BF16)
+    can = [layer for layer, modes in zip(layers, unables, strict=True) if CHUNKED not in modes]
+    assert [graph.calls[layer.call].path for layer in can] == [path]
 
 
 @pytest.mark.parametrize(("memory_mib", "is_chunked"), [(70_000, False), (3000, True)])

@@ -98,7 +98,7 @@ def test_a_declaration_knows_its_line() -> None:
 )
 def test_a_fault_is_told_with_its_line(text: str, telling: str, place: str) -> None:
     if telling == "did you mean" and "half" in text:
-        telling = "one of none, selective, full"
+        telling = "one of none, selective, full, chunked"
     with pytest.raises(InputError) as raised:
         parse_constraints(text, where="c.toml")
     assert telling in str(raised.value)
