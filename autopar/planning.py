@@ -333,14 +333,18 @@ def is_quick(plan: Plan, cores: int) -> bool:
 
 
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
-    """Compare a script with one process; if the comparison fails, print why and return None."""
+    """Compare a script with one process; if the comparison fails, print why and return None.
+
+    Nothing is compiled for it: that would take much longer than the training.
+    """
     from autopar.codegen.proof.verification import check_fits, read_script_of, verify
 
     try:
         check_fits(plan, memory_bytes())
         ranks = plan.arrangement.ranks
         with progress(f"training {STEPS} steps on {ranks} processes and on one"):
-            return verify(plan, folder, read_script_of(plan, script, folder), steps=STEPS)
+            given = read_script_of(plan, script, folder)
+            return verify(plan, folder, given, steps=STEPS, compiles=False)
     except AutoparError as error:
         why = error.found
     except Exception as error:  # the model may raise anything on CPUs

@@ -100,13 +100,15 @@ def plan(
 
 def _tell_verified(plan: Plan, folder: Path, found: TrainingComparison | None) -> None:
     """Print that the script trains like one process, or the differences, or how to verify it."""
+    from autopar.planner.costs.prediction import Compile
     from autopar.planning import STEPS, TOLERANCE, verify_command
 
     command, ranks = verify_command(plan, folder), plan.arrangement.ranks
     if found is None:
         results().print(f"Verify it: {command}", soft_wrap=True)
     elif found.is_within(TOLERANCE):
-        text = f"Verified: {ranks} CPU processes train {STEPS} steps as one does ({command})"
+        alone = "" if plan.arrangement.compile is Compile.NONE else ", with layers not compiled"
+        text = f"Verified: {ranks} CPU processes train {STEPS} steps as one does{alone} ({command})"
         results().print(text, soft_wrap=True)
     else:
         from autopar.commands.verify import tell_comparison  # with torch

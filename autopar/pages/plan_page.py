@@ -20,6 +20,7 @@ from autopar.planner.plan.telling.explanation import StepPart, part_seconds, pro
 from autopar.planner.plan.telling.words import (
     batch_words,
     chosen,
+    compile_words,
     degrees_words,
     nodes_words,
     recompute_words,
@@ -212,7 +213,8 @@ def _plan_text(row: _PlanRow) -> Text:
     """Return lines: degrees and schedule; batch and recomputation; the row's difference."""
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
-    second = [batch_words(one), "" if row.recompute == "none" else f"recompute {row.recompute}"]
+    again = "" if row.recompute == "none" else f"recompute {row.recompute}"
+    second = [batch_words(one), again, compile_words(one)]
     lines = [", ".join(part for part in line if part) for line in (first, second)]
     text = Text("\n".join(lines))
     if row.difference:

@@ -26,6 +26,7 @@ from autopar.codegen.proof.script_rank import Job
 from autopar.codegen.script.render import FILE_NAME
 from autopar.codegen.subject import subject_of
 from autopar.planner.cluster.toml_reading import bytes_text
+from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import InputError
 from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
@@ -171,15 +172,25 @@ PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 72
 
 
+COMPILING_SECONDS = 300.0  # allowed for ranks that compile at once
+_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # torch.compile then returns what it is given
+
+
 def verify(
-    plan: Plan, folder: Path, script: GivenScript, *, steps: int, half_steps: int = 0
+    plan: Plan,
+    folder: Path,
+    script: GivenScript,
+    *,
+    steps: int,
+    half_steps: int = 0,
+    compiles: bool = True,
 ) -> TrainingComparison:
     """Return how far a script is from one process of plain PyTorch.
 
     Both are trained in float64 without random numbers; the random numbers are compared separately.
     A plan in 16 bits is also compared in that dtype, for `half_steps`. Draws of recomputed layers
-    are checked on a pretended device. A relative path of the model file starts at the working
-    directory, or at `folder`.
+    are checked on a pretended device. Layers that the plan compiles run as they are if `compiles`
+    is false. A relative path of the model file starts at the working directory, or at `folder`.
     """
     task = replace(
         task_of(plan, model_spec(plan, folder), steps=steps),
@@ -193,15 +204,38 @@ def verify(
     half, notes = _trained_in_half(plan, task, half_steps)
     ranks = plan.arrangement.ranks
     patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
+    settings, not_compiled = _compiled_here(plan, compiles=compiles)
+    if plan.arrangement.compile is not Compile.NONE and not settings:
+        patience += COMPILING_SECONDS
     kinds = {"exact": _options(steps, "float64")}
     if half is not None:
         kinds["half"] = _options(half_steps, half[0].dtype)
-    found = _trained_by_script(script, ranks, kinds, patience=patience)
+    found = _trained_by_script(script, ranks, kinds, patience=patience, settings=settings)
     comparison = compared(found["exact"], expected, axes_of(plan))
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
-    return replace(comparison, faults=(*comparison.faults, *faults), notes=(*notes, *more))
+    notes = (*notes, *not_compiled, *more)
+    return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
+
+
+def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return the environment in which layers are compiled or not, and why they are not."""
+    if plan.arrangement.compile is Compile.NONE or (compiles and has_cpp_compiler()):
+        return {}, ()
+    why = "torch.compile finds no C++ compiler here (g++)" if compiles else ""
+    return {_RUNS_AS_IT_IS: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile can compile for this machine's CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False
 
 
 def steps_in_half(plan: Plan, asked: int, steps: int) -> int:
@@ -272,7 +306,12 @@ def check_fits(plan: Plan, memory_bytes: int) -> None:
 
 
 def _trained_by_script(
-    script: GivenScript, ranks: int, kinds: Mapping[str, Sequence[str]], *, patience: float
+    script: GivenScript,
+    ranks: int,
+    kinds: Mapping[str, Sequence[str]],
+    *,
+    patience: float,
+    settings: Mapping[str, str],
 ) -> dict[str, list[Any]]:
     """Return each rank's results of each kind of training."""
     with TemporaryDirectory(prefix="autopar-verify-") as name:
@@ -283,21 +322,22 @@ def _trained_by_script(
             exact=kinds["exact"],
             in_half=kinds.get("half", ()),
         )
-        _run(ranks, script.path, job)
+        _run(ranks, script.path, job, settings)
         return {
             kind: [pickle.loads(job.left(kind, rank).read_bytes()) for rank in range(ranks)]
             for kind in kinds
         }
 
 
-def _run(ranks: int, script: Path, job: Job) -> None:
+def _run(ranks: int, script: Path, job: Job, settings: Mapping[str, str]) -> None:
     """Run script_rank with torchrun, on CPUs."""
     job_file = job.folder / "job.pickle"
     job_file.write_bytes(pickle.dumps(job))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     module = ["-m", "autopar.codegen.proof.script_rank", str(script), str(job_file)]
     command = [sys.executable, *torchrun, *module]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ours, **settings}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise failure_of(done.stderr, ranks, script)

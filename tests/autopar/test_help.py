@@ -58,7 +58,7 @@ def test_the_examples_run_one_after_another(
     for command in RUN:
         ran = run(monkeypatch, capsys, command, *example(command))
         assert ran.code == 0, command
-        expected = ("note: 50,257", "note: torch.compile would save")
+        expected = ("note: 50,257", "note: layers are compiled by torch.compile")
         assert not [line for line in ran.err.splitlines() if not line.startswith(expected)]
         assert ran.out
     written = {"out/plan.json", "out/train.py", "train.py"}

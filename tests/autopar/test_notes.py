@@ -45,7 +45,8 @@ def test_an_op_without_a_formula_is_told(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_odd_vocabulary_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(("gpt2.py", "size=124m"), choose_cluster(1, "h200"), global_batch=16)
+    gpt2, cluster = ("gpt2.py", "size=124m"), choose_cluster(1, "h200")
+    plan = planned(gpt2, cluster, global_batch=16, compile="none")
     note_unaligned(plan, infer_axes(plan.graph))
     told = " ".join(capsys.readouterr().err.split())
     assert "50,257 is no multiple of 8, so matrix products of that size" in told
@@ -61,14 +62,16 @@ def test_what_is_expected_of_experts_is_told(
     assert "its even share of them, 16.7%" in told
 
 
-def test_what_compiled_layers_would_save_is_told_on_gpus_unless_something_is_demanded(
+def test_layers_that_the_planner_compiles_are_told_with_the_saved_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = planned(("llama.py", "size=tiny"), choose_cluster(2, "h100"), global_batch=16)
     axes = infer_axes(plan.graph)
     layers = find_layers(plan.graph, axes)
     note_compiling(plan, axes, layers)
-    assert "--compile layers" in capsys.readouterr().err
-    demanded = declare("compile", "none", origin="--compile", where="--compile")
+    told = " ".join(capsys.readouterr().err.split())
+    assert "layers are compiled by torch.compile: a step takes" in told
+    assert "--compile none leaves layers as they are" in told
+    demanded = declare("compile", "layers", origin="--compile", where="--compile")
     note_compiling(replace(plan, constraints=(demanded,)), axes, layers)
     assert capsys.readouterr().err == ""

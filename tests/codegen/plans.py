@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.costs.prediction import Compile
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.graph.graph import Graph
 from autopar.planner.layers import find_layers
@@ -57,6 +58,7 @@ def plan_for(
     pipeline, data, tensor = degrees
     axes = infer_axes(graph)
     usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32, "tolerance": 0.0}
+    usual["compile"] = Compile.NONE  # scripts run here, and CPUs compile slowly
     if pipeline > 1:
         usual["schedules"] = (ScheduleKind.ONE_F_ONE_B,)
     settings = {**usual, **pins}

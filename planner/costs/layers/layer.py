@@ -186,7 +186,7 @@ def layer_costs(
     outside: Mapping[str, Layout] = _NOTHING,
     shared: SharedWeights = UNSHARED,
 ) -> Mapping[Recompute, LayerCost]:
-    """Return the cost of a layer in each recompute mode.
+    """Return the cost of a layer in each recompute mode that it may have.
 
     `outside` has the layouts of tensors that pass between layers (by default I; the layer that
     makes a tensor converts it). `shared` are the weights that other layers of the same rank use,
@@ -200,7 +200,9 @@ def layer_costs(
     held = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
     costs = {
-        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
+        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes)
+        for mode in Recompute
+        if mode.compiles or not pricer.compiles
     }
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import networkx as nx
 
@@ -214,30 +215,49 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     Other tensors are computed again where saving their origins takes less memory: a minimum cut, as
     in torch's partitioner.
     """
-    cut: nx.DiGraph = nx.DiGraph()
+    edges: list[_Edge] = []
     must: set[str] = set()
     for op in layer.ops:
         for name in filter(layer.is_activation, map(layer.root, layer.kept[op.name])):
             if op.name in layer.kernel:
-                cut.add_edge((name, "out"), "backward")
+                edges.append(((name, "out"), _BACKWARD, None))
             else:
                 must.add(name)
     tensors = [*layer.makers, *(name for names in layer.inputs.values() for name in names)]
     names = [name for name in dict.fromkeys(tensors) if layer.is_activation(name)]
     for name in names:
         price = size(name) * (1 if layer.is_written(name) else _UNWRITTEN)
-        cut.add_edge((name, "in"), (name, "out"), capacity=0 if name in must else price)
+        edges.append(((name, "in"), (name, "out"), 0 if name in must else price))
         maker = layer.makers.get(name)
         if maker is None or maker.name not in layer.kernel or name in must:
-            cut.add_edge("forward", (name, "in"))
+            edges.append((_FORWARD, (name, "in"), None))
             continue
         for given in filter(layer.is_activation, layer.inputs[maker.name]):
-            cut.add_edge((given, "out"), (name, "in"))
-    if "backward" not in cut or "forward" not in cut:
-        return frozenset(must)
-    _, (before, _) = nx.minimum_cut(cut, "forward", "backward")
-    crossing = {name for name in names if (name, "in") in before and (name, "out") not in before}
-    return frozenset(must | crossing)
+            edges.append(((given, "out"), (name, "in"), None))
+    nodes = {_FORWARD: 0, _BACKWARD: 1}
+    for one in (node for begin, end, _ in edges for node in (begin, end)):
+        nodes.setdefault(one, len(nodes))
+    before = _before_cut(tuple((nodes[begin], nodes[end], size) for begin, end, size in edges))
+    return frozenset(
+        must | {x for x in names if nodes[x, "in"] in before and nodes[x, "out"] not in before}
+    )
+
+
+_Node = tuple[str, str]
+_Edge = tuple[_Node, _Node, int | None]  # None: never cut
+_FORWARD, _BACKWARD = ("", "forward"), ("", "backward")
+
+
+@lru_cache(maxsize=1024)  # equal layers have equal cuts
+def _before_cut(edges: tuple[tuple[int, int, int | None], ...]) -> frozenset[int]:
+    """Return the nodes on the side of node 0 in the minimum cut between 0 and 1."""
+    cut: nx.DiGraph = nx.DiGraph()
+    for begin, end, size in edges:
+        cut.add_edge(begin, end, **({} if size is None else {"capacity": size}))
+    if 0 not in cut or 1 not in cut:
+        return frozenset()
+    _, (before, _) = nx.minimum_cut(cut, 0, 1)
+    return frozenset(before)
 
 
 def _savers(layer: _Layer, saved: frozenset[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -1,8 +1,9 @@
 """Bounds a node of the search, from the layouts that have been solved so far.
 
 The bounds use facts about layouts inside layers: of one solution, or lower limits over all.
-Unsolved layouts take at least the time of the fastest layouts. They hold, send, update and
-recompute at least the total of the unsplit layers, divided evenly by the tensor ranks.
+Unsolved layouts take at least the time of the fastest layouts, or of each op's fastest split. They
+hold, send, update and recompute at least the total of the unsplit layers, divided evenly by the
+tensor ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
+from autopar.planner.costs.prediction import (
+    Arrangement,
+    Compile,
+    LayerCost,
+    Modes,
+    Recompute,
+    Zero,
+)
 from autopar.planner.costs.steps.memory import (
     layer_state_bytes,
     layer_unsharded_bytes,
@@ -37,19 +45,16 @@ from autopar.planner.plan.bounds.least import (
     in_flight_by_rank,
     ladder,
     least_layers,
+    least_of_all,
     least_recompute_seconds,
     lightest,
+    of_any,
+    of_least,
 )
 from autopar.planner.plan.bounds.step import Ends, LeastTotals, Pressed, StepBound
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.solving.candidate import Questions, inside_of
 from autopar.planner.plan.solving.prices import Inside
-
-_DIVIDED = (  # a layout divides these at most by the tensor degree
-    *("saved_bytes", "transient_bytes", "learning_bytes", "early_gradient_bytes"),
-    *("deferred_bytes", "output_bytes"),
-    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,32 +107,6 @@ def facts_of(row: Sequence[Modes]) -> LayoutFacts:
     )
 
 
-def of_any(fastest: Sequence[Modes], unsplit: Sequence[Modes], *, degree: int) -> tuple[Modes, ...]:
-    """Return lower bounds of each layer over all layouts, from the fastest and unsplit ones."""
-    known: dict[tuple[int, int], Modes] = {}
-    row = []
-    for own, whole in zip(fastest, unsplit, strict=True):
-        key = id(own), id(whole)
-        if key not in known:
-            known[key] = {mode: _at_least(mode, own, whole, degree) for mode in own}
-        row.append(known[key])
-    return tuple(row)
-
-
-def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> LayerCost:
-    own, whole, plain = fastest[mode], unsplit[mode], fastest[Recompute.NONE]
-    again = min(_again_seconds(mode, fastest), _again_seconds(mode, unsplit) / degree)
-    return replace(
-        own,
-        backward_seconds=plain.backward_seconds + max(0.0, again),
-        **{name: min(getattr(own, name), getattr(whole, name) // degree) for name in _DIVIDED},
-    )
-
-
-def _again_seconds(mode: Recompute, modes: Modes) -> float:
-    return modes[mode].backward_seconds - modes[Recompute.NONE].backward_seconds
-
-
 def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
     return layer_state_bytes(modes[Recompute.NONE], arrangement) + min(
         one.saved_bytes + one.transient_bytes + layer_unsharded_bytes(one, arrangement)
@@ -177,33 +156,38 @@ class Bounds:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
         self.held = state_of(subject.graph.parameters, self.costing.precision)
-        self._least: dict[tuple[int, RowShare], LeastLayers] = {}
+        self._least: dict[tuple[int, Compile, RowShare], LeastLayers] = {}
         self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
+        self._of_least: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[LayerBlock, PipelineRoom], float] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return a lower bound of all variants of a point, in any layouts."""
         if self.objective is Objective.MEMORY:
             return float(min(self.least_memory(replace(point, zero=level)) for level in Zero))
-        least = [
-            [self.least_on(point.tensor, one) for one in own] for own in self.questions.kinds(point)
-        ]
+        least = [[self.least_on(point, one) for one in own] for own in self.questions.kinds(point)]
         slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
         through = min(max(one.through_seconds for one in own) for own in least)
         return max(through, point.microbatches * slowest)
 
-    def least_on(self, tensor: int, share: RowShare) -> LeastLayers:
+    def least_on(self, point: Arrangement, share: RowShare) -> LeastLayers:
         """Return the least times of the layers on a device, for its rows."""
-        key = tensor, share
+        key = point.tensor, point.compile, share
         if key not in self._least:
             self._least[key] = least_layers(
-                self.costing.pricer(share.rows, share.device),
+                self.costing.pricer(share, point.compile),
                 self.costing.subject.layers,
-                tensor=tensor,
+                tensor=point.tensor,
                 rules=self.costing.rules,
             )
         return self._least[key]
+
+    def unsolved(self, arrangement: Arrangement) -> float:
+        """Return a lower bound within the memory, before any layouts are solved."""
+        rooms = self._rooms(arrangement)
+        best = self._bound(arrangement, self.of_least(arrangement), rooms)
+        return self._of_objective(arrangement, best)
 
     def without_memory(self, arrangement: Arrangement) -> float:
         """Return a lower bound without memory limits."""
@@ -225,7 +209,7 @@ class Bounds:
         # the fastest layouts inside the layers.
         is_sent = arrangement.zero.reduces_each and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
-            solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+            solutions = self.costing.solutions(arrangement)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
         else:  # all layers together fit into the memory, but whole stages may not
@@ -331,6 +315,20 @@ class Bounds:
             row = of_any(self._row(*key), unsplit, degree=degree)
             self._of_any[key] = facts_of(row)
         return self._of_any[key]
+
+    def of_least(self, arrangement: Arrangement) -> LayoutFacts:
+        """Return facts that are lower limits over all layouts and devices, before any is solved."""
+        degree, unsplit = arrangement.tensor, replace(inside_of(arrangement, 0), tensor=1)
+        if degree == 1:
+            return self.facts(arrangement, 0)
+        key = replace(unsplit, tensor=degree), self.questions.kinds(arrangement)
+        if key not in self._of_least:
+            shares = {share for own in key[1] for share in own}
+            least = least_of_all([self.least_on(arrangement, one).classes for one in shares])
+            each = [least[one.layer_class] for one in self.costing.subject.layers.layers]
+            row = of_least(each, self._row(unsplit, key[1]), degree=degree)
+            self._of_least[key] = facts_of(row)
+        return self._of_least[key]
 
     def _row(self, inside: Inside, kinds: Kinds) -> tuple[Modes, ...]:
         return lightest([self.costing.slowest_rows(inside, own) for own in kinds])

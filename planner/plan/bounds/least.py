@@ -12,10 +12,11 @@ is to recompute layers in order of price per byte, the last one in part (a fract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import TypeVar
 
 from autopar.planner.costs.ops.case import split_of
 from autopar.planner.costs.ops.pricer import OpPricer
@@ -28,6 +29,15 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bottleneck import free_bottleneck_seconds
 from autopar.planner.programs.layouts.rules import LayoutRules, permitted
 from autopar.planner.programs.layouts.strategies import strategies
+
+_DIVIDED = (  # a layout divides these at most by the tensor degree
+    *("saved_bytes", "transient_bytes", "learning_bytes", "early_gradient_bytes"),
+    *("deferred_bytes", "output_bytes"),
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
+)
+
+
+Own = TypeVar("Own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +96,7 @@ def lightest(rows: Sequence[Sequence[Modes]]) -> tuple[Modes, ...]:
     for alternatives in zip(*rows, strict=True):
         key = tuple(map(id, alternatives))
         if key not in known:
-            known[key] = {mode: _lightest(mode, alternatives) for mode in Recompute}
+            known[key] = {mode: _lightest(mode, alternatives) for mode in alternatives[0]}
         least.append(known[key])
     return tuple(least)
 
@@ -110,7 +120,7 @@ def _lightest(mode: Recompute, alternatives: Sequence[Modes]) -> LayerCost:
 def _hull(modes: Modes) -> Iterator[RecomputeSaving]:
     """Yield steps from saving all to saving least, along the lower hull of time and bytes."""
     here = modes[Recompute.NONE]
-    others = [modes[mode] for mode in Recompute if mode is not Recompute.NONE]
+    others = [cost for mode, cost in modes.items() if mode is not Recompute.NONE]
     while True:
         lower = [cost for cost in others if cost.saved_bytes < here.saved_bytes]
         if not lower:
@@ -163,6 +173,15 @@ def _in_flight_by_rank(schedule: ScheduleKind, shape: PipelineShape) -> tuple[in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeastLayer:
+    """The least times of a class of layers in any layouts, for one microbatch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    input_gradient_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayers:
     """Least seconds of a microbatch's forward and backward: of a repeated layer, and of the others.
 
@@ -174,6 +193,7 @@ class LeastLayers:
     seconds: float
     others: tuple[float, ...]
     through_seconds: float
+    classes: tuple[LeastLayer, ...]
 
     @property
     def total_seconds(self) -> float:
@@ -187,11 +207,21 @@ class LeastLayers:
         return free_bottleneck_seconds(self.count, self.seconds, self.others, ranks=ranks)
 
 
+def least_of_all(kinds: Sequence[Sequence[LeastLayer]]) -> tuple[LeastLayer, ...]:
+    """Return each class's minima over several devices."""
+    names = [one.name for one in fields(LeastLayer)]
+    return tuple(
+        LeastLayer(**{name: min(getattr(one, name) for one in alternatives) for name in names})
+        for alternatives in zip(*kinds, strict=True)
+    )
+
+
 def least_layers(
     pricer: OpPricer, layers: Layers, *, tensor: int, rules: LayoutRules
 ) -> LeastLayers:
     """Return the layers' times if every op has its fastest split and communication is free."""
     each: list[tuple[int, float]] = []
+    classes: list[LeastLayer] = []
     through = 0.0
     for layer_class in layers.classes:
         ops = layers.layers[layer_class.layers[0]].ops
@@ -202,6 +232,13 @@ def least_layers(
         backward = pricer.host.backward_region_seconds(sum(b for _, b, _ in least), gradients)
         through += len(layer_class.layers) * (alone + sum(back for _, _, back in least))
         each.append((len(layer_class.layers), forward + backward))
+        classes.append(
+            LeastLayer(
+                forward_seconds=forward,
+                backward_seconds=backward,
+                input_gradient_seconds=sum(inputs for _, _, inputs in least),
+            )
+        )
     most = max(range(len(each)), key=lambda place: each[place][0])
     rest = [pair for place, pair in enumerate(each) if place != most]
     return LeastLayers(
@@ -209,6 +246,7 @@ def least_layers(
         seconds=each[most][1],
         others=tuple(seconds for count, seconds in rest for _ in range(count)),
         through_seconds=through,
+        classes=tuple(classes),
     )
 
 
@@ -223,3 +261,62 @@ def _least(op: Op, pricer: OpPricer, tensor: int, rules: LayoutRules) -> tuple[f
         min(cost.backward_seconds for cost in costs),
         min(cost.backward_seconds - cost.weight_gradient_seconds for cost in costs),
     )
+
+
+def of_any(fastest: Sequence[Modes], unsplit: Sequence[Modes], *, degree: int) -> tuple[Modes, ...]:
+    """Return lower bounds of each layer over all layouts, from the fastest and unsplit ones."""
+
+    def bound(own: Modes, whole: Modes) -> Modes:
+        return {mode: _at_least(mode, own, whole, degree) for mode in own}
+
+    return _each(fastest, unsplit, bound)
+
+
+def of_least(
+    least: Sequence[LeastLayer], unsplit: Sequence[Modes], *, degree: int
+) -> tuple[Modes, ...]:
+    """Return lower bounds of each layer over all layouts, before any of them is solved."""
+
+    def bound(own: LeastLayer, whole: Modes) -> Modes:
+        return {mode: _from_unsplit(mode, own, whole, degree) for mode in whole}
+
+    return _each(least, unsplit, bound)
+
+
+def _each(
+    own: Sequence[Own], unsplit: Sequence[Modes], bound: Callable[[Own, Modes], Modes]
+) -> tuple[Modes, ...]:
+    """Return the bound of each layer; equal layers stay one object."""
+    known: dict[tuple[int, int], Modes] = {}
+    for one, whole in zip(own, unsplit, strict=True):
+        if (id(one), id(whole)) not in known:
+            known[id(one), id(whole)] = bound(one, whole)
+    return tuple(known[id(one), id(whole)] for one, whole in zip(own, unsplit, strict=True))
+
+
+def _from_unsplit(mode: Recompute, least: LeastLayer, unsplit: Modes, degree: int) -> LayerCost:
+    whole, plain = unsplit[mode], unsplit[Recompute.NONE]
+    again = _again_seconds(mode, unsplit) / degree
+    share = least.forward_seconds * degree / plain.forward_seconds if plain.forward_seconds else 1.0
+    backward = least.backward_seconds + max(0.0, again) * min(1.0, share)
+    return replace(
+        whole,
+        forward_seconds=least.forward_seconds,
+        backward_seconds=backward,
+        weight_gradient_seconds=max(0.0, backward - least.input_gradient_seconds),
+        **{name: getattr(whole, name) // degree for name in _DIVIDED},
+    )
+
+
+def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> LayerCost:
+    own, whole, plain = fastest[mode], unsplit[mode], fastest[Recompute.NONE]
+    again = min(_again_seconds(mode, fastest), _again_seconds(mode, unsplit) / degree)
+    return replace(
+        own,
+        backward_seconds=plain.backward_seconds + max(0.0, again),
+        **{name: min(getattr(own, name), getattr(whole, name) // degree) for name in _DIVIDED},
+    )
+
+
+def _again_seconds(mode: Recompute, modes: Modes) -> float:
+    return modes[mode].backward_seconds - modes[Recompute.NONE].backward_seconds

@@ -193,7 +193,7 @@ class Constraints:
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
-    compile: Compile = Compile.NONE
+    compile: Compile | None = None  # None: as it pays on GPUs, none on CPUs
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
     tokens: int | None = None  # of the whole training
@@ -249,7 +249,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and (arrangement.schedule in constraints.schedules or arrangement.pipeline == 1)
         and arrangement.zero in constraints.zero_levels
         and arrangement.precision is constraints.precision
-        and arrangement.compile is constraints.compile
+        and constraints.compile in (None, arrangement.compile)
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (_steps_once(arrangement) or not constraints.steps_once)

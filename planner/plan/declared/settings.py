@@ -190,7 +190,7 @@ class DemandOptions(TypedDict, total=False):
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
-        text="layers: by torch.compile, each for itself; none (the default)",
+        text="layers: by torch.compile, each for itself; none; by default GPUs do what is faster",
     )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,

@@ -17,7 +17,7 @@ from autopar.planner.costs.prediction import (
     Zero,
     zero_words,
 )
-from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
+from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
 from autopar.planner.plan.declared.constraints import (
@@ -143,9 +143,10 @@ def _cuttable(subject: SearchSubject) -> Iterator[bool]:
 def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Choices:
     """Return the settings among which a point's variants choose."""
     return Choices(
-        schedules=_schedules(constraints),
+        schedules=constraints.schedules,
         zero_levels=constraints.zero_levels,
         compressed=constraints.compression,
+        compiles=tuple(_compiles(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,
         shard=constraints.shard,
         node_devices=min(node.devices for node in cluster.nodes),
@@ -153,12 +154,15 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
     )
 
 
-def _schedules(constraints: Constraints) -> tuple[ScheduleKind, ...]:
-    """Return the allowed schedules; the backward of compiled layers cannot be split in halves."""
-    is_whole = constraints.compile is Compile.LAYERS
-    return tuple(
-        kind for kind in constraints.schedules if not (is_whole and SCHEDULES[kind].splits_backward)
-    )
+def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
+    """Yield what may be compiled: as declared; by default, GPUs may compile layers or not."""
+    if constraints.compile is not None:
+        yield constraints.compile
+        return
+    yield Compile.NONE
+    is_gpu = not any(node.device.is_cpu for node in cluster.nodes)
+    if is_gpu and all(pin.mode.compiles for pin in constraints.recompute):
+        yield Compile.LAYERS
 
 
 def _positions(subject: SearchSubject) -> range:

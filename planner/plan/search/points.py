@@ -20,7 +20,7 @@ from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.shape import RowShare, group_shape, kinds_of_blocks
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.plan.bounds.bounding import Bounds
@@ -30,6 +30,7 @@ from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.plan.search.simpler import complexity
 from autopar.planner.plan.search.space import (
     Choices,
+    Degrees,
     check_degrees,
     divisors,
     may_share_unevenly,
@@ -114,8 +115,8 @@ class SearchPoint:
 class Pressure(IntEnum):
     """How a variant's bound accounts for memory, each sharper and slower than the one before."""
 
-    NONE = 0  # as if it were unlimited
-    OF_ANY = 1  # the least that any layouts need
+    UNSOLVED = 0  # the least of any layouts, before the fastest are solved
+    OF_ANY = 1  # the least that any layouts need, with the times of the fastest
     OF_LAYOUTS = 2  # what the solved layouts need
 
 
@@ -125,7 +126,7 @@ class Variant:
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
-    pressure: Pressure = Pressure.NONE
+    pressure: Pressure = Pressure.UNSOLVED
     effort: int = 0  # how often it was solved with limited effort
 
     @property
@@ -216,9 +217,11 @@ class Points:
         layers = len(self.subject.layers.layers)
         for pipeline, data, tensor in legal:
             if pipeline <= layers and tensor <= self._most_tensor():
-                yield from self._of_degrees(pipeline, data, tensor)
+                for one in self.choices.compiles:
+                    yield from self._of_degrees((pipeline, data, tensor), one)
 
-    def _of_degrees(self, pipeline: int, data: int, tensor: int) -> Iterator[Arrangement]:
+    def _of_degrees(self, degrees: Degrees, compile_: Compile) -> Iterator[Arrangement]:
+        pipeline, data, tensor = degrees
         microbatches = self._microbatches(data)
         for each, count in microbatches:
             point = simplest(
@@ -228,7 +231,7 @@ class Points:
                 microbatch=max(each),
                 microbatches=count,
                 precision=self.constraints.precision,
-                compile_=self.constraints.compile,
+                compile_=compile_,
             )
             rows = each if len(set(each)) > 1 else ()
             yield from in_orders(replace(point, rows=rows), self.orders, self.choices)
@@ -283,7 +286,9 @@ class Points:
             self.orders[0],
             global_batch=self.constraints.global_batch,
             least=self._least_rows[True],
-            seconds=lambda one, rows: self.bounds.least_on(1, RowShare(one, rows)).total_seconds,
+            seconds=lambda device, rows: (
+                self.bounds.least_on(point, RowShare(device, rows)).total_seconds
+            ),
         )
 
     def _most_tensor(self) -> int:

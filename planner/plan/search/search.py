@@ -1,9 +1,10 @@
 """Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
-    degrees × microbatch            bounded by the fastest split of each op, without communication
-    └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
-                                    bounded by these layouts, gathers, reductions and updates
-      └ memory is limited           bounded also by the recomputation that any layouts need
+    degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
+    └ schedule × stages per rank × ZeRO × shard
+                                    bounded also by gathers, reductions, updates, recomputation
+      └ the fastest layouts are solved
+                                    bounded also by their communication
         └ layouts that need less memory are solved
                                     bounded also by the recomputation that these need
           └ stages are solved       an exact prediction
@@ -164,7 +165,6 @@ class Explorer:
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
             prices=prices,
-            compile_=constraints.compile,
         )
         questions = Questions(
             costing=self.costing,
@@ -265,7 +265,7 @@ class Explorer:
         """Return a point's variants, a variant's bound within memory, or its solution."""
         if isinstance(item, SearchPoint):
             grouped = families(self.points.variants(item.arrangement))
-            return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
+            return [one for family in grouped for one in self._bounded(family, Pressure.UNSOLVED)]
         if item.pressure is not Pressure.OF_LAYOUTS:
             return self._bounded(item.family, Pressure(item.pressure + 1))
         found = self.solve(item)
@@ -282,7 +282,7 @@ class Explorer:
         if pressure is Pressure.OF_ANY and family[0].tensor == 1:
             pressure = Pressure.OF_LAYOUTS  # without tensor ranks there is one layout
         bound_of = {
-            Pressure.NONE: self.bounds.without_memory,
+            Pressure.UNSOLVED: self.bounds.unsolved,
             Pressure.OF_ANY: self.bounds.within_memory,
             Pressure.OF_LAYOUTS: self.bounds.of_variant,
         }[pressure]

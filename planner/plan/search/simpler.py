@@ -9,7 +9,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from autopar.planner.cluster.toml_reading import seconds_text
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.plan.search.best_first import FoundLeaf, SearchNode, Unproved
 from autopar.planner.plan.solving.candidate import Candidate, recomputes
 
@@ -22,7 +22,8 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
     """Return how hard a plan is to read and to trust, most important first.
 
     In this order: the number of kinds of parallelism; of those that need printed forwards (data
-    ranks run the model's own); how much is sharded; 16-bit sums; whether anything is recomputed.
+    ranks run the model's own); how much is sharded; 16-bit sums; whether anything is recomputed;
+    whether layers are compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
@@ -31,6 +32,7 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
         arrangement.zero.value,
         int(arrangement.compressed_gradients),
         int(recomputes),
+        int(arrangement.compile is Compile.LAYERS),
     )
 
 

@@ -193,6 +193,7 @@ class Choices:
     schedules: tuple[ScheduleKind, ...]
     zero_levels: tuple[Zero, ...]
     compressed: tuple[bool, ...]
+    compiles: tuple[Compile, ...]
     stages_per_rank: int | None  # pinned
     shard: int | None  # pinned
     node_devices: int  # of the smallest node
@@ -279,6 +280,8 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
         yield ScheduleKind.ONE_F_ONE_B, 1
         return
     for kind in choices.schedules:
+        if point.compile is Compile.LAYERS and SCHEDULES[kind].splits_backward:
+            continue  # the backward of a compiled layer is one function
         pinned = choices.stages_per_rank
         for stages_per_rank in STAGES_PER_RANK if pinned is None else (pinned,):
             if stages_per_rank * point.pipeline > choices.layers:

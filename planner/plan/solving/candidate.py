@@ -127,6 +127,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
+        compile=arrangement.compile,
         solution=solution,
         is_one_stage=arrangement.pipeline == 1,
         lines=lines,
@@ -247,12 +248,12 @@ class ArrangementSolver:
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
         """Yield the layout solutions: the fastest, then the others if needed."""
         yield 0
-        solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+        solutions = self.costing.solutions(arrangement)
         yield from sorted(range(1, len(solutions)), key=least)
 
     def solve_smallest(self, arrangement: Arrangement) -> SolvedArrangement:
         """Return the candidate with the least memory on its fullest rank, if it fits."""
-        solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+        solutions = self.costing.solutions(arrangement)
         best: Candidate | None = None
         for number in range(len(solutions)):
             if self._wastes_ranks(arrangement, number):

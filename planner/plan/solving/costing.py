@@ -56,6 +56,9 @@ class SearchSubject:
     layers: Layers
 
 
+_Layers = tuple[int, int, Compile]  # tensor degree, microbatch, what is compiled
+
+
 class PriceBook:
     """The prices of a model's layers."""
 
@@ -68,7 +71,6 @@ class PriceBook:
         rules: LayoutRules,
         measured: Measurements | None = None,
         prices: Prices | None = None,
-        compile_: Compile = Compile.NONE,
     ) -> None:
         self.prices = prices or Prices()
         self.subject = subject
@@ -77,30 +79,33 @@ class PriceBook:
         self.precision = precision
         self.rules = rules
         self.measured = measured
-        self.compile = compile_
         self.residence: Residence = residence(subject.graph, subject.layers)
         self._slowest_device = slowest_device(cluster)
-        self._fastest: dict[tuple[int, int], LayoutSolution] = {}
-        self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
+        self._fastest: dict[_Layers, LayoutSolution] = {}
+        self._fronts: dict[_Layers, tuple[LayoutSolution, ...]] = {}
         self._simpler: dict[Inside, LayoutSolution] = {}
-        self._places: dict[tuple[int, int], PlacePrices] = {}
+        self._places: dict[_Layers, PlacePrices] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
-    def pricer(self, microbatch: int, device: Device) -> OpPricer:
-        """Return the pricer of a microbatch on a device."""
-        key, pricers = (microbatch, device), self.prices.pricers
+    def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
+        """Return the pricer of the rows of a device."""
+        key, pricers = (share, compile_), self.prices.pricers
         if key not in pricers:
             pricers[key] = OpPricer(
                 self.subject.graph,
                 self.subject.axes,
-                batch=microbatch,
+                batch=share.rows,
                 precision=self.precision,
-                device=device,
+                device=share.device,
                 measured=self.measured,
                 layers=self.subject.layers,
-                compiles=self.compile is Compile.LAYERS,
+                compiles=compile_ is Compile.LAYERS,
             )
         return pricers[key]
+
+    def _pricer(self, of: Inside | Arrangement) -> OpPricer:
+        """Return the pricer of a microbatch on the slowest device."""
+        return self.pricer(RowShare(self._slowest_device, of.microbatch), of.compile)
 
     def cluster_of(self, arrangement: Arrangement) -> Cluster:
         """Return the cluster with its nodes in the order of an arrangement."""
@@ -110,23 +115,23 @@ class PriceBook:
         """Return the shape of the groups of the tensor axis."""
         return group_shape(self.cluster, tensor, 1)
 
-    def fastest(self, tensor: int, microbatch: int) -> LayoutSolution:
+    def fastest(self, of: Inside | Arrangement) -> LayoutSolution:
         """Return the fastest layouts inside the layers, regardless of memory."""
-        key = tensor, microbatch
+        key = _layers(of)
         if key not in self._fastest:
-            known = self._at(tensor, microbatch)
+            known = self._at(of)
             if known.fastest is None:
-                known.fastest = self._program(tensor, microbatch).fastest()
+                known.fastest = self._program(of).fastest()
             self._fastest[key] = known.fastest
         return self._fastest[key]
 
-    def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
+    def solutions(self, of: Inside | Arrangement) -> tuple[LayoutSolution, ...]:
         """Return layouts that trade time for memory, the fastest first."""
-        key = tensor, microbatch
+        key = _layers(of)
         if key not in self._fronts:
-            known = self._at(tensor, microbatch)
+            known = self._at(of)
             if known.front is None:
-                known.front = self._program(tensor, microbatch).front()
+                known.front = self._program(of).front()
             self._fronts[key] = known.front
         return self._fronts[key]
 
@@ -135,14 +140,14 @@ class PriceBook:
         if inside.lines is not None:
             return self._simpler_solution(inside, inside.lines)
         if inside.solution == 0:
-            return self.fastest(inside.tensor, inside.microbatch)
-        return self.solutions(inside.tensor, inside.microbatch)[inside.solution]
+            return self.fastest(inside)
+        return self.solutions(inside)[inside.solution]
 
     def _simpler_solution(self, inside: Inside, price: LinePrice) -> LayoutSolution:
         if inside not in self._simpler:
-            known = self._at(inside.tensor, inside.microbatch).simpler
+            known = self._at(inside).simpler
             if inside not in known:
-                known[inside] = self._program(inside.tensor, inside.microbatch).simpler(
+                known[inside] = self._program(inside).simpler(
                     inside.solution, price, is_one_stage=inside.is_one_stage
                 )
             self._simpler[inside] = known[inside]
@@ -154,14 +159,15 @@ class PriceBook:
         solved = [*(one for front in fronts.values() for one in front), *self._simpler.values()]
         return sum((one.report for one in solved), NOTHING_SOLVED)
 
-    def _at(self, tensor: int, microbatch: int) -> PlacePrices:
+    def _at(self, of: Inside | Arrangement) -> PlacePrices:
         """Return the prices for these tensor ranks and rows on the slowest device."""
-        key = tensor, microbatch
+        key = _layers(of)
         if key not in self._places:
             place = Place(
-                tensor=tensor,
-                microbatch=microbatch,
-                shape=self.tensor_shape(tensor),
+                tensor=of.tensor,
+                microbatch=of.microbatch,
+                compile=of.compile,
+                shape=self.tensor_shape(of.tensor),
                 device=self._slowest_device,
                 rules=self.rules,
             )
@@ -173,17 +179,17 @@ class PriceBook:
         """What equal layers have in common; built for the first layout that is not recalled."""
         return structure_of(self.subject.graph, self.subject.axes, self.subject.layers)
 
-    def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
+    def _program(self, of: Inside | Arrangement) -> LayoutProgram:
         """Return the program for the cluster's slowest device, which the others wait for."""
-        known = self._at(tensor, microbatch)
+        known = self._at(of)
         if known.program is None:
             place = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
-                pricer=self.pricer(microbatch, self._slowest_device),
-                degree=tensor,
-                shape=self.tensor_shape(tensor),
+                pricer=self._pricer(of),
+                degree=of.tensor,
+                shape=self.tensor_shape(of.tensor),
                 rules=self.rules,
                 microbatches=1,
                 structure=self.structure,
@@ -194,7 +200,7 @@ class PriceBook:
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:
         """Return each layer's cost in each recompute mode; equal layers are one object."""
         solution = self.solution(inside)  # counted as this search's, even if the rows are recalled
-        key, known = (inside, share), self._at(inside.tensor, inside.microbatch).rows
+        key, known = (inside, share), self._at(inside).rows
         if key not in known:
             known[key] = self._priced(solution, inside, share)
         return known[key]
@@ -211,7 +217,7 @@ class PriceBook:
     ) -> tuple[Modes, ...]:
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
-        pricer = self.pricer(share.rows, share.device)
+        pricer = self.pricer(share, inside.compile)
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
         for position, layer in enumerate(self.subject.layers.layers):
@@ -250,7 +256,7 @@ class PriceBook:
         layers = self.subject.layers.layers
         if len(layers) == 1:
             return 0
-        pricer = self.pricer(inside.microbatch, self._slowest_device)
+        pricer = self._pricer(inside)
         tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
         elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
         return GRADIENT_BYTES * sum(elements)
@@ -264,6 +270,10 @@ class PriceBook:
     def _own(self, solution: LayoutSolution, layer: Layer) -> tuple[OpLayout, ...]:
         """Return the layouts of a layer's ops in the axes of its own tensors."""
         return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
+
+
+def _layers(of: Inside | Arrangement) -> _Layers:
+    return of.tensor, of.microbatch, of.compile
 
 
 def parameters_of(layer: Layer, parameters: Container[str]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.cluster.shape import GroupShape, RowShare
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Modes
+from autopar.planner.costs.prediction import Compile, Modes
 from autopar.planner.programs.layouts.choice import LayoutProgram, LayoutSolution, LinePrice
 from autopar.planner.programs.layouts.rules import LayoutRules
 
@@ -19,6 +19,7 @@ class Inside:
 
     tensor: int
     microbatch: int
+    compile: Compile
     solution: int  # index in the Pareto front of layouts
     is_one_stage: bool  # so that tied parameters are held once
     lines: LinePrice | None = None  # if given, the layouts that print least near the solution
@@ -30,6 +31,7 @@ class Place:
 
     tensor: int
     microbatch: int
+    compile: Compile
     shape: GroupShape
     device: Device
     rules: LayoutRules
@@ -116,7 +118,7 @@ class Prices:
     """
 
     recall: Callable[[Place], PricedPlace | None] = lambda _: None
-    pricers: dict[tuple[int, Device], OpPricer] = field(default_factory=dict)
+    pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
     places: dict[Place, PlacePrices] = field(default_factory=dict)
     _recalled: dict[Place, int] = field(default_factory=dict)  # the sizes at first
 

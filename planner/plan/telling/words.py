@@ -100,8 +100,13 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         schedule_words(arrangement),
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
-        "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}",
+        compile_words(arrangement),
     )
+
+
+def compile_words(arrangement: Arrangement) -> str:
+    """Return what is compiled, or nothing."""
+    return "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}"
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:

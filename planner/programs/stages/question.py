@@ -101,8 +101,8 @@ class StageQuestion:
         """Return the modes of a class that differ in cost, the simplest first."""
         example = self.examples[number]
         row, seen, modes = self.rows[kind][example], set(), []
-        for mode in Recompute:
-            amounts = _amounts(row[mode])
+        for mode, cost in row.items():
+            amounts = _amounts(cost)
             if mode in self.allowed[example] and amounts not in seen:
                 seen.add(amounts)
                 modes.append(mode)

@@ -11,7 +11,7 @@ from autopar.planner.plan.declared.limits import with_batch
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.programs.solver import SolverReport
-from tests.planner.plan.plans import parts_of
+from tests.planner.plan.plans import arrangement, parts_of
 from tests.planner.plan.searches import declared
 
 
@@ -22,7 +22,7 @@ def layouts_asked(layers: int) -> tuple[int, SolverReport]:
     constraints = with_batch(declared(global_batch=64), cluster, graph)
     explorer = Explorer(SearchSubject(graph=graph, axes=axes, layers=found), cluster, constraints)
     for tensor in (2, 4):  # one rank splits nothing
-        explorer.costing.solutions(tensor, 2)
+        explorer.costing.solutions(arrangement(tensor=tensor, microbatch=2))
     return len(found.classes), replace(explorer.costing.layout_report(), seconds=0.0)
 
 

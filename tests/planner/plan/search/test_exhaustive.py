@@ -113,6 +113,7 @@ class Solved:
 
     arrangement: Arrangement
     of_point: float
+    unsolved: float
     without_memory: float
     within_memory: float
     of_variant: float
@@ -133,6 +134,7 @@ def _solved(every: Explorer) -> Iterator[Solved]:
             yield Solved(
                 arrangement=variant,
                 of_point=every.bounds.of_point(point),
+                unsolved=every.bounds.unsolved(variant),
                 without_memory=every.bounds.without_memory(variant),
                 within_memory=every.bounds.within_memory(variant),
                 of_variant=every.bounds.of_variant(variant),
@@ -144,6 +146,7 @@ def _solved(every: Explorer) -> Iterator[Solved]:
 def test_no_bound_exceeds_what_an_arrangement_comes_to(case: Case) -> None:
     for one in solved(case):
         assert one.of_point <= one.value * ROUNDING, one
+        assert one.unsolved <= one.value * ROUNDING, one
         assert one.without_memory <= one.value * ROUNDING, one
         assert one.within_memory <= one.value * ROUNDING, one
         assert one.of_variant <= one.value * ROUNDING, one

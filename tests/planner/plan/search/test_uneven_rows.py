@@ -52,6 +52,7 @@ def test_no_other_rows_are_better(nodes: tuple[tuple[str, int], ...]) -> None:
     size = machines.size
     places: dict[str, Any] = {
         "global_batch": 4 * size, "precision": "fp16", "pins__dp": size, "pins__zero": 0,
+        "compile": "none",
     }  # fmt: skip
     graph, axes, layers = parts_of(*MODEL)
     subject = SearchSubject(graph=graph, axes=axes, layers=layers)
