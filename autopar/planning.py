@@ -75,8 +75,8 @@ def cache_of(uses_cache: bool) -> Cache:
 
 
 def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:
-    """Return a plan with the graph of its model: from the cache, or traced again."""
-    known = recalled_plan(plan, folder) if uses_cache else None
+    """Return a plan with the graph of its model: its own, from the cache, or traced again."""
+    known = recalled_plan(plan, folder) if uses_cache or isinstance(plan, Plan) else None
     if known is not None:
         return known
     path = model_path(model_spec(plan, folder))

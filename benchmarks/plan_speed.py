@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.planner.plan.files.cache import PLACE
+
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "plan_speed.md"
 MOST_BYTES = int(1.5 * 2**30)
@@ -119,7 +121,13 @@ def measured(case: Case) -> Taken:
         output = Path(folder) / "output.txt"
         began = time.perf_counter()
         with output.open("w") as said:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, PLACE: str(Path(folder) / "cache")},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
             _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits again

@@ -154,6 +154,17 @@ def test_other_pins_precisions_and_arguments_are_planned_as_without_a_cache(
 
 
 @pytest.mark.usefixtures("store")
+def test_a_model_is_traced_once_without_the_cache(
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("traced for its plan just now")
+
+    monkeypatch.setattr("autopar.planning.trace_planned", fail)
+    assert autopar(*PLAN, "-o", "out", "--no-cache").code == 0
+
+
+@pytest.mark.usefixtures("store")
 def test_emission_of_a_stored_plan_is_the_same_with_and_without_the_cache(
     autopar: Autopar,
 ) -> None:
