@@ -109,8 +109,7 @@ class CachedSearch:
 class CachedScript:
     """The script of a plan, and notes to read before running it.
 
-    `lost` are layers that the plan recomputes, but that have no module call; with any, there is no
-    script.
+    `lost` are layers that the plan recomputes without a module call: there is no script then.
     """
 
     text: str = ""
@@ -174,8 +173,7 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` gets a sentence if a model is outdated because something other than a .py file has
-    changed.
+    `told` gets a sentence if a model is outdated, except by a change of a .py file.
     """
 
     folder: Path | None

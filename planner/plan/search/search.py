@@ -326,8 +326,7 @@ class Explorer:
     def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
         """Return what remains of an arrangement: to be solved with more effort, or unproved.
 
-        A plan that is no faster than a known one may still be simpler, so it is left for that
-        choice.
+        A plan that is no faster than a known one may be simpler: it is left for that choice.
         """
         if self.objective is Objective.MEMORY or self._looked_beside:
             return []
