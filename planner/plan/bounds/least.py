@@ -227,8 +227,8 @@ def least_layers(
         ops = layers.layers[layer_class.layers[0]].ops
         least = [_least(op, pricer, tensor, rules) for op in ops]
         alone = sum(f for f, _, _ in least)
-        forward = pricer.host.forward_region_seconds(alone, len(ops))
-        gradients = sum(backward > 0 for _, backward, _ in least)
+        forwards, gradients = map(sum, zip(*map(pricer.launches, ops), strict=True))
+        forward = pricer.host.forward_region_seconds(alone, forwards)
         backward = pricer.host.backward_region_seconds(sum(b for _, b, _ in least), gradients)
         through += len(layer_class.layers) * (alone + sum(back for _, _, back in least))
         each.append((len(layer_class.layers), forward + backward))

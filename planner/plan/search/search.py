@@ -3,8 +3,7 @@
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
     └ schedule × stages per rank × ZeRO × shard
                                     bounded also by gathers, reductions, updates, recomputation
-      └ the fastest layouts are solved
-                                    bounded also by their communication
+      └ the fastest layouts         bounded also by their communication
         └ layouts that need less memory are solved
                                     bounded also by the recomputation that these need
           └ stages are solved       an exact prediction
