@@ -31,7 +31,7 @@ from autopar.planner.programs.stages.one_pass import fitting_mixes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 _MOST_PRICED = 12  # mixes of the same layers on one stage
-_MOST_PRICED_ALONE = 64  # if it is the only stage
+_MOST_PRICED_ALONE = 128  # if it is the only stage
 _MOST_BETWEEN = 48  # to fill a rank's memory
 _ROUNDING = 1e-9
 _ENDLESS_SECONDS = 1e3  # a backward long enough to hide every reduction but the last
