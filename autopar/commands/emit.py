@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.launch.settings import read_settings
+from autopar.codegen.launch.tool_facts import tool_facts
+from autopar.codegen.launch.tools import TOOLS, tool_files
 from autopar.codegen.launch.views import (
     FORGETFUL,
     TARGETS,
@@ -19,7 +21,7 @@ from autopar.codegen.launch.views import (
     job_of,
     launch_files,
 )
-from autopar.codegen.launch.writing import content_of, write_job
+from autopar.codegen.launch.writing import content_of, write_job, write_tool_files
 from autopar.codegen.script.render import FILE_NAME, refuse_overwriting
 from autopar.console import print_note, results
 from autopar.options import CACHE
@@ -30,7 +32,7 @@ from autopar.planner.model.guard import import_name
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
-from autopar.planner.plan.plan import StoredPlan
+from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.traced import model_spec, with_model
 from autopar.planning import script_of, traced_plan
 from autopar.runs.run_folder import CHECKPOINTS, Start, script_arguments, value_given
@@ -71,8 +73,9 @@ def emit_script(
         str | None,
         typer.Option(
             "--for",
-            metavar="|".join(TARGETS),
-            help="Write a folder with a job for this scheduler, and all that it needs.",
+            metavar="|".join((*TARGETS, *TOOLS)),
+            help="Write a folder with a job for this scheduler and all that it needs, or with the "
+            "plan as a configuration of another training tool.",
         ),
     ] = None,
     settings: Annotated[
@@ -87,7 +90,7 @@ def emit_script(
         bool, typer.Option("--print", help="Print the job's files, and write nothing.")
     ] = False,
 ) -> None:
-    """Write the training script of a plan, or a job for a scheduler.
+    """Write the training script of a plan, a job for a scheduler, or settings of another tool.
 
     With --standalone, -o names a folder; by default it is `standalone` beside the plan. The model
     file is not copied there: it may stay where it is, or lie beside the script. With --for, the
@@ -100,17 +103,23 @@ def emit_script(
     found = with_model(read_plan(plan), beside, model)
     if target is None and (settings or shows or arguments):
         raise InputError("--set, --print and options after -- need --for", fix="--for slurm")
+    if target is not None and target in TOOLS:
+        if settings or arguments:
+            raise InputError(f"--set and options after -- do not go with --for {target}")
+        whole = traced_plan(found, beside, uses_cache=cache)
+        _emit_for_tool(target, whole, output or beside / target, force=force, shows=shows)
+        return
     if target is not None:
         if check or standalone:
             raise InputError("--for does not go with --check or --standalone")
         job = _job(target, found, beside, tuple(settings or ()), tuple(arguments or ()))
         if shows:
-            _show(job)
+            _show(job.files, job.notes)
         else:
             folder = output if output is not None else beside / job.target
             whole = traced_plan(found, beside, uses_cache=cache)
             write_job(whole, job.files, folder, model=job.model, force=force)
-            _tell_job(job, folder)
+            _tell_written(job.files, job.notes, folder)
         return
     if standalone:
         if check:
@@ -156,7 +165,7 @@ def _job(
 ) -> PreparedJob:
     """Return the job of a plan for a scheduler."""
     if target not in TARGETS:
-        raise InputError(f"--for {target}", expected=", ".join(TARGETS))
+        raise InputError(f"--for {target}", expected=", ".join((*TARGETS, *TOOLS)))
     settings = read_settings(target, given)
     name = job_name(plan, settings)
     folder = Path(VOLUME) / name if settings.volume else Path()
@@ -179,21 +188,31 @@ _FORGOTTEN = (
 )
 
 
-def _show(job: PreparedJob) -> None:
-    """Print the files of a job."""
-    for one in job.files:
-        if len(job.files) > 1:
+def _emit_for_tool(target: str, plan: Plan, folder: Path, *, force: bool, shows: bool) -> None:
+    """Write or print the files of another training tool, and tell what they cannot express."""
+    files, notes = tool_files(target, tool_facts(plan))
+    if shows:
+        _show(files, notes)
+        return
+    write_tool_files(files, folder, force=force)
+    _tell_written(files, notes, folder)
+
+
+def _show(files: Sequence[LaunchFile], notes: Sequence[str]) -> None:
+    """Print files, and notes on stderr."""
+    for one in files:
+        if len(files) > 1:
             print(f"# ---- {one.name}")
         print(one.text, end="")
-    for note in job.notes:
+    for note in notes:
         print_note(note)
 
 
-def _tell_job(job: PreparedJob, folder: Path) -> None:
-    for note in job.notes:
+def _tell_written(files: Sequence[LaunchFile], notes: Sequence[str], folder: Path) -> None:
+    for note in notes:
         print_note(note)
     results().print(
-        f"Written: {folder}, with {', '.join(one.name for one in job.files)}", soft_wrap=True
+        f"Written: {folder}, with {', '.join(one.name for one in files)}", soft_wrap=True
     )
 
 

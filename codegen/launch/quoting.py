@@ -7,13 +7,14 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from autopar.codegen.text.values import Source
+from autopar.codegen.text.values import Source, literal
 from autopar.planner.errors import InputError
 
 _MOST_CHARACTERS = 4096
 _DIRECTIVE = re.compile(r"--[a-z-]+(=[\w.,:@+/=%-]+)?", re.ASCII)
 _IMAGE = re.compile(r"\w[\w.:/@-]*", re.ASCII)
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*(==[\w.]+)?", re.ASCII)
+_KEY = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _PATH = re.compile(r"[\w.@+-]+(/[\w.@+-]+)*/?", re.ASCII)
 
 
@@ -25,6 +26,32 @@ def shell(text: str) -> Source:
 def yaml(text: str) -> Source:
     """Return a text as a YAML string in double quotes."""
     return Source(json.dumps(_in_a_line(text, "YAML"), ensure_ascii=False))
+
+
+def plain(value: object) -> Source:
+    """Return a flag, a number, a text or lists of them, as JSON, YAML and TOML write them alike."""
+    if isinstance(value, str):
+        return yaml(value)
+    if isinstance(value, tuple):
+        return Source(f"[{', '.join(map(plain, value))}]")
+    if type(value) in (bool, int):
+        return Source(json.dumps(value))
+    raise TypeError(f"{type(value).__name__} has no common form")
+
+
+def flag(value: object) -> Source:
+    """Return what follows the name of an option in a shell: a word, or nothing for True."""
+    return Source("") if value is True else Source(f" {shell(str(value))}")
+
+
+def lists(value: object) -> Source:
+    """Return a plain value as Python, with lists in the place of tuples."""
+    return literal([list(one) for one in value] if isinstance(value, tuple) else value)
+
+
+def bare(text: str) -> Source:
+    """Return a key, which needs no quotes."""
+    return _matching(_KEY, text, "a key")
 
 
 def pod_argument(text: str) -> Source:

@@ -11,10 +11,14 @@ from types import MappingProxyType
 from jinja2 import Environment
 
 from autopar.codegen.launch.quoting import (
+    bare,
     command,
     copied,
     directive,
+    flag,
     image,
+    lists,
+    plain,
     pod_argument,
     requirement,
     shell,
@@ -335,6 +339,10 @@ _FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
         **FILTERS,
         "shell": shell,
         "yaml": yaml,
+        "plain": plain,
+        "key": bare,
+        "flag": flag,
+        "lists": lists,
         "pod_argument": pod_argument,
         "directive": directive,
         "image": image,
@@ -354,8 +362,12 @@ def launch_files(
     target: str, job: LaunchJob, settings: LaunchSettings, content: Content
 ) -> tuple[LaunchFile, ...]:
     """Return the files that start a job under a scheduler."""
+    return rendered(TARGETS[target](job, settings, content))
+
+
+def rendered(views: Views) -> tuple[LaunchFile, ...]:
+    """Return files whose templates have their names."""
     templates = _templates()
-    views = TARGETS[target](job, settings, content)
     return tuple(
         LaunchFile(name=name, text=templates.get_template(f"{name}.j2").render(view=view))
         for name, view in views.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -66,6 +66,14 @@ def write_job(
     write_standalone(plan, folder, model.parent, force=force)
     for path, text in texts.items():
         write_whole(path, text, what="the job")
+
+
+def write_tool_files(files: Sequence[LaunchFile], folder: Path, *, force: bool) -> None:
+    """Write the files of another training tool into a folder."""
+    for one in files:
+        _refuse_other(folder / one.name, one.text, force=force)
+    for one in files:
+        write_whole(folder / one.name, one.text, what="the configuration")
 
 
 def _refuse_other(path: Path, text: str, *, force: bool) -> None:

@@ -1,0 +1,150 @@
+"""Turns a plan into the facts that other training tools ask for: blocks, modes, splits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.costs.prediction import Arrangement, Recompute
+from autopar.planner.graph.layouts import Layout, LayoutKind
+from autopar.planner.layers import Layers, find_layers, residence
+from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.telling.words import arrangement_words
+
+_NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
+_SEQUENCE = "seq"  # the name of the axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStage:
+    """A stage as tools count it: blocks of the model, and the layers before and after all blocks.
+
+    `modes` are the recompute modes of the blocks.
+    """
+
+    blocks: tuple[int, ...]
+    modes: tuple[Recompute, ...]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFacts:
+    """What a plan says to another training tool.
+
+    Tools split every matrix of a block, the embedding and the head between tensor ranks.
+    `whole_weights` are those that the plan keeps whole.
+    """
+
+    title: str
+    block_class: str  # "" if the model has no repeated blocks
+    arrangement: Arrangement
+    nodes: int
+    stages: tuple[BlockStage, ...]
+    between: tuple[str, ...]  # layers between the blocks, which no tool knows
+    modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
+    whole_weights: tuple[str, ...]
+    crossing: tuple[str, ...]  # the axes of activations between blocks; "" if they are whole
+    known: tuple[RunnerUp, ...]  # other plans, whose step times are known
+
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """The recompute mode of each block."""
+        return tuple(mode for stage in self.stages for mode in stage.modes)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether tensor ranks have parts of the sequence between the blocks."""
+        return set(self.crossing) == {_SEQUENCE}
+
+    @property
+    def replicas(self) -> int:
+        """The copies of the model that data ranks hold: each is sharded over the other ranks."""
+        return self.arrangement.data // self.shard
+
+    @property
+    def shard(self) -> int:
+        """The data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
+        return self.arrangement.shard if self.arrangement.zero.divides_optimizer else 1
+
+
+def tool_facts(plan: Plan) -> ToolFacts:
+    """Return the facts of a plan."""
+    axes = infer_axes(plan.graph)
+    return facts_of_layers(plan, axes, find_layers(plan.graph, axes))
+
+
+def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
+    """Return the facts of a plan whose axes and layers are known."""
+    numbers = _block_numbers([layer.call for layer in layers.layers])
+    blocks = [place for place, number in enumerate(numbers) if number is not None]
+    first, last = (blocks[0], blocks[-1]) if blocks else (len(numbers), len(numbers))
+    calls = [layer.call or "the model's own code" for layer in layers.layers]
+    outside = [place for place, number in enumerate(numbers) if number is None]
+    modes = plan.layer_modes
+    return ToolFacts(
+        title=f"{plan.model.name}: {arrangement_words(plan.arrangement).replace(' · ', ', ')}",
+        block_class=_class_of(layers, first),
+        arrangement=plan.arrangement,
+        nodes=plan.machines.nodes,
+        stages=tuple(_stages(plan, numbers, calls)),
+        between=tuple(calls[place] for place in outside if first < place < last),
+        modes_outside=tuple((calls[place], modes[place]) for place in outside),
+        whole_weights=tuple(_whole_weights(plan)),
+        crossing=tuple(axes.names.get(one.axis, "") for one in _between_blocks(plan, layers)),
+        known=(*plan.runners_up, *([plan.fastest] if plan.fastest else [])),
+    )
+
+
+def _block_numbers(calls: Sequence[str]) -> list[int | None]:
+    """Return the number of each layer among the model's blocks, or None for other layers.
+
+    The blocks are the layers of the module list that has the most.
+    """
+    found = [_NUMBERED.fullmatch(call) for call in calls]
+    lists = Counter(one["list"] for one in found if one)
+    chosen = lists.most_common(1)[0][0] if lists else ""
+    places = [place for place, one in enumerate(found) if one and one["list"] == chosen]
+    numbers = {place: number for number, place in enumerate(places)}
+    return [numbers.get(place) for place in range(len(calls))]
+
+
+def _class_of(layers: Layers, place: int) -> str:
+    return next((one.name for one in layers.classes if place in one.layers), "")
+
+
+def _stages(
+    plan: Plan, numbers: Sequence[int | None], calls: Sequence[str]
+) -> Iterator[BlockStage]:
+    """Yield the stages in the order of the model."""
+    modes, middle = plan.layer_modes, next((n for n, one in enumerate(numbers) if one == 0), 0)
+    for stage in sorted(plan.stages, key=lambda one: one.first):
+        places = range(stage.first, stage.first + stage.count)
+        own = [(number, modes[place]) for place in places if (number := numbers[place]) is not None]
+        outside = [place for place in places if numbers[place] is None]
+        yield BlockStage(
+            blocks=tuple(number for number, _ in own),
+            modes=tuple(mode for _, mode in own),
+            before=tuple(calls[place] for place in outside if place < middle),
+            after=tuple(calls[place] for place in outside if place > middle),
+        )
+
+
+def _whole_weights(plan: Plan) -> Iterator[str]:
+    """Yield the matrices that are whole on every tensor rank."""
+    for one in plan.parameters:
+        is_matrix = len(plan.graph.tensors[one.name].shape) > 1
+        if is_matrix and one.layout.kind is not LayoutKind.SPLIT:
+            yield one.name
+
+
+def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
+    """Yield the layouts of the tensors that one block passes to the next."""
+    layouts = {one.name: one.layout for one in plan.crossing}
+    calls = _block_numbers([layer.call for layer in layers.layers])
+    for place, cut in enumerate(residence(plan.graph, layers).cuts[:-1]):
+        if calls[place] is not None and calls[place + 1] is not None:
+            yield from (layouts[name] for name in cut if name in layouts)

@@ -1,0 +1,375 @@
+"""Turns a plan into configurations of other training tools, and tells what they cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+
+from autopar.codegen.launch.tool_facts import BlockStage, ToolFacts
+from autopar.codegen.launch.views import LaunchFile, rendered
+from autopar.planner.cluster.toml_reading import seconds_text
+from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.plan.telling.words import degrees_words
+
+SettingValue = bool | int | str | tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSection:
+    """Settings that belong together in a tool's file; the name is "" at the top of the file."""
+
+    name: str
+    settings: Mapping[str, SettingValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolView:
+    """A tool's file: what it says, and what the plan says beyond that."""
+
+    title: str
+    notes: tuple[str, ...]
+    sections: tuple[ToolSection, ...]
+    recompute: str  # the mode of all blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A training tool: its name, its files, and what it can express.
+
+    A file has the name of its template. A schedule that is absent here has none in the tool;
+    `nearest` is the one to take instead, for one stage per rank and for several.
+    """
+
+    name: str
+    sections: Callable[[ToolFacts, Recompute], Mapping[str, Sequence[ToolSection]]]
+    schedules: Mapping[ScheduleKind, str]
+    notes: Callable[[ToolFacts], Iterator[str]]
+    selective: str  # how its selective mode differs
+    compiles: bool
+    mixed: str  # the blocks that it recomputes where the plan recomputes some
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
+
+
+def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
+    """Return the files of a tool, and what the tool cannot express."""
+    row = TOOLS[tool]
+    mode = _mode(facts)
+    notes = tuple(chain(row.notes(facts), _notes(row, facts, mode)))
+    views = {
+        name: ToolView(title=facts.title, notes=notes, sections=tuple(made), recompute=mode.value)
+        for name, made in row.sections(facts, mode).items()
+    }
+    return rendered(views), notes
+
+
+def _mode(facts: ToolFacts) -> Recompute:
+    """Return the mode of the blocks, or of several the one that saves the most memory."""
+    order = list(Recompute)
+    return max(facts.modes, key=order.index, default=Recompute.NONE)
+
+
+def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
+    """Yield what no tool, or not this one, can express."""
+    chosen = facts.arrangement
+    if facts.between:
+        yield f"{tool.name} has nothing between blocks; the plan has {_some(facts.between)} there"
+    if len(set(facts.modes)) > 1 and not tool.mixes(facts):
+        count = sum(one is mode for one in facts.modes)
+        yield (
+            f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
+            f"{tool.mixed}: slower, less memory"
+        )
+    if mode.saved_ops is not None:
+        yield f"selective: the plan saves the results of matrix products, {tool.selective}"
+    again = [call for call, own in facts.modes_outside if own.runs_again]
+    if again:
+        yield f"the plan recomputes {_some(again)}, too; {tool.name} only blocks: more memory"
+    if chosen.compile is not Compile.NONE and not tool.compiles:
+        yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if len(set(chosen.rows)) > 1:
+        rows = ", ".join(map(str, chosen.rows))
+        yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"
+    yield from _tensor_notes(tool, facts)
+    if chosen.pipeline > 1 and chosen.schedule not in tool.schedules:
+        nearest = _nearest_schedule(chosen, tool.schedules)
+        yield (
+            f"{tool.name} has no schedule {chosen.schedule}; the nearest is {nearest}"
+            f"{_price(facts, pipeline=chosen.pipeline, schedule=nearest)}"
+        )
+
+
+def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
+    """Yield how the tool's split of tensors differs from the plan's."""
+    if facts.arrangement.tensor == 1:
+        return
+    if facts.whole_weights:
+        yield (
+            f"the plan keeps {_some(facts.whole_weights)} whole on tensor ranks; {tool.name} "
+            "splits all matrices of blocks, the embedding and the head"
+        )
+    if any(facts.crossing) and not facts.splits_sequence:
+        axes = sorted({one for one in facts.crossing if one})
+        yield f"the plan splits activations between blocks along {_some(axes)}; {tool.name} not"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return names, shortened: "a, b and 4 more"."""
+    shown, more = ", ".join(names[:2]), len(names) - 2
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _price(facts: ToolFacts, **wanted: object) -> str:
+    """Return what is known of another arrangement's step."""
+    for one in facts.known:
+        if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
+            words = degrees_words(one.arrangement)
+            return f" (a plan with it, {words}, takes {seconds_text(one.step_seconds)} a step)"
+    return ""
+
+
+def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
+    """Return the schedule of the plan, or one with as many stages per rank that a tool has."""
+    if chosen.schedule in known:
+        return chosen.schedule
+    several = chosen.stages_per_rank > 1
+    return ScheduleKind.INTERLEAVED_1F1B if several else ScheduleKind.ONE_F_ONE_B
+
+
+_TORCH_SCHEDULES: Mapping[ScheduleKind, str] = MappingProxyType(
+    {
+        ScheduleKind.GPIPE: "GPipe",
+        ScheduleKind.ONE_F_ONE_B: "1F1B",
+        ScheduleKind.INTERLEAVED_1F1B: "Interleaved1F1B",
+        ScheduleKind.INTERLEAVED_ZERO_BUBBLE: "InterleavedZeroBubble",
+        ScheduleKind.ZERO_BUBBLE_V: "ZBVZeroBubble",
+    }
+)
+_TITAN_CONFIG, _TITAN_TOML = "torchtitan_plan.py", "torchtitan.toml"
+
+
+def _titan_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+    """Return torchtitan's settings: TOML until release 0.2, Python from 0.3 on."""
+    chosen = facts.arrangement
+    batch = _titan_batch(chosen)
+    compiling = ToolSection(name="compile", settings=_titan_compile(chosen))
+    no_graphs = {"disable_cuda_graphs": True} if chosen.pipeline > 1 else {}  # or 0.3 refuses
+    return {
+        _TITAN_CONFIG: (
+            _titan_degrees(facts, "lm_head", _titan_sequence(facts)),
+            ToolSection(name="training", settings={**batch, **no_graphs}),
+            compiling,
+        ),
+        _TITAN_TOML: (
+            _titan_degrees(facts, "output", {}),
+            ToolSection(name="training", settings=batch),
+            compiling,
+            ToolSection(name="activation_checkpoint", settings=_titan_recompute(mode)),
+        ),
+    }
+
+
+def _titan_degrees(facts: ToolFacts, head: str, more: Mapping[str, SettingValue]) -> ToolSection:
+    chosen = facts.arrangement
+    degrees: dict[str, SettingValue] = {
+        "data_parallel_replicate_degree": facts.replicas,
+        "data_parallel_shard_degree": facts.shard,
+        "tensor_parallel_degree": chosen.tensor,
+        "context_parallel_degree": 1,
+        "pipeline_parallel_degree": chosen.pipeline,
+    }
+    if facts.shard > 1:
+        is_always = chosen.zero.divides_parameters
+        degrees["fsdp_reshard_after_forward"] = "always" if is_always else "never"
+    if chosen.pipeline > 1:
+        degrees["pipeline_parallel_schedule"] = _TORCH_SCHEDULES[chosen.schedule]
+        degrees["pipeline_parallel_microbatch_size"] = chosen.microbatch
+        degrees["module_fqns_per_model_part"] = tuple(_titan_parts(facts.stages, head))
+    return ToolSection(name="parallelism", settings={**degrees, **more})
+
+
+def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
+    """Return whether tensor ranks have parts of the sequence between blocks."""
+    if facts.arrangement.tensor == 1:
+        return {}
+    return {"enable_sequence_parallel": facts.splits_sequence}
+
+
+def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str, ...]]:
+    """Yield the modules of each stage, as torchtitan's models call them.
+
+    The last layer after the blocks is the head, those before it are the norm.
+    """
+    after = [call for stage in stages for call in stage.after]
+    for place, stage in enumerate(stages):
+        has_head = bool(stage.after) and stage.after[-1] == after[-1]
+        has_norm = bool(stage.after) and stage.after[0] == after[0]
+        yield (
+            *(["tok_embeddings"] if place == 0 else []),
+            *(f"layers.{block}" for block in stage.blocks),
+            *(["norm"] if has_norm else []),
+            *([head] if has_head else []),
+        )
+
+
+def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
+    """Return the rows of a step. In a pipeline, a local batch is all microbatches of a step."""
+    passes = chosen.microbatches if chosen.pipeline > 1 else 1
+    return {
+        "local_batch_size": chosen.microbatch * passes,
+        "global_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
+        "mixed_precision_param": "bfloat16" if chosen.precision.value == "bf16" else "float32",
+    }
+
+
+def _titan_compile(chosen: Arrangement) -> Mapping[str, SettingValue]:
+    return {"enable": chosen.compile is not Compile.NONE}
+
+
+def _titan_recompute(mode: Recompute) -> Mapping[str, SettingValue]:
+    by_op: dict[str, SettingValue] = {"selective_ac_option": "op"}
+    return {"mode": mode.value, **(by_op if mode.saved_ops is not None else {})}
+
+
+def _titan_notes(facts: ToolFacts) -> Iterator[str]:
+    chosen = facts.arrangement
+    if chosen.zero.gathers_updated and facts.shard > 1:
+        yield (
+            "torchtitan has no ZeRO-1; the nearest is ZeRO-2: fully_shard, parameters stay "
+            f"gathered{_price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
+        )
+    if chosen.tensor > 1 and not facts.splits_sequence:
+        yield (
+            "torchtitan 0.2 always splits the sequence between blocks of tensor ranks; the plan "
+            "does not, and torchtitan 0.3 can leave it whole"
+        )
+    if chosen.compressed_gradients:
+        yield "the plan reduces gradients in 16 bits, torchtitan in 32"
+    if chosen.precision.value not in ("bf16", "fp32"):
+        yield f"torchtitan has no {chosen.precision.value}; the nearest is float32"
+
+
+_MEGATRON_SCHEDULES: Mapping[ScheduleKind, str] = MappingProxyType(
+    {ScheduleKind.ONE_F_ONE_B: "1F1B", ScheduleKind.INTERLEAVED_1F1B: "interleaved 1F1B"}
+)
+_FULLY_SHARDED = MappingProxyType({2: "optim_grads", 3: "optim_grads_params"})  # by ZeRO level
+
+
+def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+    """Return Megatron-LM's flags; a flag that is only present has the value True."""
+    chosen = facts.arrangement
+    flags: dict[str, SettingValue] = {
+        "tensor-model-parallel-size": chosen.tensor,
+        "pipeline-model-parallel-size": chosen.pipeline,
+        "micro-batch-size": chosen.microbatch,
+        "global-batch-size": chosen.microbatch * chosen.microbatches * chosen.data,
+        "sequence-parallel": chosen.tensor > 1 and facts.splits_sequence,
+        "bf16": chosen.precision.value == "bf16",
+        "fp16": chosen.precision.value == "fp16",
+        "grad-reduce-in-bf16": chosen.compressed_gradients,
+        "overlap-grad-reduce": chosen.data > 1,
+    }
+    if chosen.pipeline > 1:
+        flags["pipeline-model-parallel-layout"] = "|".join(_megatron_parts(facts.stages))
+    flags.update(_megatron_sharding(facts))
+    flags.update(_megatron_recompute(facts, mode))
+    return {"megatron.sh": (ToolSection(name="", settings=_present(flags)),)}
+
+
+def _present(flags: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
+    return {name: value for name, value in flags.items() if value is not False}
+
+
+def _megatron_parts(stages: Sequence[BlockStage]) -> Iterator[str]:
+    """Yield each stage of a layout: E is the embedding, t a block, L norm, head and loss."""
+    for place, stage in enumerate(stages):
+        count = len(stage.blocks)
+        blocks = f"t*{count}" if count > 1 else "t" * count
+        yield f"{'E' * (place == 0)}{blocks}{'L' * (place == len(stages) - 1)}"
+
+
+def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
+    chosen = facts.arrangement
+    if facts.shard == 1:
+        return {}
+    flags: dict[str, SettingValue] = {"use-distributed-optimizer": True}
+    if chosen.zero.shards_modules:
+        flags["use-megatron-fsdp"] = True
+        flags["data-parallel-sharding-strategy"] = _FULLY_SHARDED[chosen.zero.value]
+    else:
+        flags["overlap-param-gather"] = True
+    if facts.replicas > 1:
+        flags["num-distributed-optimizer-instances"] = facts.replicas
+    return flags
+
+
+def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
+    """Return the flags of the mode; the method "block" recomputes as many blocks of each stage."""
+    if not mode.runs_again:
+        return {}
+    if mode.saved_ops is not None:
+        return {"recompute-granularity": "selective"}
+    most = max(stage.modes.count(mode) for stage in facts.stages)
+    is_all = all(one is mode for one in facts.modes)
+    method = "uniform" if is_all else "block"
+    return {
+        "recompute-granularity": "full",
+        "recompute-method": method,
+        "recompute-num-layers": 1 if is_all else most,
+    }
+
+
+def _is_block_method(facts: ToolFacts) -> bool:
+    """Whether each stage recomputes as many blocks in full, and the others not at all."""
+    mode = _mode(facts)
+    counts = {stage.modes.count(mode) for stage in facts.stages}
+    return (
+        mode.saved_ops is None
+        and len(counts) == 1
+        and set(facts.modes)
+        <= {
+            mode,
+            Recompute.NONE,
+        }
+    )
+
+
+def _megatron_notes(facts: ToolFacts) -> Iterator[str]:
+    early = [call for stage in facts.stages[:-1] for call in stage.after]
+    if early:
+        yield f"the plan cuts after {_some(early)}; Megatron keeps norm and head in one stage"
+    late = [call for stage in facts.stages[1:] for call in stage.before]
+    if late:
+        yield f"the plan cuts before {_some(late)}; Megatron embeds in the first stage"
+    if facts.arrangement.zero.shards_modules and facts.arrangement.pipeline > 1:
+        yield (
+            "Megatron FSDP shards parameters in every microbatch of a pipeline; check that your "
+            "release runs both, or take ZeRO-1: --use-distributed-optimizer alone"
+        )
+
+
+TOOLS: Mapping[str, Tool] = MappingProxyType(
+    {
+        "torchtitan": Tool(
+            name="torchtitan",
+            sections=_titan_sections,
+            schedules=_TORCH_SCHEDULES,
+            notes=_titan_notes,
+            selective="torchtitan recomputes every second one as well: less memory, slower",
+            compiles=True,
+            mixed="all blocks",
+        ),
+        "megatron": Tool(
+            name="Megatron",
+            sections=_megatron_sections,
+            schedules=_MEGATRON_SCHEDULES,
+            notes=_megatron_notes,
+            selective="Megatron of everything but the core of attention: more memory, faster",
+            compiles=False,
+            mixed="equally many in every stage",
+            mixes=_is_block_method,
+        ),
+    }
+)
