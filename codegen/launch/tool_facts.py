@@ -15,6 +15,7 @@ from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.telling.words import arrangement_words
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
+_PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
 _SEQUENCE = "seq"  # the name of the axis
 
 
@@ -86,7 +87,7 @@ def facts_of_layers(plan: Plan, axes: GraphAxes, layers: Layers) -> ToolFacts:
     outside = [place for place, number in enumerate(numbers) if number is None]
     modes = plan.layer_modes
     return ToolFacts(
-        title=f"{plan.model.name}: {arrangement_words(plan.arrangement).replace(' · ', ', ')}",
+        title=f"{plan.model.name}: {arrangement_words(plan.arrangement)}".translate(_PLAIN),
         block_class=_class_of(layers, first),
         arrangement=plan.arrangement,
         nodes=plan.machines.nodes,

@@ -125,7 +125,7 @@ def _price(facts: ToolFacts, **wanted: object) -> str:
     """Return what is known of another arrangement's step."""
     for one in facts.known:
         if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
-            words = degrees_words(one.arrangement)
+            words = degrees_words(one.arrangement).replace(" · ", " + ")
             return f" (a plan with it, {words}, takes {seconds_text(one.step_seconds)} a step)"
     return ""
 
