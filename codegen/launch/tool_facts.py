@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.axes.infer import GraphAxes, infer_axes
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.layers import Layers, find_layers, residence
 from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planner.plan.telling.words import arrangement_words, degrees_words
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
 _SEQUENCE = "seq"  # the name of the axis
+
+
+SettingValue = bool | int | str | tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSection:
+    """Settings that belong together in a tool's file; the name is "" at the top of the file."""
+
+    name: str
+    settings: Mapping[str, SettingValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +161,12 @@ def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
     for place, cut in enumerate(residence(plan.graph, layers).cuts[:-1]):
         if calls[place] is not None and calls[place + 1] is not None:
             yield from (layouts[name] for name in cut if name in layouts)
+
+
+def price(facts: ToolFacts, **wanted: object) -> str:
+    """Return what is known of another arrangement's step."""
+    for one in facts.known:
+        if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
+            words = degrees_words(one.arrangement).replace(" · ", " + ")
+            return f" (a plan with it, {words}, takes {seconds_text(one.step_seconds)} a step)"
+    return ""

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from types import MappingProxyType
 
-from autopar.codegen.launch.tool_facts import BlockStage, ToolFacts
+from autopar.codegen.launch.hugging_face import (
+    accelerate_notes,
+    accelerate_sections,
+    sharded_instead,
+    transformers_notes,
+    transformers_sections,
+)
+from autopar.codegen.launch.tool_facts import (
+    BlockStage,
+    SettingValue,
+    ToolFacts,
+    ToolSection,
+    price,
+)
 from autopar.codegen.launch.views import LaunchFile, rendered
-from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.plan.telling.words import degrees_words
-
-SettingValue = bool | int | str | tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSection:
-    """Settings that belong together in a tool's file; the name is "" at the top of the file."""
-
-    name: str
-    settings: Mapping[str, SettingValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Tool:
     notes: Callable[[ToolFacts], Iterator[str]]
     selective: str  # how its selective mode differs
     compiles: bool
+    nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     mixed: str  # the blocks that it recomputes where the plan recomputes some
     mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
 
@@ -56,8 +58,9 @@ class Tool:
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
     """Return the files of a tool, and what the tool cannot express."""
     row = TOOLS[tool]
+    facts, changes = row.nearest(facts)
     mode = _mode(facts)
-    notes = tuple(chain(row.notes(facts), _notes(row, facts, mode)))
+    notes = (*changes, *row.notes(facts), *_notes(row, facts, mode))
     views = {
         name: ToolView(title=facts.title, notes=notes, sections=tuple(made), recompute=mode.value)
         for name, made in row.sections(facts, mode).items()
@@ -68,7 +71,8 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
 def _mode(facts: ToolFacts) -> Recompute:
     """Return the mode of the blocks, or of several the one that saves the most memory."""
     order = list(Recompute)
-    return max(facts.modes, key=order.index, default=Recompute.NONE)
+    again = (mode for mode in facts.modes if mode.runs_again)
+    return max(again, key=order.index, default=Recompute.NONE)
 
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
@@ -87,6 +91,9 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
         yield f"the plan recomputes {_some(again)}, too; {tool.name} only blocks: more memory"
+    chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
+    if chunked:
+        yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if len(set(chosen.rows)) > 1:
@@ -97,7 +104,7 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         nearest = _nearest_schedule(chosen, tool.schedules)
         yield (
             f"{tool.name} has no schedule {chosen.schedule}; the nearest is {nearest}"
-            f"{_price(facts, pipeline=chosen.pipeline, schedule=nearest)}"
+            f"{price(facts, pipeline=chosen.pipeline, schedule=nearest)}"
         )
 
 
@@ -119,15 +126,6 @@ def _some(names: Sequence[str]) -> str:
     """Return names, shortened: "a, b and 4 more"."""
     shown, more = ", ".join(names[:2]), len(names) - 2
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _price(facts: ToolFacts, **wanted: object) -> str:
-    """Return what is known of another arrangement's step."""
-    for one in facts.known:
-        if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
-            words = degrees_words(one.arrangement).replace(" · ", " + ")
-            return f" (a plan with it, {words}, takes {seconds_text(one.step_seconds)} a step)"
-    return ""
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
@@ -238,7 +236,7 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
     if chosen.zero.gathers_updated and facts.shard > 1:
         yield (
             "torchtitan has no ZeRO-1; the nearest is ZeRO-2: fully_shard, parameters stay "
-            f"gathered{_price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
+            f"gathered{price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
         )
     if chosen.tensor > 1 and not facts.splits_sequence:
         yield (
@@ -370,6 +368,26 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             compiles=False,
             mixed="equally many in every stage",
             mixes=_is_block_method,
+        ),
+        "accelerate": Tool(
+            name="accelerate",
+            sections=accelerate_sections,
+            schedules={},
+            notes=accelerate_notes,
+            selective="accelerate of none: slower, less memory",
+            compiles=False,
+            mixed="all blocks",
+            nearest=partial(sharded_instead, "accelerate"),
+        ),
+        "transformers": Tool(
+            name="transformers",
+            sections=transformers_sections,
+            schedules={},
+            notes=transformers_notes,
+            selective="transformers of none: slower, less memory",
+            compiles=True,
+            mixed="all blocks",
+            nearest=partial(sharded_instead, "transformers"),
         ),
     }
 )

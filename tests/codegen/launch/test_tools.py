@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autopar.codegen.launch.tool_facts import ToolFacts, facts_of_layers, tool_facts
 from autopar.codegen.launch.tools import TOOLS, tool_files
 from autopar.planner.costs.prediction import Compile, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
+from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan, PlannedStage
 from tests.codegen.launch.test_quoting import HOSTILE
 from tests.planner.plan.plans import arrangement, parts_of, small_plan, split_plan, whole_layouts
 
 BLOCKS = 6
-NONE, SELECTIVE, FULL = Recompute
+NONE, SELECTIVE, FULL, CHUNKED = Recompute
 OPTIONS = Path(__file__).parent / "megatron_options.txt"
 
 
@@ -254,6 +256,85 @@ def test_torchtitans_own_configuration_becomes_the_plans(
     assert told == told_by(plans()[name])
 
 
+SHARDED = ("data", "zero-2", "zero-3", "hsdp")  # what both tools express as it is
+
+
+def accelerate_told(plan: Plan, found: Mapping[str, Any]) -> Told:
+    """Return what a file of accelerate says; its batch is told in Python."""
+    degrees = {key.removeprefix("parallelism_config_"): value for key, value in found.items()}
+    return replace(
+        told_by(plan),
+        tensor=degrees.get("tp_size", 1),
+        replicas=degrees.get("dp_replicate_size", found["num_processes"]),
+        shard=degrees.get("dp_shard_size", 1),
+        recompute="full" if found.get("fsdp_activation_checkpointing") else "none",
+    )
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_accelerates_file_says_the_plan(name: str) -> None:
+    parts = yaml.safe_load(files("accelerate", plans()[name])["accelerate.yaml"])
+    inner = [one for one in parts.values() if isinstance(one, dict)]
+    found = parts | {key: value for one in inner for key, value in one.items()}
+    assert accelerate_told(plans()[name], found) == told_by(plans()[name])
+    assert found["num_processes"] == plans()[name].arrangement.ranks
+
+
+@pytest.mark.parametrize("name", [*SHARDED, "even", "mixed"])
+def test_accelerates_own_launcher_accepts_the_file(name: str, tmp_path: Path) -> None:
+    launch = pytest.importorskip("accelerate.commands.launch", reason="needs accelerate")
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(files("accelerate", plans()[name])["accelerate.yaml"], encoding="utf-8")
+    words = ["--config_file", str(path), "train.py"]
+    arguments, *_ = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args(words)
+    )
+    if arguments.use_fsdp and name in SHARDED:
+        assert accelerate_told(plans()[name], vars(arguments)) == told_by(plans()[name])
+    assert arguments.num_processes == plans()[name].arrangement.ranks
+
+
+@pytest.mark.parametrize("name", [*SHARDED, "tensor"])
+def test_transformers_reads_the_plan(name: str) -> None:
+    transformers = pytest.importorskip("transformers.distributed.configuration_utils")
+    made: dict[str, Any] = {}
+    exec(files("transformers", plans()[name])["transformers_plan.py"], made)
+    degrees = transformers.DistributedConfig(**made["DISTRIBUTED"])
+    training = importlib.import_module("transformers.training_args").TrainingArguments
+    assert set(made["TRAINING"]) <= set(training.__dataclass_fields__)
+    size, count = (
+        made["TRAINING"][key]
+        for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    told = Told(
+        pipeline=degrees.pp_size,
+        tensor=degrees.tp_size,
+        replicas=degrees.dp_replicate_size,
+        shard=degrees.fsdp_size,
+        microbatch=size,
+        global_batch=size * count * degrees.dp_size,
+        recompute="full" if made["TRAINING"]["activation_checkpointing"] else "none",
+    )
+    assert told == told_by(plans()[name])
+
+
+@pytest.mark.parametrize("tool", ["accelerate", "transformers"])
+def test_a_pipeline_becomes_data_ranks_that_share_parameters(tool: str) -> None:
+    assert f"{tool} trains without pipelines" in notes(tool, plans()["uneven"])
+    assert "the nearest is dp 6, ZeRO-3" in notes(tool, plans()["uneven"])
+    made: dict[str, Any] = {}
+    exec(files("transformers", plans()["uneven"])["transformers_plan.py"], made)
+    training = made["TRAINING"]
+    rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
+    assert made["DISTRIBUTED"]["fsdp_size"] == 6
+    assert rows * 6 == plans()["uneven"].arrangement.global_batch
+
+
+def test_accelerate_refuses_tensor_ranks_alone() -> None:
+    with pytest.raises(InputError, match="refuses tensor ranks"):
+        files("accelerate", plans()["tensor"])
+
+
 def test_a_cut_inside_the_end_is_told_where_a_tool_has_no_such_stage() -> None:
     plan = llama((8, 1), data=1, shard=1)
     assert "the plan cuts after norm" in notes("megatron", plan)
@@ -287,6 +368,7 @@ def test_other_differences_are_told() -> None:
     assert "torch.compile" in notes("megatron", compiled)
     assert "enable = true" in files("torchtitan", compiled)["torchtitan.toml"]
     assert "unlike numbers of rows (3, 2)" in notes("megatron", llama(microbatch=3, rows=(3, 2)))
+    assert "logits of lm_head in chunks" in notes("megatron", llama(modes={8: CHUNKED}))
     assert notes("megatron", plans()["data"]) == notes("torchtitan", plans()["data"]) == ""
 
 
