@@ -60,6 +60,11 @@ def _tell(report: DryRun) -> None:
         "loses between tensors, the device's context and communication libraries.",
         soft_wrap=True,
     )
+    if report.runs_uncompiled:
+        results().print(
+            "A dry run executes compiled layers op by op. Compiled, they hold less, as predicted.",
+            soft_wrap=True,
+        )
     sent = plain_table("Collectives of one step", "", "ranks", "bytes", "count", left=1)
     for one in report.collectives:
         figures = (str(one["ranks"]), bytes_text(one["bytes"]), f"{one['count']:,}")

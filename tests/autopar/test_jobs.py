@@ -151,6 +151,7 @@ def _await_state(one: Slurm, job: str, *states: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.more_cells
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_slurm_trains_a_job_on_two_nodes_requeues_it_and_lets_it_resume(
     autopar: Autopar,

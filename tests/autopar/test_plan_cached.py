@@ -108,13 +108,14 @@ def test_the_same_question_is_neither_searched_nor_printed_again(
 def test_layouts_of_an_earlier_search_are_not_solved_again(
     autopar: Autopar, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solved = list[tuple[str, int, int]]()  # what, for how many tensor ranks and rows
+    solved = list[tuple[str, int, int, bool]]()  # what, tensor ranks, rows, whether compiled
     for name in ("fastest", "front"):
         solve = getattr(LayoutProgram, name)
 
         def watched(program: LayoutProgram, name: str = name, solve: Any = solve) -> object:
             place = program._place
-            solved.append((name, place.degree, place.pricer.batch))
+            pricer = place.pricer
+            solved.append((name, place.degree, pricer.batch, pricer.compiles))
             return solve(program)
 
         monkeypatch.setattr(LayoutProgram, name, watched)

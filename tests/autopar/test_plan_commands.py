@@ -201,7 +201,13 @@ def plans(tmp_path: Path) -> tuple[Path, Path]:
     [
         (
             (),
-            ("recompute) takes 70% of", "critical", "together", "all-reduce", "No better plan"),
+            (
+                "compute + recompute takes 70% of",
+                "critical",
+                "together",
+                "all-reduce",
+                "No better plan",
+            ),
             (),
         ),
         (

@@ -141,7 +141,9 @@ def error_of(
         SHAPE,
         choose_cluster(4, "a100-80gb"),
         gathered_constraints(
-            [pins], {"global_batch": str(batch), "precision": precision}, constraints
+            [pins],
+            {"global_batch": str(batch), "precision": precision, "compile": "none"},
+            constraints,
         ),
         time_limit_seconds=None,
     )

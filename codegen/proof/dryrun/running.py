@@ -21,7 +21,7 @@ from autopar.codegen.emit import script_text
 from autopar.codegen.proof.dryrun.watching import PICKED
 from autopar.codegen.proof.exactness import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
-from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
+from autopar.planner.costs.prediction import Arrangement, Compile, MemoryPrediction
 from autopar.planner.costs.schedules.table import SCHEDULES, in_flight
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
@@ -38,7 +38,8 @@ class DryRun:
     """The memory and messages of a script's rank, and the plan's prediction of the memory.
 
     `predicted_bytes` counts tensors, like the peak. `predicted_device_bytes`, shown on the plan's
-    page, includes the allocator's fragments and the device's context.
+    page, includes the allocator's fragments and the device's context. A dry run executes compiled
+    layers op by op (`runs_uncompiled`), so they hold more than predicted.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class DryRun:
     collectives: Collectives
     predicted_bytes: int
     predicted_device_bytes: int
+    runs_uncompiled: bool
 
     @property
     def error(self) -> float:
@@ -77,6 +79,7 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         ),
         predicted_bytes=predicted.allocated_bytes,
         predicted_device_bytes=predicted.device_bytes,
+        runs_uncompiled=plan.arrangement.compile is not Compile.NONE,
     )
 
 

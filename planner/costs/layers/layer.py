@@ -200,9 +200,7 @@ def layer_costs(
     held = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
     costs = {
-        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes)
-        for mode in Recompute
-        if mode.compiles or not pricer.compiles
+        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
     }
     if chunking is not None:
         more = _chunking_seconds(flow, chunking)

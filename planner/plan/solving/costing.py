@@ -224,7 +224,7 @@ class PriceBook:
             shared = self._shared[position] if inside.is_one_stage else UNSHARED
             circumstances = self._circumstances(position, layer, shared)
             if circumstances not in known:
-                known[circumstances] = layer_costs(
+                costs = layer_costs(
                     pricer,
                     layer,
                     self._own(solution, layer),
@@ -234,6 +234,11 @@ class PriceBook:
                     outside=outside,
                     shared=shared,
                 )
+                known[circumstances] = {
+                    mode: cost
+                    for mode, cost in costs.items()
+                    if mode.compiles or not pricer.compiles
+                }
             rows.append(known[circumstances])
         return tuple(rows)
 

@@ -14,7 +14,7 @@ from autopar.planner.errors import InputError
         ("[pins]\ndp = = 2\n", "line 2, column 6: dp = = 2", "write key = value"),
         ("a = 1\nmemory = 70 GiB\n", "line 2, column 13: memory = 70 GiB", 'memory = "70 GiB"'),
         ("\tdevice = a100  # eight\n", "column 11: device = a100  # eight", ': device = "a100"'),
-        ('device = "a100\n', 'line 1, column 15: device = "a100', "closed in the same line"),
+        ('device = "a100\n', 'line 1, column 15: device = "a100', "closed on the same line"),
         ("dp = 1\ndp = 2\n", "line 2, column 7: dp = 2", "leave one of the two out"),
         ("[pins]\n[pins]\n", "line 2, column 6: [pins]", "below one header"),
         ("dp: 2\n", "line 1, column 3: dp: 2", "key = value"),
