@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.plan.files.cache import PLACE, cached_sizes
 from autopar.planner.programs.layouts.choice import LayoutProgram
 from tests.autopar.commands import Autopar
@@ -114,7 +115,7 @@ def test_layouts_of_an_earlier_search_are_not_solved_again(
 
         def watched(program: LayoutProgram, name: str = name, solve: Any = solve) -> object:
             place = program._place
-            pricer = place.pricer
+            assert isinstance(pricer := place.pricer, OpPricer)
             solved.append((name, place.degree, pricer.batch, pricer.compiles))
             return solve(program)
 
