@@ -115,7 +115,8 @@ def test_layouts_of_an_earlier_search_are_not_solved_again(
 
         def watched(program: LayoutProgram, name: str = name, solve: Any = solve) -> object:
             place = program._place
-            assert isinstance(pricer := place.pricer, OpPricer)
+            pricer = place.pricer
+            assert isinstance(pricer, OpPricer)
             solved.append((name, place.degree, pricer.batch, pricer.compiles))
             return solve(program)
 
