@@ -91,9 +91,9 @@ def loss(outputs, batch):
 '''
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> ModelFile:
-    path = tmp_path / "own_op.py"
+@pytest.fixture(scope="module")  # loaded again, the file would register its op anew under its name
+def file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
+    path = tmp_path_factory.mktemp("own") / "own_op.py"
     path.write_text(MODEL, encoding="utf-8")
     return load_model_file(str(path))
 
