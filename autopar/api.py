@@ -23,7 +23,6 @@ from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.files import (
     PLAN_FOLDER,
     refuse_named_as_file,
-    refuse_others,
     refuse_replacing,
     write_whole,
 )
@@ -115,13 +114,10 @@ class Plan:
 
     def report(self, path: str | Path = "report.html", *, run: str | Path | None = None) -> Path:
         """Draw the plan, and a run of it, as one HTML file; return its path."""
-        from autopar.pages.report import BEGINNING, report  # needs jinja2
-        from autopar.runs.run_metrics import analyze_run
+        from autopar.pages.report import write_report  # needs jinja2
 
         place = _path(path)
-        refuse_others(place, beginning=BEGINNING)
-        analyzed = None if run is None else analyze_run(self.content, _path(run))
-        write_whole(place, report(self.content, analyzed), what="the report")
+        write_report(self.content, place, None if run is None else _path(run))
         return place
 
     def _repr_html_(self) -> str | None:

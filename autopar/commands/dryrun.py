@@ -86,7 +86,7 @@ def rehearse_plan(
     """Measure ranks of a plan on the one device of this machine, without the other ranks.
 
     A rank computes as in training, and its messages are left out. Then tells the step again with
-    the measured compute and the predicted messages: ten minutes on one rented GPU before 512.
+    the measured compute and the predicted messages: one rented GPU before 512.
 
     Example: autopar rehearse out/plan.json
     """

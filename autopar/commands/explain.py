@@ -77,14 +77,10 @@ def report_plan(
 
     Example: autopar report plan.json runs/first -o report.html
     """
-    from autopar.pages.report import BEGINNING, report  # needs jinja2
+    from autopar.pages.report import write_report  # needs jinja2
 
-    refuse_others(output, beginning=BEGINNING)
-    found = read_plan(plan)
-    analyzed = None if run is None else analyze_run(found, run)
     with status_line("drawing"):
-        text = report(found, analyzed)
-    write_whole(output, text, what="the report")
+        write_report(read_plan(plan), output, run)
     results().print(f"Written: {output}")
 
 

@@ -95,8 +95,10 @@ def timeline_page(plan: StoredPlan) -> Text:
     kinds = {one.kind for one in timeline.actions}
     words = ", ".join(f"{kind} {ACTION_WORDS[kind]}" for kind in ActionKind if kind in kinds)
     drawn = "" if timeline.is_whole else f" of {plan.arrangement.microbatches}, others repeat"
+    count = timeline.microbatches
     head = (
-        f"{plan.arrangement.schedule}, {timeline.microbatches} microbatches{drawn}; "
+        f"{plan.arrangement.schedule}, {count} {'microbatch' if count == 1 else 'microbatches'}"
+        f"{drawn}; "
         f"{seconds_text(timeline.pipeline_seconds)} from left to right\n"
         f"{words}, · waits; small letters are odd microbatches\n"
     )

@@ -11,10 +11,11 @@ from autopar.pages.charts import WIDTHS, Chart, color, marks, name, number, rule
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.plan import StoredPlan
-from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, explain, term_percents
+from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, Explanation, term_percents
 from autopar.planner.plan.telling.timeline import (
     ACTION_WORDS,
     HeldBytes,
+    Timeline,
     memory_over_step,
     timeline_of,
 )
@@ -45,13 +46,14 @@ class Figure:
         return {at: Markup(self.chart.svg(width)) for at, width in WIDTHS.items()}
 
 
-def plan_figures(plan: StoredPlan) -> Iterator[Figure]:
+def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
     """Yield the figures of a plan."""
+    timeline = timeline_of(plan)
     yield _plans(plan)
-    yield _terms(plan)
-    yield _schedule(plan)
-    yield _memory(plan)
-    yield _memory_over_step(plan)
+    yield _terms(plan, why)
+    yield _schedule(plan, timeline)
+    yield _memory(plan, why)
+    yield _memory_over_step(plan, timeline)
     yield _layers(plan)
     yield _layouts(plan)
     yield _messages(plan)
@@ -108,7 +110,7 @@ def _plans(plan: StoredPlan) -> Figure:
     )
 
 
-def _terms(plan: StoredPlan) -> Figure:
+def _terms(plan: StoredPlan, why: Explanation) -> Figure:
     factor, unit = unit_of(plan.prediction.step_seconds)
     percents = term_percents(plan.prediction)
     terms = [
@@ -128,7 +130,7 @@ def _terms(plan: StoredPlan) -> Figure:
     labels = {**encoding, "text": {"field": "percent", "type": "nominal"}}
     return Figure(
         title="Where the step goes",
-        text=f"{explain(plan).reasons[0]}.",
+        text=f"{why.reasons[0]}.",
         chart=Chart(
             layers=(
                 marks("bar", rows, encoding, color="var(--c1)"),
@@ -148,8 +150,7 @@ def _drawn_ranks(ranks: int, most: int) -> Sequence[int]:
     return sorted({round(one * (ranks - 1) / (most - 1)) for one in range(most)})
 
 
-def _schedule(plan: StoredPlan) -> Figure:
-    timeline = timeline_of(plan)
+def _schedule(plan: StoredPlan, timeline: Timeline) -> Figure:
     factor, unit = unit_of(timeline.pipeline_seconds)
     count = plan.arrangement.pipeline
     most = min(_MOST_RANKS, max(2, _MOST_ACTIONS * count // len(timeline.actions)))
@@ -201,9 +202,9 @@ def _schedule(plan: StoredPlan) -> Figure:
     )
 
 
-def _memory(plan: StoredPlan) -> Figure:
+def _memory(plan: StoredPlan, why: Explanation) -> Figure:
     ranks: dict[int, Mapping[str, int]] = {}
-    for stage, memory in zip(plan.stages, explain(plan).memory, strict=True):
+    for stage, memory in zip(plan.stages, why.memory, strict=True):
         ranks.setdefault(stage.rank, dict(memory.categories))
     drawn = _drawn_ranks(len(ranks), _MOST_RANKS)
     used = [
@@ -249,8 +250,7 @@ def _memory(plan: StoredPlan) -> Figure:
     )
 
 
-def _memory_over_step(plan: StoredPlan) -> Figure:
-    timeline = timeline_of(plan)
+def _memory_over_step(plan: StoredPlan, timeline: Timeline) -> Figure:
     factor, unit = unit_of(timeline.pipeline_seconds)
     drawn = _drawn_ranks(plan.arrangement.pipeline, _MOST_LINES)
     held = [one for one in memory_over_step(plan, timeline) if one.rank in drawn]

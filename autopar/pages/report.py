@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -11,13 +12,14 @@ from autopar.pages.charts import Chart, Row, color, marks, name, number, rule
 from autopar.pages.figures import Figure, plan_figures
 from autopar.pages.plan_page import figure_text
 from autopar.planner.cluster.toml_reading import bytes_text, seconds_text
+from autopar.planner.files import refuse_others, write_whole
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.explanation import (
     explain,
     proof_line,
 )
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
-from autopar.runs.run_metrics import AnalyzedRun
+from autopar.runs.run_metrics import AnalyzedRun, analyze_run
 from autopar.runtime.ranks.metrics import Event
 
 BEGINNING = "<!DOCTYPE html>\n<!-- written by autopar report -->"
@@ -33,17 +35,25 @@ def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    figures = [*(_run_figures(plan, run) if run else ()), *plan_figures(plan)]
+    why = explain(plan)
+    figures = [*(_run_figures(plan, run) if run else ()), *plan_figures(plan, why)]
     return page.get_template("report.html.j2").render(
         beginning=Markup(BEGINNING),
         title=f"{plan.model.name} on {plan.machines.devices} × {plan.machines.device}",
         arrangement=arrangement_words(plan.arrangement),
         recompute=recompute_words(plan.stages),
         facts=_facts(plan),
-        reasons=explain(plan).reasons,
+        reasons=why.reasons,
         figures=figures,
         proof=proof_line(plan),
     )
+
+
+def write_report(plan: StoredPlan, path: Path, run: Path | None) -> None:
+    """Draw a plan, and a run of it, into a file; raise if another program's file is there."""
+    refuse_others(path, beginning=BEGINNING)
+    analyzed = None if run is None else analyze_run(plan, run)
+    write_whole(path, report(plan, analyzed), what="the report")
 
 
 def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:

@@ -43,8 +43,8 @@ def _without_pipeline(tool: str, facts: ToolFacts) -> tuple[ToolFacts, tuple[str
     chosen = facts.arrangement
     if chosen.microbatches % chosen.pipeline:
         raise InputError(
-            f"{tool} trains without pipelines, and {chosen.microbatches} microbatches are no "
-            f"multiple of {chosen.pipeline} times as many data ranks",
+            f"{tool} trains without pipelines: the {chosen.pipeline} pipeline ranks would be data "
+            f"ranks, which cannot divide the microbatches of a step ({chosen.microbatches})",
             fix="plan again with --pin pp=1",
         )
     nearest = replace(

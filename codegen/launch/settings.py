@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from autopar.planner.errors import InputError
 
@@ -13,113 +14,74 @@ SLURM, KUBERNETES, DOCKER, SKYPILOT = "slurm", "kubernetes", "docker", "skypilot
 _ALL = (SLURM, KUBERNETES, DOCKER, SKYPILOT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchKey:
+class AllowedValues(NamedTuple):
+    """The values that a key may have: a pattern, and the same in words."""
+
+    pattern: str
+    words: str
+
+
+class LaunchKey(NamedTuple):
     """What a key means, which values it has, and for which schedulers."""
 
     what: str
-    pattern: str
-    values: str  # the pattern in words
+    values: AllowedValues
     targets: tuple[str, ...]
 
 
-_NAME = r"[a-z0-9](?:[-a-z0-9]{0,38}[a-z0-9])?"
-_OBJECT = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
-_WORD = r"[A-Za-z0-9][\w.,:@+-]{0,199}"
-_COUNT = r"[1-9]\d{0,5}"
-_A_NAME = "small letters, digits and -, at most 40"
-_AN_OBJECT = "the name of an object of Kubernetes"
-_A_WORD = "letters, digits and . , : @ + _ -"
-_A_COUNT = "a whole number of 1 or more"
+_NAME = AllowedValues(
+    r"[a-z0-9](?:[-a-z0-9]{0,38}[a-z0-9])?", "small letters, digits and -, at most 40"
+)
+_OBJECT = AllowedValues(
+    r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?", "the name of an object of Kubernetes"
+)
+_WORD = AllowedValues(r"[A-Za-z0-9][\w.,:@+-]{0,199}", "letters, digits and . , : @ + _ -")
+_COUNT = AllowedValues(r"[1-9]\d{0,5}", "a whole number of 1 or more")
+_PATH = AllowedValues(r"[^\x00-\x1f]+", "a path")
+_TIME = AllowedValues(r"(?:\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", "HOURS:MM:SS or DAYS-HH:MM:SS")
+_NOTICE = AllowedValues(r"[1-9]\d{1,4}", "a whole number of 10 or more")
+_IMAGE = AllowedValues(r"\w[\w.:/@-]{0,254}", "the name of an image")
+_RESOURCE = AllowedValues(r"[a-z0-9][a-z0-9.-]{0,200}/[A-Za-z0-9][\w.-]{0,60}", "DOMAIN/NAME")
+_LABEL = AllowedValues(r"[A-Za-z0-9][\w./-]{0,200}", "a label of nodes")
+_DEVICE = AllowedValues(r"[A-Za-z0-9][\w.-]{0,60}", _WORD.words)
 
+_BUT_DOCKER = (SLURM, KUBERNETES, SKYPILOT)
 KEYS: Mapping[str, LaunchKey] = MappingProxyType(
     {
-        "name": LaunchKey(what="the job's name", pattern=_NAME, values=_A_NAME, targets=_ALL),
-        "partition": LaunchKey(
-            what="the partition", pattern=_WORD, values=_A_WORD, targets=(SLURM,)
-        ),
-        "account": LaunchKey(what="who pays", pattern=_WORD, values=_A_WORD, targets=(SLURM,)),
-        "qos": LaunchKey(
-            what="the quality of service", pattern=_WORD, values=_A_WORD, targets=(SLURM,)
-        ),
-        "gres": LaunchKey(
-            what="the devices of a node, gpu:h100:8",
-            pattern=_WORD,
-            values=_A_WORD,
-            targets=(SLURM,),
-        ),
-        "python": LaunchKey(
-            what="the interpreter, such as .venv/bin/python",
-            pattern=r"[^\x00-\x1f]+",
-            values="a path",
-            targets=(SLURM,),
-        ),
-        "time": LaunchKey(
-            what="the time limit",
-            pattern=r"(?:\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d",
-            values="HOURS:MM:SS or DAYS-HH:MM:SS",
-            targets=(SLURM, KUBERNETES),
-        ),
+        "name": LaunchKey("the job's name", _NAME, _ALL),
+        "partition": LaunchKey("the partition", _WORD, (SLURM,)),
+        "account": LaunchKey("who pays", _WORD, (SLURM,)),
+        "qos": LaunchKey("the quality of service", _WORD, (SLURM,)),
+        "gres": LaunchKey("the devices of a node, gpu:h100:8", _WORD, (SLURM,)),
+        "python": LaunchKey("the interpreter, such as .venv/bin/python", _PATH, (SLURM,)),
+        "time": LaunchKey("the time limit", _TIME, (SLURM, KUBERNETES)),
         "notice": LaunchKey(
-            what="seconds to write a checkpoint before the job is killed",
-            pattern=r"[1-9]\d{1,4}",
-            values="a whole number of 10 or more",
-            targets=(SLURM, KUBERNETES),
+            "seconds to write a checkpoint before the job is killed", _NOTICE, (SLURM, KUBERNETES)
         ),
-        "cpus": LaunchKey(
-            what="processors of a node",
-            pattern=_COUNT,
-            values=_A_COUNT,
-            targets=(SLURM, KUBERNETES, SKYPILOT),
-        ),
-        "memory": LaunchKey(
-            what="memory of a node in GiB",
-            pattern=_COUNT,
-            values=_A_COUNT,
-            targets=(SLURM, KUBERNETES, SKYPILOT),
-        ),
+        "cpus": LaunchKey("processors of a node", _COUNT, _BUT_DOCKER),
+        "memory": LaunchKey("memory of a node in GiB", _COUNT, _BUT_DOCKER),
         "restarts": LaunchKey(
-            what="how often a failed training is restarted",
-            pattern=r"\d{1,4}",
-            values="a whole number",
-            targets=(SLURM, KUBERNETES, SKYPILOT),
+            "how often a failed training is restarted",
+            AllowedValues(r"\d{1,4}", "a whole number"),
+            _BUT_DOCKER,
         ),
         "image": LaunchKey(
-            what="the image; for docker, the one to start from",
-            pattern=r"\w[\w.:/@-]{0,254}",
-            values="the name of an image",
-            targets=(KUBERNETES, DOCKER, SKYPILOT),
+            "the image; for docker, the one to start from", _IMAGE, (KUBERNETES, DOCKER, SKYPILOT)
         ),
         "volume": LaunchKey(
-            what="where checkpoints stay: a claim of a persistent volume, or a bucket",
-            pattern=_OBJECT,
-            values=_AN_OBJECT,
-            targets=(KUBERNETES, SKYPILOT),
+            "where checkpoints stay: a claim of a persistent volume, or a bucket",
+            _OBJECT,
+            (KUBERNETES, SKYPILOT),
         ),
-        "queue": LaunchKey(
-            what="Kueue's local queue", pattern=_OBJECT, values=_AN_OBJECT, targets=(KUBERNETES,)
-        ),
-        "namespace": LaunchKey(
-            what="the namespace", pattern=_NAME, values=_A_NAME, targets=(KUBERNETES,)
-        ),
+        "queue": LaunchKey("Kueue's local queue", _OBJECT, (KUBERNETES,)),
+        "namespace": LaunchKey("the namespace", _NAME, (KUBERNETES,)),
         "resource": LaunchKey(
-            what="how the cluster calls its devices, nvidia.com/gpu",
-            pattern=r"[a-z0-9][a-z0-9.-]{0,200}/[A-Za-z0-9][\w.-]{0,60}",
-            values="DOMAIN/NAME",
-            targets=(KUBERNETES,),
+            "how the cluster calls its devices, nvidia.com/gpu", _RESOURCE, (KUBERNETES,)
         ),
         "topology": LaunchKey(
-            what="the label of nodes that are near each other, for Kueue",
-            pattern=r"[A-Za-z0-9][\w./-]{0,200}",
-            values="a label of nodes",
-            targets=(KUBERNETES,),
+            "the label of nodes that are near each other, for Kueue", _LABEL, (KUBERNETES,)
         ),
-        "accelerator": LaunchKey(
-            what="the device as SkyPilot calls it",
-            pattern=r"[A-Za-z0-9][\w.-]{0,60}",
-            values=_A_WORD,
-            targets=(SKYPILOT,),
-        ),
+        "accelerator": LaunchKey("the device as SkyPilot calls it", _DEVICE, (SKYPILOT,)),
     }
 )
 
@@ -178,6 +140,6 @@ def _fault(target: str, key: str, is_pair: str, value: str) -> str:
         return f"{key[:40]!r} is no key" if is_pair else f"{key[:40]!r} has no ="
     if target not in one.targets:
         return f"{key} is for {' and '.join(one.targets)}"
-    if not re.fullmatch(one.pattern, value, re.ASCII):
-        return f"{key} ({one.what}) is {value[:60]!r}, and must be {one.values}"
+    if not re.fullmatch(one.values.pattern, value, re.ASCII):
+        return f"{key} ({one.what}) is {value[:60]!r}, and must be {one.values.words}"
     return ""

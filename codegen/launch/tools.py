@@ -40,8 +40,8 @@ class ToolView:
 class Tool:
     """A training tool: its name, its files, and what it can express.
 
-    A file has the name of its template. A schedule that is absent here has none in the tool;
-    `nearest` is the one to take instead, for one stage per rank and for several.
+    A file has the name of its template. The tool has the pipeline schedules in `schedules`.
+    `nearest` returns the plan's facts in an arrangement that the tool has, and tells the changes.
     """
 
     name: str
@@ -323,15 +323,8 @@ def _is_block_method(facts: ToolFacts) -> bool:
     """Whether each stage recomputes as many blocks in full, and the others not at all."""
     mode = _mode(facts)
     counts = {stage.modes.count(mode) for stage in facts.stages}
-    return (
-        mode.saved_ops is None
-        and len(counts) == 1
-        and set(facts.modes)
-        <= {
-            mode,
-            Recompute.NONE,
-        }
-    )
+    is_full_or_none = mode.saved_ops is None and {*facts.modes} <= {mode, Recompute.NONE}
+    return is_full_or_none and len(counts) == 1
 
 
 def _megatron_notes(facts: ToolFacts) -> Iterator[str]:

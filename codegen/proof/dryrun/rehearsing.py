@@ -138,8 +138,9 @@ def measured_step(path: Path, steps: int) -> dict[str, Any]:
     seconds: list[float] = []
     is_cuda = os.environ[DRY_RUN].endswith("cuda")
 
-    def measured(step: FirstStep, _: None) -> None:
-        for _number in range(_WARM_STEPS + steps):
+    def measured(step: FirstStep, entered: None) -> None:
+        del entered
+        for _ in range(_WARM_STEPS + steps):
             begun = time.perf_counter()
             step.take()
             if is_cuda:
