@@ -91,6 +91,11 @@ def import_file(path: Path) -> ModuleType:
     """Import a file anew. Its folder, or its package's, is first on sys.path, as in `python`."""
     known = import_name(path)
     _check_name(path, known)
+    text = path.read_bytes()
+    before = _WITH_OPS.get(path)
+    if before is not None and before.text == text:
+        sys.modules[known.name] = before.module
+        return before.module
     spec = importlib.util.spec_from_file_location(known.name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -99,6 +104,7 @@ def import_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(known.folder))
     _forget_packages_elsewhere(known)
     shadowed = sys.modules.get(known.name)
+    ops = _defined_ops()
     try:
         with guarded(f"importing {path.name}", path), no_process_group(path), uncompiled():
             if package := known.name.rpartition(".")[0]:
@@ -110,7 +116,27 @@ def import_file(path: Path) -> ModuleType:
         if shadowed is not None:
             sys.modules[known.name] = shadowed
         raise
+    if _defined_ops() - ops or before is not None:
+        _WITH_OPS[path] = ImportedFile(text=text, module=module)
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedFile:
+    """A file as it was imported."""
+
+    text: bytes
+    module: ModuleType
+
+
+# Files that define ops, which are imported once: to define an op again, torch frees the first one,
+# and graphs that were traced with it would crash the process.
+_WITH_OPS: dict[Path, ImportedFile] = {}
+
+
+def _defined_ops() -> frozenset[str]:
+    library = sys.modules.get("torch.library")
+    return frozenset(getattr(library, "_defs", ()))
 
 
 def _forget_packages_elsewhere(known: ImportName) -> None:

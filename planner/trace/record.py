@@ -150,6 +150,9 @@ class TraceRecording:
         return key
 
 
+_RECORDINGS: list[TraceRecording] = []  # of the traces under way, the innermost last
+
+
 @contextmanager
 def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[TraceRecording]:
     """Wrap the modules of a model during a trace."""
@@ -158,7 +161,8 @@ def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[T
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     recording = TraceRecording(outside=outside, blocks=blocks)
-    with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
+    with _functions_recorded(recording), plain_functions_noted(recording):
+        _RECORDINGS.append(recording)
         try:
             for path, module in modules.items():
                 original = getattr(module, names[path])
@@ -166,20 +170,22 @@ def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[T
                 module.__dict__[names[path]] = noting
             yield recording
         finally:
+            _RECORDINGS.pop()
             for path, module in modules.items():
                 module.__dict__.pop(names[path], None)
                 if own[path] is not None:  # a forward assigned to the instance
                     module.__dict__[names[path]] = own[path]
 
 
-@contextmanager
-def _marker_ops(recording: TraceRecording) -> Iterator[None]:
-    """Define the marker ops during a trace."""
+def _marker_library() -> torch.library.Library:
+    """Define the marker ops.
+
+    They stay: if ops were removed after a trace, graphs and torch's caches would point to nothing.
+    """
     library = torch.library.Library("autopar", "FRAGMENT")
-    library.define("enter(Tensor[] tensors, str call) -> ()")
-    library.define("leave(Tensor[] tensors, str call) -> ()")
-    library.define("begin(Tensor[] tensors, str call) -> ()")
-    library.define("end(Tensor[] tensors, str call) -> ()")
+    markers = ("enter", "leave", "begin", "end")
+    for name in markers:
+        library.define(f"{name}(Tensor[] tensors, str call) -> ()")
     library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
     library.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] given) -> Tensor[]")
 
@@ -187,7 +193,8 @@ def _marker_ops(recording: TraceRecording) -> Iterator[None]:
         del tensors, call
 
     def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-        return [form.empty(tensors[0].device) for form in recording.replays[call].forms]
+        forms = _RECORDINGS[-1].replays[call].forms
+        return [form.empty(tensors[0].device) for form in forms]
 
     def gradient(_: Any, inputs: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
         del given
@@ -195,17 +202,14 @@ def _marker_ops(recording: TraceRecording) -> Iterator[None]:
 
     torch.library.register_fake("autopar::replay", replay, lib=library)
     torch.library.register_fake("autopar::gradient", gradient, lib=library)
-    markers = set()
-    for name in ("enter", "leave", "begin", "end"):
+    for name in markers:
         torch.library.register_fake(f"autopar::{name}", nothing, lib=library)
-        markers.add(getattr(torch.ops.autopar, name).default)
-    for marker in markers:
-        fx_node.has_side_effect(marker)  # otherwise dead code elimination removes them
-    try:
-        yield
-    finally:
-        fx_node._side_effectful_functions.difference_update(markers)
-        library._destroy()
+        # otherwise dead code elimination removes them
+        fx_node.has_side_effect(getattr(torch.ops.autopar, name).default)
+    return library
+
+
+_MARKERS = _marker_library()
 
 
 def _noting_call(
