@@ -29,7 +29,7 @@ from autopar.planner.model.guard import (
     uncompiled,
 )
 
-# passed by autopar itself
+# parameters that autopar itself passes, not --arg
 _PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})
 
 
@@ -88,7 +88,11 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file anew. Its folder, or its package's, is first on sys.path, as in `python`."""
+    """Import a file, even if it was imported before.
+
+    As in `python FILE`, its folder comes first on sys.path; for a file in a package, this is the
+    folder that holds the package.
+    """
     known = import_name(path)
     _check_name(path, known)
     text = path.read_bytes()
@@ -196,7 +200,7 @@ class ModelFile:
         return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
 
     def plain_entries(self) -> dict[str, Any]:
-        """Return the batch's entries that are no tensors; they are the same for every batch."""
+        """Return the batch's entries that are not tensors; they are the same for every batch."""
         from torch import Tensor  # imported here, because it takes seconds
 
         batch = self.example_batch(1)
