@@ -1,4 +1,4 @@
-"""Plans a training again: on other devices, for a smaller model, or at one arrangement."""
+"""Plans a training again: on other devices, for a smaller model, or with other pins."""
 
 from __future__ import annotations
 

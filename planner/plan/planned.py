@@ -40,7 +40,7 @@ from autopar.planner.plan.traced import TracedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDemands:
-    """The demands for a plan, beside its model."""
+    """Everything that a plan must satisfy, besides its model."""
 
     clusters: tuple[Cluster, ...]  # one of them is chosen
     constraints: Constraints

@@ -215,9 +215,10 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the rows of each data rank's microbatch, and the number of these, smallest first.
+    """Yield the rows of a microbatch on each data rank, and the number of microbatches.
 
-    Only if the rows cannot be distributed evenly; then they are as even as possible.
+    The smallest microbatches come first. Their rows are as even as possible. If they can be equal,
+    nothing is yielded.
     """
     for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
         least, more = divmod(global_batch // microbatches, data)
