@@ -2,7 +2,7 @@
 
 The entry of a model depends on its arguments, and on the files, folders, variables and libraries
 that were read while it was traced. It is used as long as none of these has changed. Layouts and
-prices serve other pins and machines, plans and scripts the same question.
+prices also serve other pins and machines; plans and scripts serve the same question only.
 """
 
 from __future__ import annotations

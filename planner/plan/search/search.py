@@ -185,10 +185,10 @@ class Explorer:
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
-        enough, watch = self._is_enough, self._tell_left
+        enough, watch = self._is_enough, self._report_bound
         return best_first(self.roots(), self.expand, is_late=is_late, enough=enough, watch=watch)
 
-    def _tell_left(self, least_bound: float) -> None:
+    def _report_bound(self, least_bound: float) -> None:
         if self.objective is not Objective.MEMORY:
             self.report(self._known.words(least_bound))
 

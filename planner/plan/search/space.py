@@ -26,7 +26,7 @@ from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.precision import Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 ROWS = "batch"  # the name of the rows' axis
 
 
@@ -133,7 +133,7 @@ def _contradiction(
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
-    return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
+    return InfeasibleError(found, expected=f"legal are {_listed(nearest_degrees(legal, wanted))}")
 
 
 def _why(batch: BatchFacts) -> str:
@@ -147,9 +147,9 @@ def _why(batch: BatchFacts) -> str:
     )
 
 
-def _told(legal: Sequence[Degrees]) -> str:
-    more = f"; and {len(legal) - _MOST_TOLD} more" if len(legal) > _MOST_TOLD else ""
-    return "; ".join(map(degrees_text, legal[:_MOST_TOLD])) + more
+def _listed(legal: Sequence[Degrees]) -> str:
+    more = f"; and {len(legal) - _MOST_LISTED} more" if len(legal) > _MOST_LISTED else ""
+    return "; ".join(map(degrees_text, legal[:_MOST_LISTED])) + more
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:

@@ -306,14 +306,14 @@ class ArrangementSolver:
             return self._predicted_again(replace(candidate, stages=stages))
 
         def accepts(stages: tuple[PlannedStage, ...]) -> bool:
-            if not self._may_be(stages):
+            if not self._is_allowed(stages):
                 return False
             one = with_stages(stages)
             return one.prediction.step_seconds <= longest and self._fits(one)
 
         return with_stages(even_stages(candidate.stages, accepts))
 
-    def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
+    def _is_allowed(self, stages: Sequence[PlannedStage]) -> bool:
         """Whether stages may be cut like this, and all pinned layers lie in their stages."""
         cuttable, pins = self.demands.is_cuttable, self.demands.pins
         return all(cuttable[one.first - 1] for one in stages[1:]) and all(
