@@ -80,8 +80,8 @@ def _refusal(error: Any, context: Any) -> InputError:
             expected=error.param.help,
             fix=" ".join([path, *wanted]),
         )
-    told = error.format_message().rstrip(".")
-    return InputError(told[:1].lower() + told[1:], where=path, fix=every)
+    found = error.format_message().rstrip(".")
+    return InputError(found[:1].lower() + found[1:], where=path, fix=every)
 
 
 def _near(option: str, context: Any) -> str:

@@ -36,8 +36,8 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# Fixes, by the number of tensors that weight a mean: none (a term of the loss), one (a mask or
-# targets), or two (targets and class weights).
+# What to change, by how many tensors decide what the mean counts: 0 (no mean: a product in the
+# loss), 1 (a mask or targets), 2 (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -61,8 +61,8 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     nearly = nearly_a_mean(graph) if met is None else None
     if nearly is not None:
         print_note(
-            f"{is_nearly(nearly)}: if the batch is split, each part has its own value there, and "
-            "the loss is the mean over the parts. For the loss of one process, "
+            f"{is_nearly(nearly)}: if the batch is split, each part computes that op for its own "
+            "rows, and the loss is the mean over the parts. For the loss of one process, "
             f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
         )
     if met is not None and splits_batch(constraints):
@@ -124,8 +124,9 @@ def note_plan(plan: Plan) -> None:
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            f"prediction. With {bytes_text(usual)} predicted, 95% of the measured runs would fit "
-            "(docs/accuracy.md). If this plan does not fit, leave --memory out."
+            f"prediction. Of the runs that were measured, 95% would fit if {bytes_text(usual)} or "
+            "less was predicted for them (docs/accuracy.md). If this plan does not fit, leave "
+            "--memory out."
         )
 
 

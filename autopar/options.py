@@ -45,10 +45,10 @@ def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: 
     """Return an integer option; `text` is its help."""
     expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
 
-    def is_meant(number: float) -> bool:
+    def is_in_range(number: float) -> bool:
         return least <= number <= most
 
-    parser = _reader(name, int, is_meant, fault="is not a count", expected=expected)
+    parser = _reader(name, int, is_in_range, fault="is not a count", expected=expected)
     return typer.Option(name, parser=parser, metavar=metavar, help=text)
 
 
@@ -66,7 +66,7 @@ def seconds(name: str, *, text: str) -> Any:
 
 
 def difference(name: str, *, text: str) -> Any:
-    """Return an option for a tolerance."""
+    """Return an option for the largest difference to accept."""
     expected = "a number from 0 on, such as 1e-9"
     parser = _reader(
         name, float, lambda number: 0 <= number < inf, fault="is no difference", expected=expected
@@ -77,7 +77,7 @@ def difference(name: str, *, text: str) -> Any:
 def _reader(
     name: str,
     kind: type[Number],
-    is_meant: Callable[[float], bool],
+    is_in_range: Callable[[float], bool],
     *,
     fault: str,
     expected: str,
@@ -85,7 +85,7 @@ def _reader(
     def read(text: str) -> Number:
         with suppress(ValueError):
             number = kind(text)
-            if is_meant(number):
+            if is_in_range(number):
                 return number
         raise InputError(f"{text!r} {fault}", where=name, expected=expected)
 
@@ -127,11 +127,11 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
             f"{', '.join(given)} and --cluster both say what the machines are",
             fix="leave one of them out",
         )
-    whole = read_cluster(file)
+    described = read_cluster(file)
     if gpus is None:
-        return (whole,)
-    sizes = frozenset(prefix_sizes(whole))
-    return tuple(first_devices(whole, count) for count in _counts(gpus, sizes.__contains__))
+        return (described,)
+    sizes = frozenset(prefix_sizes(described))
+    return tuple(first_devices(described, count) for count in _counts(gpus, sizes.__contains__))
 
 
 def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
@@ -150,7 +150,11 @@ def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
             check_count(end, "--gpus")
         inside = [count for count in range(first, last + 1) if is_filling(count)]
         if not inside:
-            raise InputError(f"no number in {part.strip()} fills nodes", where="--gpus")
+            raise InputError(
+                f"no number of devices from {first} to {last} fills whole nodes",
+                where="--gpus",
+                expected="devices that fill whole nodes, or a part of a single node",
+            )
         counts.update(inside)
     if len(counts) > _MOST_COUNTS:
         raise InputError(
@@ -225,7 +229,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Stop the search after so long, with the best plan found."),
+    seconds("--time-limit", text="Stop the search after this time, with the best plan so far."),
 ]
 PROFILE = Annotated[
     Path | None,

@@ -100,7 +100,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 def script_of(
     plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
 ) -> CachedScript:
-    """Return the script of a plan for a path; from the cache if plan, model and path are known.
+    """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
     A relative path of the model file starts at the working directory, or at `folder`.
     """
@@ -300,7 +300,7 @@ def scripted(
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "its code has to stand in its caller's"
+        why = "the script has to print its code inside its caller's"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

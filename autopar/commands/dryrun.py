@@ -56,8 +56,8 @@ def _tell(report: DryRun) -> None:
     beside = report.predicted_device_bytes - report.predicted_bytes
     results().print(
         f"These are tensors. The plan's {bytes_text(report.predicted_device_bytes)} for this "
-        f"rank's stage have {bytes_text(beside)} more that no dry run sees: what the allocator "
-        "loses between tensors, the device's context and communication libraries.",
+        f"rank's stage include {bytes_text(beside)} that a dry run cannot see: what the allocator "
+        "loses between tensors, the device's context, and communication libraries.",
         soft_wrap=True,
     )
     if report.runs_uncompiled:
@@ -85,8 +85,8 @@ def rehearse_plan(
 ) -> None:
     """Measure ranks of a plan on the one device of this machine, without the other ranks.
 
-    A rank computes as in training, and its messages are left out. Then tells the step again with
-    the measured compute and the predicted messages: one rented GPU before 512.
+    Each rank computes as in training, without its messages. Then the step is predicted again, from
+    the measured compute times and the predicted messages. So one rented GPU tests a plan for 512.
 
     Example: autopar rehearse out/plan.json
     """

@@ -97,8 +97,8 @@ def profile(
     write_measurements(together, output)
     if as_json:
         page = profile_summary(found, profiled.left_out, seconds=profiled.seconds)
-        told = {**page, "file": str(output), "content_hash": content_hash(together)}
-        print_json(told)
+        data = {**page, "file": str(output), "content_hash": content_hash(together)}
+        print_json(data)
         return
     for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
         results().print(part)

@@ -138,8 +138,9 @@ def _wanted(plan: StoredPlan) -> str:
     tolerance = constraints_of(plan.constraints).tolerance
     if objective is Objective.MEMORY or not tolerance:
         return f"{_WANTED[objective]} (--objective)"
-    simpler = f"or the simplest plan whose step is at most {100 * tolerance:.3g}% longer"
-    return f"{_WANTED[objective]}, {simpler} (--objective, --tolerance)"
+    least = "the cheapest" if objective is Objective.COST else "the shortest"
+    within = f"the simplest plan whose step is at most {100 * tolerance:.3g}% longer than {least}"
+    return f"{within} (--objective, --tolerance)"
 
 
 def _limits(plan: StoredPlan) -> str:

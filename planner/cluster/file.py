@@ -287,7 +287,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     sizes = prefix_sizes(cluster)
     if count not in sizes:
         raise InputError(
-            f"{count} of the {cluster.size} devices are not a number of whole nodes",
+            f"{count} of the {cluster.size} devices do not make whole nodes",
             expected=f"{_numbers_text(sizes)}",
             fix="take the first nodes as a whole, or a part of the first one",
         )

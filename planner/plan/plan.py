@@ -201,7 +201,7 @@ class StoredPlan:
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     def limit_bytes(self, rank: int) -> int:
-        """Return a pipeline rank's limit: the least of its devices."""
+        """Return a pipeline rank's memory limit: the least of its devices' limits."""
         limits = dict(self.machines.limits)
         if not limits:
             return self.machines.limit_bytes

@@ -128,7 +128,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Whether a pass may take no more seconds than its collectives alone."""
+        """Whether the collectives of a pass may take as long as its computing, or longer."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0

@@ -110,7 +110,7 @@ _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
-    """Return the sums over the layers of a stage; a run of one object is summed at once."""
+    """Return the sums over the layers of a stage; equal layers in a row are one object."""
     runs = tuple(_runs(layers))
 
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}

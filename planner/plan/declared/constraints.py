@@ -81,7 +81,7 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
 
 
 def check_work(constraints: Constraints) -> None:
-    """Raise for a deadline or a budget without a length of training, or two lengths."""
+    """Raise if a deadline or a budget comes without a length of the training, or if two come."""
     own = {one.field: one for one in constraints.declared}
     if "samples" in own and "tokens" in own:
         raise InputError(
@@ -193,7 +193,7 @@ class Constraints:
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
-    compile: Compile | None = None  # None: as it pays on GPUs, none on CPUs
+    compile: Compile | None = None  # None: on GPUs whatever is faster, on CPUs nothing
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
     tokens: int | None = None  # of the whole training
@@ -267,7 +267,7 @@ def _steps_once(arrangement: Arrangement) -> bool:
 def without_recompute(
     constraints: Constraints, modules: Iterable[str], *, origin: str
 ) -> Constraints | None:
-    """Return the constraints with modules in no mode; None if a rule demands one."""
+    """Return the constraints with recompute none for these modules; None if a rule forbids that."""
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]

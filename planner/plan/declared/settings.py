@@ -36,20 +36,20 @@ class DemandSetting:
     text: str  # explains it in --help and in the docs
     example: str  # a value as TOML has it
     metavar: str = ""  # of the option
-    say: str = "{name}={value}"
+    say: str = "{name}={value}"  # how messages name the constraint
 
 
 def declare(place: str, raw: object, *, origin: str, where: str) -> Declared:
     """Return a constraint parsed from a TOML value or an option's text."""
     setting = SETTINGS[place]
     value = setting.read(raw, where)
-    text = setting.say.format(name=place.rpartition(".")[2], value=_told(raw))
+    text = setting.say.format(name=place.rpartition(".")[2], value=_as_text(raw))
     return Declared(place=place, field=setting.field, value=value, text=text, origin=origin)
 
 
-def _told(raw: object) -> str:
+def _as_text(raw: object) -> str:
     if isinstance(raw, list):
-        return ", ".join(map(_told, raw))
+        return ", ".join(map(_as_text, raw))
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 

@@ -111,7 +111,7 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def learning(subject: SearchSubject) -> Iterator[bool]:
-    """Yield for each layer whether it is trained, or passes on gradients.
+    """Yield for each layer whether it is trained or passes gradients on.
 
     Other layers are computed where they are needed; a stage of such layers alone would be empty.
     """
@@ -196,8 +196,8 @@ def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozens
                 f"{without[mode].why}",
                 where=without[mode].where,
                 expected="modules that can run again in their backward",
-                fix="name others in the rule, or another mode behind it: recompute none always "
-                "works",
+                fix="name other modules in the rule, or add a rule after it with another mode: "
+                "recompute none always works",
             )
         yield frozenset({mode})
 

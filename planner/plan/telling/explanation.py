@@ -199,7 +199,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything that `autopar explain` prints beside the plan's own figures."""
+    """Everything that `autopar explain` prints besides the plan's own figures."""
 
     shares: tuple[StepShare, ...]
     bound: StepPart
@@ -296,8 +296,8 @@ def part_words(prediction: Prediction, part: StepPart) -> str:
     ]
     names = [term.name for term, _ in own]
     added = " + ".join(names)
-    told = added if part.value in names else f"{part} ({added})"
-    return f"{told} takes {sum(percent for _, percent in own)}% of the step"
+    words = added if part.value in names else f"{part} ({added})"
+    return f"{words} takes {sum(percent for _, percent in own)}% of the step"
 
 
 def _help(prediction: Prediction, part: StepPart) -> str:
