@@ -1,4 +1,4 @@
-"""Prints sizes and counts in an op's arguments, of which a rank may have only a part."""
+"""Prints an op's arguments that are sizes or counts: on a rank they may be smaller."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
     sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
     is_whole = 0 <= local < len(given)
-    told = [
+    numbers = [
         size.at(0) if item == -1 and is_whole else item
         for item, size in zip(given, sizes, strict=True)
     ]
-    shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(told)]
+    shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(numbers)]
     return joined(tuple(shown))
 
 

@@ -21,7 +21,7 @@ _GATHERED, _GATHERED_EACH_PASS = Zero(2), Zero(3)
 
 
 def sharded_instead(tool: str, facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
-    """Return the nearest facts that FSDP can express, and notes that tell the changes.
+    """Return the nearest facts that FSDP can express, and notes on what was changed.
 
     The ranks of a pipeline become data ranks that share the parameters. ZeRO-1 becomes ZeRO-2, and
     so do data ranks without ZeRO that have tensor ranks.
@@ -115,7 +115,7 @@ def _mixed(chosen: Arrangement) -> str:
 
 
 def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what accelerate is told in Python."""
+    """Yield notes on what accelerate takes from the user's Python code, not from its file."""
     chosen = facts.arrangement
     yield (
         f"accelerate takes the batch in Python: DataLoader(batch_size={chosen.microbatch}), "
@@ -150,7 +150,7 @@ def transformers_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seq
 
 
 def transformers_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what DistributedConfig says only with the module names of the user's model."""
+    """Yield a note on what DistributedConfig needs module names of the user's model for."""
     zero = facts.arrangement.zero
     if facts.shard > 1 and zero.keeps_gathered:
         yield (

@@ -1,4 +1,4 @@
-"""What `--set key=value` may say of a job, and for which schedulers."""
+"""The keys of `--set key=value`: what they mean, their values, and the schedulers that use them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolView:
-    """A tool's file: what it says, and what the plan says beyond that."""
+    """The content of a tool's file: its settings, and notes on what they cannot express."""
 
     title: str
     notes: tuple[str, ...]
@@ -41,7 +41,7 @@ class Tool:
     """A training tool: its name, its files, and what it can express.
 
     A file has the name of its template. The tool has the pipeline schedules in `schedules`.
-    `nearest` returns the plan's facts in an arrangement that the tool has, and tells the changes.
+    `nearest` returns the facts of the nearest plan that the tool can run, and notes on the changes.
     """
 
     name: str
@@ -304,7 +304,7 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; the method "block" recomputes as many blocks of each stage."""
+    """Return the flags of the mode; the method "block" recomputes equally many in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
@@ -320,7 +320,7 @@ def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, Setti
 
 
 def _is_block_method(facts: ToolFacts) -> bool:
-    """Whether each stage recomputes as many blocks in full, and the others not at all."""
+    """Whether all stages recompute equally many blocks in full, and other blocks not at all."""
     mode = _mode(facts)
     counts = {stage.modes.count(mode) for stage in facts.stages}
     is_full_or_none = mode.saved_ops is None and {*facts.modes} <= {mode, Recompute.NONE}

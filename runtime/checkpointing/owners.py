@@ -79,7 +79,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """Finds what an optimizer steps of a parameter: the whole, or pieces."""
+    """Finds the pieces of a parameter that an optimizer steps, if it does not step it whole."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None

@@ -286,7 +286,7 @@ def dataset_batches(
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a loader's batches. The caller has started the loader, which draws a random number."""
+    """Yield a loader's batches. The caller starts the loader, so that its seed is drawn at once."""
     with refusals_of_workers():
         yield from loaded
 

@@ -23,7 +23,7 @@ class Sharding:
     """
 
     shards_modules: bool = False
-    frees_after_forward: bool = False  # a unit's gathered parameters, which its backward gathers
+    frees_after_forward: bool = False  # a unit's parameters, which its backward gathers again
     steps_parts: bool = False  # each rank gets its part of every bucket, and its optimizer steps it
 
     @property
@@ -144,7 +144,7 @@ class Bucket:
     coming: ComingMean | None = None
     # a view for each span, by the parameter's index
     _parts: dict[int, Tensor] = field(default_factory=dict)
-    _reached: frozenset[int] = frozenset()  # indices of parameters whose gradients are in the part
+    _reached: frozenset[int] = frozenset()  # indices of parameters that have a reduced gradient
     _earlier: Tensor | None = None  # the part from an earlier reduction of the same step
 
     def __post_init__(self) -> None:

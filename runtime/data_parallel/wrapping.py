@@ -30,7 +30,7 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's dicts and lists."""
+    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's own containers."""
     own, given = module.forward, list[Any]()  # the arguments of a call, after the hooks have run
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -66,10 +66,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to the tensors that replace them inside.
+    """Copy classes and attributes of parameters to the tensors that the code inside puts for them.
 
-    Sharded parameters get them afterwards, for the optimizer. Gathered ones get them before a
-    forward.
+    Sharded parameters get them after the code, for the optimizer. Gathered ones get them before
+    each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield

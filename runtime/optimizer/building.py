@@ -114,8 +114,8 @@ def adamw(
 ) -> AdamW:
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A parameter has as many dims on every rank as in the model. Later, shards replace it in its
-    parameter group.
+    A shard has as many dims as its parameter, so the groups are the same on all ranks. Pieces of
+    parameters replace them in their groups later.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}

@@ -121,7 +121,7 @@ _LARGE_BYTES = 2**20
 
 @torch.no_grad()
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
-    """Sum the partial gradients of parameters with layout R over the axis, in place.
+    """Sum the partial gradients of whole parameters (layout R) over the axis, in place.
 
     A large gradient has its own message; small ones are sent together, one message per dtype.
     """
@@ -224,7 +224,7 @@ def _gradients(
 
 
 def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
-    """Whether no lower rank holds any of these gradients, as fully_shard keeps some whole."""
+    """Whether no lower rank counts a gradient of this one: fully_shard keeps some whole on all."""
     are_buckets_cut = buckets_of(parts[0]) is not None
     is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone

@@ -1,4 +1,4 @@
-"""Turns the variables of the program that started this process into its place among the ranks.
+"""Finds this process's place among the ranks in the environment variables of its launcher.
 
 torchrun, and pods of Kubernetes, have the names that torch uses. srun, Open MPI's and MPICH's
 mpirun have names of their own, and say neither where the first rank is nor a free port.
@@ -37,11 +37,11 @@ class Launcher:
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
-    tasks_of_nodes: str = ""  # instead of the local world size, "4(x2),3": of all nodes
+    tasks_of_nodes: str = ""  # in place of the local world size: the ranks of each node, "4(x2),3"
     node: str = ""
     nodes: str = ""
-    hosts: str = ""  # of all nodes, "gpu[01-04],big"
-    job: tuple[str, ...] = ()  # words that all ranks of one start have, and no other start
+    hosts: str = ""  # the names of all nodes, "gpu[01-04],big"
+    job: tuple[str, ...] = ()  # ids of this start: equal on all its ranks
 
 
 TORCHRUN = Launcher(

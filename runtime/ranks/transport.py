@@ -197,8 +197,8 @@ def agreed(
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
     One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row. If a dataset drew different random numbers on each rank, the ranks would train
-    on rows that do not exist.
+    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
+    different versions of a row.
     """
     first = next(batches)
     for axis in sharers:
