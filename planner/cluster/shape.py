@@ -90,7 +90,7 @@ def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
 
 
 def _place(node: Machine) -> tuple[object, ...]:
-    """Return a sort key for unlike nodes: fast, then much memory, then many devices."""
+    """Return a sort key for unlike nodes: the fastest first, then by memory, then by devices."""
     device = node.device
     return -half_peak(device), -device.memory_bytes, -node.devices, device.name, repr(node)
 
@@ -153,7 +153,10 @@ def _nodes_per_rack(cluster: Cluster) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossedLevel:
-    """A level that a group crosses: `parts` units of the level below, `members` ranks in each."""
+    """A level of links that a group crosses.
+
+    The group has ranks in `parts` units of the level below, and `members` ranks in each.
+    """
 
     level: str
     parts: int

@@ -239,13 +239,13 @@ def _frozen(value: Any) -> Any:
 
 @cache
 def device_tables() -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of devices.toml, from which a cluster file may start (`like = …`)."""
+    """Return the tables of devices.toml, from which a cluster file may start (`like = …`)."""
     return MappingProxyType(dict(_tables("devices.toml", "device")))
 
 
 @cache
 def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of links.toml for section "link" or "fabric"."""
+    """Return the tables of links.toml in section "link" or "fabric"."""
     return MappingProxyType(dict(_tables("links.toml", section)))
 
 
@@ -280,7 +280,7 @@ def local_devices() -> tuple[Device, ...]:
 
 
 def _may_have_gpus() -> bool:
-    """Whether a GPU driver has its device file here. Only on Linux are their names known."""
+    """Whether a GPU driver may be there: on Linux, whether one of their device files exists."""
     return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 

@@ -46,7 +46,7 @@ class Recompute(StrEnum):
 
     _value_: str
     runs_again: bool
-    # the ops whose results are saved, so that they do not run again; None: only a layer's inputs
+    # of a layer that runs again: the ops whose results it saves, too; None: it saves its inputs
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
@@ -55,7 +55,7 @@ class Recompute(StrEnum):
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
 
     NONE = "none", False, None, True, "", "", False
-    # inside compiled code, inductor would decide itself which products run again
+    # not compiled: inside compiled code, inductor decides by itself which products run again
     SELECTIVE = (
         *("selective", True, _is_product, False),
         *("RECOMPUTED_IN_PART", 'recompute(layer, "selective")', False),
@@ -89,14 +89,14 @@ class Compile(StrEnum):
 
 
 class Zero(IntEnum):
-    """What is divided between the ranks of the shard axis."""
+    """A ZeRO level: what is divided between the ranks of the shard axis."""
 
     _value_: int
     divides_optimizer: bool
-    divides_gradients: bool  # of a reduced gradient, a rank keeps its part alone
+    divides_gradients: bool  # a rank keeps only its part of a reduced gradient
     divides_parameters: bool  # each pass gathers them
     shards_modules: bool  # by torch's fully_shard, which has no buckets of gradients
-    reduces_each: bool  # gradients are reduced in every backward of a step, not in the last alone
+    reduces_each: bool  # gradients are reduced in every backward of a step, not only in the last
     words: str
 
     # level, divides optimizer states, gradients, parameters; shards modules; reduces each; words
@@ -165,7 +165,7 @@ class Arrangement:
     precision: Precision
     compile: Compile = Compile.NONE
     rows: tuple[Rows, ...] = ()
-    # index into the tried orders of unlike nodes; 0 in a plan, whose cluster is in the chosen order
+    # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
     @property
@@ -180,7 +180,7 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level whose parts are smaller than the whole; ZeRO-0 if one rank has them."""
+        """The ZeRO level, or ZeRO-0 if a single rank would have all parts."""
         return self.zero if self.shard > 1 else Zero.NONE
 
     @property

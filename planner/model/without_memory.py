@@ -1,6 +1,7 @@
 """Builds a model file's model on the meta device, where tensors have no values.
 
-The model is built as scripts build it. This is the planner's only use of the runtime.
+The model is built as scripts build it. Therefore this file uses the runtime, as the only one of the
+planner.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def with_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Mo
 
 
 def marked_like(tensor: Tensor, original: Tensor) -> None:
-    """Give a stand-in for a parameter the parameter's class and attributes."""
+    """Give a stand-in (`tensor`) the class and the attributes of the original parameter."""
     made_like(tensor, original)
 
 
 class _Check:
-    """Raises an error for a model that no script could train, before its tensors are moved."""
+    """Raises an error for a model that no script could train, before its tensors move to meta."""
 
     def __init__(self, refuse: Refuse, where: str) -> None:
         self.has_begun = False

@@ -26,7 +26,7 @@ from autopar.planner.trace.build import TRACED_BATCH
 
 _Place = tuple[str, int]  # the name of an input, and the dim
 _Sizes = Mapping[_Place, int]
-_SHORTEST = 3  # shorter rows have no useful half
+_SHORTEST = 3  # half of this is too short to be traced
 
 
 def with_other_lengths(
@@ -55,8 +55,8 @@ def with_other_lengths(
 def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, the most informative first.
 
-    Twice the size plus one distinguishes halves that are rounded down and up. Twice the size has
-    the same divisors as the size. Half the size is for models with a maximum length.
+    Twice the size plus one distinguishes halves that are rounded down and up. Twice the size is for
+    models that need a divisor of the size, half the size for those with a maximum length.
     """
     weight_axes = {
         leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)

@@ -120,7 +120,7 @@ class Traces:
 
 @dataclass(slots=True)
 class TracedRun:
-    """The record of a step's runs, and the state that they find."""
+    """Runs a step, which finds the state that an earlier step left, and records what it does."""
 
     recording: TraceRecording
     traces: Traces

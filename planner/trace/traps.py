@@ -126,7 +126,7 @@ def depends_on_outside(place: str, path: Path) -> TraceError:
 
 
 def weight_written(name: str, where: str) -> TraceError:
-    """Return the error for a forward that writes to a weight: it would write to one rank's part."""
+    """Return the error for a forward that writes to a weight: each rank would write to its part."""
     return TraceError(
         f"the forward writes to the parameter {name}",
         where=where,

@@ -1,4 +1,7 @@
-"""An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes."""
+"""An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes.
+
+A letter names a dim in the rule of an op, as m, n and k in that of a product.
+"""
 
 from __future__ import annotations
 
@@ -122,9 +125,9 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims that only hold masked rows to the expected share of these rows.
+    """Map each letter of dims that hold only the rows of a mask to their expected share of all.
 
-    A letter is left out if it also stands for other rows in any tensor: there all rows are present.
+    A letter is left out if it is also a dim of all rows in one of the op's tensors.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -179,7 +182,7 @@ def products_of(op: Op, shapes: LocalShapes) -> Iterator[MatrixProducts]:
 
     Letters of both factors and the result are the batch. Letters of one factor and the result are m
     or n. Letters of both factors, but not of the result, are contracted. Letters of one factor
-    alone (the number of groups) multiply nothing.
+    alone (the number of groups) are ignored.
     """
     names = factors_of(op)
     if shapes.signature.whole:  # the rule does not fit: only the shapes are known
@@ -201,7 +204,7 @@ def factors_of(op: Op) -> tuple[str, ...]:
 
 
 def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> MatrixProducts:
-    """Return a plain matmul: k is the first factor's last dim, n the result's, m all other rows."""
+    """Return a plain matmul: k is the first factor's last dim, n the result's, m its other dims."""
     result = shapes.shape(op.outputs[0]) or (1,)
     return MatrixProducts(
         left=names[0],
@@ -271,7 +274,8 @@ class OpCase:
     shapes: LocalShapes
     rates: Rates
     precision: Precision
-    fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
+    # as in Megatron: products add weights' gradients to fp32 sums, norms reach the full bandwidth
+    fuses_gradients: bool = False
     pads: bool = False  # compiled: operands of products are padded to sizes with fast kernels
 
     @property
@@ -307,7 +311,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return the FLOPs of an op's computation, or 2·∏ letters, summed over the rule's groups."""
+    """Return the FLOPs of an op's computation, or else Σ 2·∏ letters over its rule's groups."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops

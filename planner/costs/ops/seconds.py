@@ -18,7 +18,7 @@ from autopar.planner.graph.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind
 
-_BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
+_BACKWARD_KERNELS = 2  # a recurrent step's element-wise kernels in the backward, per forward one
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 # For each rank, its actions in order.
 Schedule = tuple[tuple[Action, ...], ...]
 Numbers = npt.NDArray[np.int64]
-FEW_ROUNDS = 3  # for most schedules: warm-up, and one round more than they take to be periodic
+FEW_ROUNDS = 3  # most schedules repeat after the second round; the third shows how long one takes
 
 
 def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:

@@ -34,7 +34,7 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 class Shared:
     """Bytes of the parameters and gradients of some layers: in total, and of each equal layer.
 
-    `borders` of their stages begin with an equal layer, and as many end with one.
+    The number of their stages that begin with an equal layer is `borders`; as many end with one.
     """
 
     parameter_bytes: int

@@ -19,7 +19,7 @@ from autopar.planner.precision import GRADIENT_BYTES, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """Host time per layer of the frameworks in published runs."""
+    """Host times of the frameworks in published runs; see framework.toml."""
 
     op_seconds: float
     collective_seconds: float
@@ -31,8 +31,8 @@ class HostWork:
 class FrameworkConstants:
     """The constants of framework.toml.
 
-    If the hosts of all devices were measured, the times are theirs, and the optimizer has a
-    measured time per element.
+    If the hosts of all devices were measured, their times replace those of the file, and the
+    optimizer has a measured time per element.
     """
 
     step_seconds: float
@@ -47,7 +47,7 @@ class FrameworkConstants:
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
-    # ZeRO-1 gathers beside the next forward; emitted scripts wait before it
+    # ZeRO-1 gathers beside the next forward; printed scripts finish gathering before it
     gathers_ahead: bool = False
     # products add gradients to fp32 sums and the optimizer's kernel casts, as Megatron's do
     fuses_gradients: bool = False
