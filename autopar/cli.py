@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 import autopar
-from autopar.command_line import Command, CommandGroup
-from autopar.console import noting_slow_phases, print_error
+from autopar.console import Command, CommandGroup, noting_slow_phases, print_error
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
@@ -34,11 +33,12 @@ FUNCTIONS = {
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",
     "rehearse": "dryrun.rehearse_plan",
-    "profile": "profile.profile",
+    "profile": "dryrun.profile",
     "run": "run.run",
     "runs": "run.runs",
     "status": "status.status",
     "ckpt": "ckpt.ckpt",
+    "cluster": "cluster.cluster",
     "doctor": "doctor.doctor",
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from autopar.planner.cluster.told import fields_in
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
@@ -192,7 +193,7 @@ def _checkpoint_step(lines: Sequence[dict[str, Any]], place: Location) -> int | 
     return step_of(found[0]) if found else None
 
 
-def _asked(words: Sequence[str], what: str) -> str:
+def asked(words: Sequence[str], what: str) -> str:
     """Return what a scheduler's command prints, or raise InputError."""
     try:
         done = subprocess.run(
@@ -214,17 +215,12 @@ def slurm_job(job: str) -> ScheduledJob:
     """Return a job of Slurm; one that has ended long ago is no longer known."""
     if not re.fullmatch(r"\d{1,10}(_\d{1,10})?", job, re.ASCII):
         raise InputError(f"--slurm {job[:40]}", expected="the number of a job")
-    return slurm_job_in(_asked(["scontrol", "--oneliner", "show", "job", job], f"job {job}"))
-
-
-# Values have spaces, and keys begin after one: " JobState=".
-_FIELD = re.compile(r"(?:^| )([A-Za-z][\w/:]*)=")
+    return slurm_job_in(asked(["scontrol", "--oneliner", "show", "job", job], f"job {job}"))
 
 
 def slurm_job_in(text: str) -> ScheduledJob:
     """Return the job that `scontrol --oneliner show job` prints."""
-    parts = _FIELD.split(text.strip().splitlines()[0] if text.strip() else "")
-    found = dict(zip(parts[1::2], (one.strip() for one in parts[2::2]), strict=True))
+    found = fields_in(text.strip().splitlines()[0] if text.strip() else "")
     if "JobState" not in found:
         raise InputError("scontrol's answer has no JobState")
     limit, run = (_seconds_of(found.get(name, "")) for name in ("TimeLimit", "RunTime"))
@@ -291,9 +287,9 @@ def kubernetes_job(name: str, namespace: str | None) -> ScheduledJob:
     if namespace is not None and not re.fullmatch(r"[a-z0-9][-a-z0-9]{0,62}", namespace):
         raise InputError(f"--namespace {namespace[:40]}", expected="the name of a namespace")
     get = ["kubectl", "get", *(("--namespace", namespace) if namespace else ()), "-o", "json"]
-    jobset = _asked([*get, "jobset", name], f"the JobSet {name}")
+    jobset = asked([*get, "jobset", name], f"the JobSet {name}")
     label = f"jobset.sigs.k8s.io/jobset-name={name}"
-    return jobset_in(jobset, _asked([*get, "pods", "-l", label], f"the pods of {name}"))
+    return jobset_in(jobset, asked([*get, "pods", "-l", label], f"the pods of {name}"))
 
 
 def jobset_in(jobset: str, pods: str) -> ScheduledJob:

@@ -10,7 +10,12 @@ from types import MappingProxyType
 
 from jinja2 import Environment
 
-from autopar.codegen.launch.quoting import (
+from autopar.codegen.launch.settings import (
+    DOCKER,
+    KUBERNETES,
+    SKYPILOT,
+    SLURM,
+    LaunchSettings,
     bare,
     command,
     copied,
@@ -23,13 +28,6 @@ from autopar.codegen.launch.quoting import (
     requirement,
     shell,
     yaml,
-)
-from autopar.codegen.launch.settings import (
-    DOCKER,
-    KUBERNETES,
-    SKYPILOT,
-    SLURM,
-    LaunchSettings,
 )
 from autopar.codegen.script.render import FILTERS, templates_of
 from autopar.codegen.text.values import Source

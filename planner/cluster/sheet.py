@@ -113,7 +113,7 @@ def _meant(key: str) -> str:
 def canonical_name(name: str) -> str:
     """Return a device name in small letters and dashes, without the vendor."""
     key = name.strip().casefold().replace("_", "-").replace(" ", "-")
-    for vendor in ("nvidia-", "amd-", "tesla-"):
+    for vendor in ("nvidia-", "amd-", "tesla-", "instinct-"):
         key = key.removeprefix(vendor)
     return key
 
@@ -291,7 +291,7 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     the one nearest in memory is taken then; if several are, the one whose name adds the fewest
     words.
     """
-    device = _by_name(name) or _by_words(name, memory_bytes)
+    device = device_like(name, memory_bytes)
     if device is None:
         raise InputError(
             f"this machine has a {name!r}, which autopar does not know",
@@ -302,6 +302,14 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     )
 
 
+def device_like(name: str, memory_bytes: int | None) -> Device | None:
+    """Return the known device with this name, or the nearest of its model.
+
+    Of those that are as near, it is the one with the least memory if `memory_bytes` is None.
+    """
+    return _by_name(name) or _by_words(name, memory_bytes)
+
+
 def _by_name(name: str) -> Device | None:
     try:
         return find_device(name)
@@ -309,15 +317,16 @@ def _by_name(name: str) -> Device | None:
         return None
 
 
-def _by_words(name: str, memory_bytes: int) -> Device | None:
+def _by_words(name: str, memory_bytes: int | None) -> Device | None:
     model = canonical_name(name).split("-")[0]
     words = set(canonical_name(name).split("-"))
     candidates = [one for key, one in device_sheet().items() if model in key.split("-")]
     return min(
         candidates,
         key=lambda one: (
-            round(abs(one.memory_bytes - memory_bytes) / (4 * GIBIBYTE)),
+            round(abs(one.memory_bytes - (memory_bytes or one.memory_bytes)) / (4 * GIBIBYTE)),
             len(set(one.name.split("-")) - words),
+            one.memory_bytes if memory_bytes is None else 0,
         ),
         default=None,
     )

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -110,8 +111,12 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
 
 
 def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
+    """Return the seconds of a collective in each of several blocks, on the slowest rank."""
+    return _repeated(collective, _call(collective, payload_bytes, ranks, device), device)
+
+
+def _repeated(collective: Collective, call: Callable[[], object], device: str) -> list[float]:
     """Return the seconds of a call in each of several blocks, on the slowest rank."""
-    call = _call(collective, payload_bytes, ranks, device)
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
     first = slowest(_block(call, 2, device) / 2, device)
@@ -170,20 +175,35 @@ def _call(
         Collective.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
         Collective.ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
         Collective.BROADCAST: lambda: dist.broadcast(whole, 0),
-        Collective.POINT_TO_POINT: lambda: _there_and_back(whole),
+        Collective.POINT_TO_POINT: lambda: _there_and_back(whole, 0, 1),
     }
     return calls[collective]
 
 
-def _there_and_back(tensor: Tensor) -> None:
-    """Send a message from the first rank to the second and back; the others do nothing."""
+def _there_and_back(tensor: Tensor, first: int, second: int) -> None:
+    """Send a message from one rank to another and back; the others do nothing."""
     rank = dist.get_rank()
-    if rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+    if rank == first:
+        dist.send(tensor, second)
+        dist.recv(tensor, second)
+    elif rank == second:
+        dist.recv(tensor, first)
+        dist.send(tensor, first)
+
+
+_PAIR_BYTES = (64, 2**20, 2**24, 2**26)
+
+
+def pair_link(first: int, second: int, device: str) -> Fit:
+    """Return the link between two ranks of the process group; every rank calls this."""
+    samples = []
+    for size in _PAIR_BYTES:
+        tensor = torch.ones(size // 4, device=device)
+        call = partial(_there_and_back, tensor, first, second)
+        seconds = typical(_repeated(Collective.POINT_TO_POINT, call, device))
+        one = NetSample(collective=Collective.POINT_TO_POINT, payload_bytes=size, seconds=seconds)
+        samples.append(one)
+    return fit(samples, 2)
 
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
