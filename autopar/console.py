@@ -125,7 +125,7 @@ _OTHERS_FACTOR = 3  # times _FIRST_SECONDS, until the first note on another phas
 
 @contextmanager
 def noting_slow_phases(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
-    """Print notes on the phase of this thread if it takes long, each after twice the last pause."""
+    """Print notes on this thread's phase if it takes long; after each note the pause doubles."""
     ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
 

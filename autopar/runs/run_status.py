@@ -26,7 +26,7 @@ from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import Event
 
 _RECENT_LINES = 50
-_SECONDS = 60  # a scheduler that does not answer
+_SECONDS = 60  # time limit for a scheduler's answer
 _OF_EVENTS = {
     Event.FINISHED: RunState.FINISHED,
     Event.PREEMPTED: RunState.PREEMPTED,

@@ -47,7 +47,7 @@ DEVICE_KEYS = (
     ),
     *("cache", "usd_per_hour", "source"),
 )
-# of a link for which none is given: NCCL reaches this share of NVLink's rate
+# for a link without a given efficiency: NCCL reaches this share of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -280,7 +280,7 @@ def local_devices() -> tuple[Device, ...]:
 
 
 def _may_have_gpus() -> bool:
-    """Whether a GPU driver may be there: on Linux, whether one of their device files exists."""
+    """Whether a GPU driver may be there: on Linux, only if a driver's device file exists."""
     return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 

@@ -46,7 +46,7 @@ class Recompute(StrEnum):
 
     _value_: str
     runs_again: bool
-    # of a layer that runs again: the ops whose results it saves, too; None: it saves its inputs
+    # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
@@ -248,7 +248,7 @@ Modes = Mapping[Recompute, LayerCost]  # the cost of a layer in each mode
 class CommunicationTerm:
     """A kind of communication of the busiest rank in one step, and its reason."""
 
-    reason: str  # "data parallel gradients", "tensor parallel activations", …
+    reason: str  # "gradients summed over the data axis", …
     collective: str
     ranks: Degree
     count: Elements

@@ -89,8 +89,8 @@ def _waiting_bytes(
 ) -> int:
     """Return the bytes of shared weights' gradients that wait while this layer runs.
 
-    The layer's own gradient is added to the waiting one in place. In fp32 it is added out of place,
-    because a product's gradient is a view.
+    In 16 bits, the layer's own gradient is added to the waiting one in place. In fp32 the sum is a
+    new tensor, because a product's gradient is a view.
     """
     known = flow.pricer.parameters
     sizes = {

@@ -354,7 +354,7 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 
 
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
-    """Count the factors that need a gradient; for an intermediate one, the result decides."""
+    """Count the factors that need a gradient; an intermediate product does if the result does."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)
 
 

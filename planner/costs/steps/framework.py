@@ -202,7 +202,7 @@ def optimizer_seconds(
 
 
 def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
-    """Return the bytes that a step moves per parameter beside its fp32 state and gradient."""
+    """Return the bytes that a step moves per parameter besides its fp32 state and gradient."""
     if not precision.is_half:
         return 0
     weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES

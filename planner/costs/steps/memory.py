@@ -143,9 +143,9 @@ class OnePassMoment:
     """A layer's turn in the only backward of a step: the memory besides activations."""
 
     work: LayerWork
-    done: int  # equal layers done before it
-    made_bytes: int  # gradients of later layers, if allocated separately
-    after_bytes: int  # the same with this layer's own
+    done: int  # equal layers that have run before it in this backward
+    made_bytes: int  # gradients of later layers, if they are not in buckets
+    after_bytes: int  # the same, with this layer's own
     unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
     coming_bytes: int  # its own gradients while computed, besides the part that stays
 

@@ -1,6 +1,6 @@
 """Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
-    step = first gather + pipeline(m microbatches) + last reduction + sums over the tensor axis
+    step = first gather + pipeline(m microbatches) + last reduction + sum of tied weights' gradients
            + optimizer + framework
 
 Stages are given in their order in the model; the schedule determines which rank runs which. Each

@@ -81,7 +81,7 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
 
 
 def check_work(constraints: Constraints) -> None:
-    """Raise if a deadline or a budget comes without a length of the training, or if two come."""
+    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
     own = {one.field: one for one in constraints.declared}
     if "samples" in own and "tokens" in own:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Limits that a model sets to its plans: whole batches, single rows, scalars, its optimizer."""
+"""Limits that a model puts on its plans: whole batches, single rows, scalars, its optimizer."""
 
 from __future__ import annotations
 
@@ -276,8 +276,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. A smaller batch is a multiple of d, the largest
-    divisor of that number that is at most as large as the batch.
+    It is a multiple of the number of devices. If it is smaller than that, it is a multiple of the
+    largest divisor of that number that is not larger than the batch.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -32,7 +32,7 @@ class DemandSetting:
 
     place: str  # in a constraints file: "limits.tp", or "objective" at its top
     field: str  # of Constraints
-    read: Callable[[object, str], Any]  # a value of a TOML file or an option, and where it stands
+    read: Callable[[object, str], Any]  # parses a value; the text is its place, for messages
     text: str  # explains it in --help and in the docs
     example: str  # a value as TOML has it
     metavar: str = ""  # of the option

@@ -24,7 +24,7 @@ from autopar.planner.rules.signature import Dim, leaves
 
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]{0,39}")
 _MOST_SHOWN = 40  # characters
-_ROUNDING = 1e-6  # by which sums of seconds differ
+_ROUNDING = 1e-6  # sums of seconds may differ by this share
 
 
 def faults_of(plan: StoredPlan) -> Iterator[str]:

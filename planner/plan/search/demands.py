@@ -265,7 +265,7 @@ def _beside(shared: Sequence[str]) -> str:
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:
     fields = {one.field for one in conflict}
-    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices, to the pipeline
+    leaves_the_rest = {"data", "tensor"} <= fields  # the other devices are for the pipeline
     return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
 
 

@@ -178,8 +178,8 @@ class Explorer:
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
-        self._least: dict[tuple[object, ...], float] = {}  # seconds of each kind of plan
-        self._looked_beside = 0  # nodes, since the best was proved
+        self._least: dict[tuple[object, ...], float] = {}  # least seconds of each kind of plan
+        self._looked_beside = 0  # nodes expanded since the best was proved
         self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 

@@ -269,7 +269,8 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
     """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
-    No hook sees gradients until the last microbatch is done. So both stay whole.
+    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
+    whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.shards_modules

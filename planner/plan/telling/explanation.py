@@ -164,7 +164,7 @@ MEMORY_CATEGORIES = (
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
 )
-_TIGHT = 0.9  # of the limit: above it, memory has excluded faster plans
+_TIGHT = 0.9  # of the limit: above it, memory may have excluded faster plans
 _HELP: Mapping[StepPart, str] = MappingProxyType(
     {
         StepPart.COMPUTE: "a faster device would help, a faster network would not",

@@ -269,7 +269,7 @@ def rows_meet(met: Op) -> str:
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return the op whose term or weights in the loss differ between parts of a batch."""
+    """Return the op because of which the loss is only nearly the mean of its parts' losses."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 
