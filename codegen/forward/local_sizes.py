@@ -155,7 +155,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield the products of a dim's first and of its last factors: one may be the repetition."""
+    """Yield the product of each number of first or last factors: it may be the repetition."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])
