@@ -163,7 +163,7 @@ def is_alive(process: int, begin: int | None) -> bool:
 
 
 def began(process: int) -> int | None:
-    """Return when a process began, or None if unknown. Two processes may have the same number."""
+    """Return when a process began, or None if unknown; a later one may get the same number."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
