@@ -143,7 +143,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
     repeated = next((one for one in _ends(dim) if _is_split(one, made.axis, times)), None)
     if repeated is None:
         raise InputError(
-            f"{op.name} repeats a dim {counts[place]} times, of which no rank has a part by itself",
+            f"{op.name} repeats a dim {counts[place]} times, and its split is not between repeats",
             where=op.location,
             fix="write it with expand, or never split this axis (a constraints file's splits)",
         )
@@ -155,7 +155,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield the products of a dim's first and of its last factors: one may be the repetition."""
+    """Yield the product of each number of first or last factors: it may be the repetition."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])

@@ -48,7 +48,7 @@ class Tool:
     sections: Callable[[ToolFacts, Recompute], Mapping[str, Sequence[ToolSection]]]
     schedules: Mapping[ScheduleKind, str]
     notes: Callable[[ToolFacts], Iterator[str]]
-    selective: str  # how its selective mode differs
+    selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     mixed: str  # the blocks that it recomputes where the plan recomputes some
@@ -84,13 +84,16 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         count = sum(one is mode for one in facts.modes)
         yield (
             f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
-            f"{tool.mixed}: slower, less memory"
+            f"recomputes {tool.mixed}: slower, less memory"
         )
     if mode.saved_ops is not None:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
-        yield f"the plan recomputes {_some(again)}, too; {tool.name} only blocks: more memory"
+        yield (
+            f"the plan recomputes {_some(again)}, too; {tool.name} recomputes only blocks: "
+            "more memory"
+        )
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
         yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
@@ -98,7 +101,10 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
-        yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"
+        yield (
+            f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} gives them "
+            "equal ones"
+        )
     yield from _tensor_notes(tool, facts)
     if chosen.pipeline > 1 and chosen.schedule not in tool.schedules:
         nearest = _nearest_schedule(chosen, tool.schedules)
@@ -119,7 +125,9 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
         )
     if any(facts.crossing) and not facts.splits_sequence:
         axes = sorted({one for one in facts.crossing if one})
-        yield f"the plan splits activations between blocks along {_some(axes)}; {tool.name} not"
+        yield (
+            f"the plan splits activations between blocks along {_some(axes)}; {tool.name} does not"
+        )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -348,7 +356,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=_titan_sections,
             schedules=_TORCH_SCHEDULES,
             notes=_titan_notes,
-            selective="torchtitan recomputes every second one as well: less memory, slower",
+            selective="torchtitan recomputes every second product: less memory, slower",
             compiles=True,
             mixed="all blocks",
         ),
@@ -357,9 +365,9 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=_megatron_sections,
             schedules=_MEGATRON_SCHEDULES,
             notes=_megatron_notes,
-            selective="Megatron of everything but the core of attention: more memory, faster",
+            selective="Megatron recomputes only the core of attention: more memory, faster",
             compiles=False,
-            mixed="equally many in every stage",
+            mixed="equally many blocks in every stage",
             mixes=_is_block_method,
         ),
         "accelerate": Tool(
@@ -367,7 +375,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=accelerate_sections,
             schedules={},
             notes=accelerate_notes,
-            selective="accelerate of none: slower, less memory",
+            selective="accelerate saves none: slower, less memory",
             compiles=False,
             mixed="all blocks",
             nearest=partial(sharded_instead, "accelerate"),
@@ -377,7 +385,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=transformers_sections,
             schedules={},
             notes=transformers_notes,
-            selective="transformers of none: slower, less memory",
+            selective="transformers saves none: slower, less memory",
             compiles=True,
             mixed="all blocks",
             nearest=partial(sharded_instead, "transformers"),

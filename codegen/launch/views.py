@@ -53,7 +53,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """What all schedulers are told: machines, processes, arguments of the script."""
+    """The facts that all schedulers need: machines, processes, arguments of the script."""
 
     title: str
     name: str

@@ -147,7 +147,7 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the path `seen` is another folder. If it does not exist, `folder` was moved."""
+    """Whether the holder's path `seen` is another folder; without one there, `folder` was moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -163,7 +163,7 @@ def is_alive(process: int, begin: int | None) -> bool:
 
 
 def began(process: int) -> int | None:
-    """Return when a process began, or None if unknown. Two processes may have the same number."""
+    """Return when a process began, or None if unknown; a later one may get the same number."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
@@ -213,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Create the holder's file; False if another process did, or without a disk with hard links."""
+    """Create the holder's file; return False if it is there already, or if links are impossible."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"

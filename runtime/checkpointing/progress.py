@@ -187,9 +187,9 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-GO_ON = "go-on"  # of --on-nan
-_BAR_SECONDS = 0.1  # at least, between two updates of the bar
-Planned = tuple[str, float, float]  # predicted: the device, seconds of a step, MFU
+GO_ON = "go-on"  # a value of --on-nan
+_BAR_SECONDS = 0.1  # the least time between two updates of the bar
+Planned = tuple[str, float, float]  # the plan's device, and its predicted step seconds and MFU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,10 +66,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to the tensors that the code inside puts for them.
+    """Copy classes and attributes of parameters to those with which the code inside replaces them.
 
-    Sharded parameters get them after the code, for the optimizer. Gathered ones get them before
-    each forward.
+    Sharded parameters get them when that code is done, for the optimizer. Gathered ones get them
+    before each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield

@@ -211,8 +211,9 @@ class Evaluation:
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
         """Yield each microbatch, how often it has each of its rows, the model's inputs, its loss.
 
-        It has rows several times if too few were left to fill it. With 0 it is a filler, whose rows
-        do not count. A pipeline reads several microbatches before it has the loss of the first.
+        Rows occur several times if too few were left to fill the microbatch. The number 0 marks a
+        filler, whose rows do not count. A pipeline reads several microbatches before it has the
+        loss of the first.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 

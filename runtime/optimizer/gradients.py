@@ -224,7 +224,10 @@ def _gradients(
 
 
 def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
-    """Whether no lower rank counts a gradient of this one: fully_shard keeps some whole on all."""
+    """Whether this rank counts all of its gradients in the norm.
+
+    fully_shard keeps some gradients whole on every rank; only the first rank counts those.
+    """
     are_buckets_cut = buckets_of(parts[0]) is not None
     is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone

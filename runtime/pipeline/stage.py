@@ -214,7 +214,7 @@ class Stage(TorchStage):
             self._buckets.finishes_with_backward = False
 
     def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Store a step's batches, and the factors from which the backwards of losses start.
+        """Store a step's batches, and the weights of their losses; backwards start from these.
 
         Passing batches through the schedule would search each tensor for gradients, and multiplying
         a loss by its weight would add four autograd ops.

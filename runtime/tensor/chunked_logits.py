@@ -209,7 +209,7 @@ class ChunkedLogits(Tensor):
         return self._changed_to(self.rows, (*self.numbers, change), change)
 
     def _with_rows(self, change: Change) -> ChunkedLogits | None:
-        """Return the logits of moved rows; None if more than rows would be moved."""
+        """Return these logits after a change that moves rows; None if it moves classes, too."""
         classes = self.shape[-1]
         spread = change(self.rows.unsqueeze(-1).expand(*self.rows.shape, classes))
         is_of_rows = spread.dim() > 1 and spread.shape[-1] == classes and not spread.stride(-1)

@@ -21,9 +21,9 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-A dim that is gathered without `parts` has a whole length that this forward cut, or that the stage
-received, if this rank's share of that length has the local size. Otherwise all ranks are taken to
-hold equally many elements.
+If a dim is gathered without `parts`, its whole length is taken from those that this forward cut or
+that the stage received: the one of which this rank's share has the local size. If there is none,
+all ranks are assumed to hold equally many elements.
 """
 
 from collections.abc import Callable

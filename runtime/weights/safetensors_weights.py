@@ -109,7 +109,7 @@ class _FoundTensor:
 
 
 def _allowing(name: str) -> str:
-    """Return a hint that names the option with which files may lack a parameter."""
+    """Return a hint: the option that allows files to lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
     return f'--allow-missing "{pattern}" leaves it the values of the constructor'

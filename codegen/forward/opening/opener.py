@@ -169,7 +169,7 @@ class _Group:
     layout: Layout
     ops: tuple[Op, ...]
     home: str  # the outermost of these calls
-    below: tuple[str, ...]  # calls on the way from home to all users
+    below: tuple[str, ...]  # calls inside home that contain all of `ops`
     above: tuple[str, ...]  # calls that return the tensor, from inside home to its maker
 
 
@@ -305,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all ops in a call that read a tensor need the same first conversions of it."""
+        """Whether a call gets a tensor, and all ops in it that read the tensor need this way."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
@@ -333,7 +333,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all readers outside of a call need a conversion, so that it may come before."""
+        """Whether a call returns a tensor, and all readers outside of the call need this way."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 

@@ -199,7 +199,7 @@ class _Namer:
         return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
     def _authors(self, held: LocalTensor) -> Sequence[str]:
-        """Return the author's names of a value, after those of the loop result that it becomes."""
+        """Return the author's names of a value, after the names of its loop's result, if any."""
         goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
         return (*goes_on, *self.given.get(held, ()))
 

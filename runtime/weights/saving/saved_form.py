@@ -334,7 +334,7 @@ def _catching() -> Iterator[list[_Caught]]:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Make libraries act as in a single process; in others than the first they would not write."""
+    """Make libraries act as in a single process, because only the first rank would write files."""
     answers: tuple[tuple[Callable[..., Any], int], ...] = (
         (dist.is_initialized, False),
         (dist.get_rank, 0),
