@@ -117,7 +117,7 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
             "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
         )
     if file is None:
-        machines = None if nodes is None else _whole(nodes, "--nodes")
+        machines = None if nodes is None else _integer(nodes, "--nodes")
         filling = filling_counts(device, machines)
         counts = _counts(gpus or "", filling)
         return tuple(choose_cluster(count, device, machines) for count in counts)
@@ -137,13 +137,14 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
 def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
     """Return the numbers of devices in a text such as "1,2,4..16", ascending.
 
-    A range keeps only the numbers that fill nodes. Single numbers are checked later.
+    Of a range, only the numbers of devices that fill whole nodes are taken. Single numbers are
+    checked later.
     """
     counts: set[int] = set()
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", part)
         if ends is None:
-            counts.add(_whole(part, "--gpus"))
+            counts.add(_integer(part, "--gpus"))
             continue
         first, last = int(ends[1]), int(ends[2])
         for end in (first, last):
@@ -166,7 +167,7 @@ def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-def _whole(text: str, option: str) -> int:
+def _integer(text: str, option: str) -> int:
     """Return the integer of an option; its range is checked later."""
     try:
         return int(text)
