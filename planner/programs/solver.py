@@ -3,9 +3,9 @@
 The outcome is solved, infeasible, or unfinished at a limit of nodes. Seconds are not limited, so
 that a busy machine finds the same. HiGHS is used if it can be imported, else CBC. The outcome is
 read from `sol_status`, never from `status`: at a limit PuLP sets the latter to "Optimal", and CBC
-leaves plausible numbers in an infeasible program. Both solvers run on one thread
-and to a gap of zero, so that a program has one answer. They have a feasibility tolerance of about
-1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
+leaves plausible numbers in an infeasible program. Both solvers run on one thread, and to a gap of
+zero unless a gap is given: then a program has one answer. They have a feasibility tolerance of
+about 1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
 
 PuLP passes the whole program on for every solve. A program that gains rows is therefore given to
 HiGHS directly, and each solve starts from the last optimum.
