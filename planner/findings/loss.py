@@ -83,9 +83,10 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts elements that the model selects, so that the batch gives no count.
+    """Whether a mean counts elements that the model selects: how many, the batch does not tell.
 
-    If only the targets decide, this is so where the model sets some of them to the ignore_index.
+    If only the targets of a loss decide, this is so if an op that computes them has the loss's
+    ignore_index as an argument.
     """
     names = counted_by(op, graph)
     if not names or is_told(graph, names):

@@ -43,7 +43,7 @@ Schedule: TypeAlias = Callable[[Any], Any]
 _LARGEST_DIM = 4  # larger dims are cut to this size in a stand-in
 _FP32_BYTES = 4
 _STEPS = 3
-_LISTS = ("params", "param_names")  # keys of a parameter group
+_LISTS = ("params", "param_names")  # keys of a parameter group that are no settings
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
 _LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
 

@@ -2,7 +2,7 @@
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips
-parameters without a gradient, whereas zero gradients would decay them.
+parameters without a gradient; with zero gradients, its weight decay would change them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_optimizer(made: Any, where: str) -> None:
     raise InputError(
         f"build_optimizer returns a {name}, {lacks}",
         where=where,
-        expected="a torch.optim.Optimizer, be it around another one",
+        expected="a torch.optim.Optimizer, which may wrap another one",
         fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
         "super().__init__(optimizer.param_groups, {}): both have the same groups then",
     )

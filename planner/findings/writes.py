@@ -1,4 +1,4 @@
-"""Finds layers that write to their inputs, layers that can be recomputed, and step counts.
+"""Finds layers that write to their inputs, layers to recompute, and buffers that count steps.
 
 A layer that writes to its inputs, or to whose results other code writes, works on copies if it is
 recomputed or is a unit of `fully_shard` (runtime/model/parts.py). This is right only if other code
@@ -200,8 +200,8 @@ def _not_chunked(
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
     """Return the classes of layers' arguments that are objects, not tensors or modules.
 
-    A recomputed layer gets such an object, for example a cache, in the state that it had in the
-    forward. So its contents of that time are kept until the recomputation.
+    A recomputed layer gets such an object, for example a cache, in the state that it had before the
+    layer's forward. So its contents of that time are kept until the recomputation.
     """
     calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
     values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))

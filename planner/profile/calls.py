@@ -119,7 +119,7 @@ class ProbeCall:
         self.results = results_of(result)[: len(self.probe.results)]
         found, needed = tuple(self.results[0].shape), self.probe.results[0]
         if found != needed:  # other results may be the kernel's own, in any shape
-            raise CannotCallError(f"gives {found} where {needed} is needed")
+            raise CannotCallError(f"returns the shape {found} instead of {needed}")
 
     def prepare_backward(self) -> bool:
         """Write the gradients of the results; return whether the probe has a backward."""

@@ -59,7 +59,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledDevice:
-    """A device of this machine: its data sheet, and torch's name."""
+    """A device of this machine: its data sheet, and the name by which torch calls it."""
 
     device: Device
     torch_name: str
@@ -171,7 +171,7 @@ _FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # limits for measuring the 
 
 
 class _Block(nn.Module):
-    """A module of two ops that compute nothing: a view, and a sum with a parameter."""
+    """A module of two ops with almost no work: a view, and a sum with a parameter."""
 
     def __init__(self, device: str) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ Choices = Mapping[int, Sequence[Strategy]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutInput:
-    """A graph, and the ranks of its tensor axis."""
+    """A graph with its prices, the ranks of the tensor axis, and the user's rules."""
 
     graph: Graph
     axes: GraphAxes

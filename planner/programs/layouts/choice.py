@@ -36,7 +36,7 @@ from autopar.planner.programs.solver import (
 # The small price of the other quantity: of equally fast layouts, those with less memory win.
 _TIE = 1e-6
 MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
-# Points of the front that differ by less, in time and in memory, count as the same.
+# Points of the front count as the same if time and memory differ by less than this share.
 _SAME = 0.01
 
 

@@ -42,13 +42,13 @@ class Slots:
     axes: Mapping[str, str]
 
     def common(self, layout: Layout) -> Layout:
-        """Return a layout with the common name of its axis, from one with a tensor's own name."""
+        """Return a layout in which the axis has its common name."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         return Layout(layout.kind, self.axes[layout.axis], layout.dim)
 
     def own(self, layout: Layout, tensor: str, axes: GraphAxes) -> Layout:
-        """Return a layout with the axis in its dim of one tensor, from one with any equal axis."""
+        """Return a layout in which the axis has the name that it has in one tensor."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         common = self.axes[layout.axis]
