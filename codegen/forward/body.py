@@ -278,7 +278,8 @@ class BodyBuilder(AvailableValues):
         if isinstance(source, LocalTensor):
             self.rename(self._made(op.outputs[0]), source)
             return
-        raise InputError(f"{op.name} only renames what the module holds", where=op.location)
+        found = f"{op.name} only gives another name to a tensor that the module holds"
+        raise InputError(found, where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
         """Whether an op is a slice that takes a whole dim of an activation or input."""

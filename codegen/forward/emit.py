@@ -56,7 +56,7 @@ def opened_classes(
 
 
 def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
-    """Yield the calls of layers that recompute: the runtime wraps these modules, so they remain."""
+    """Yield the calls of layers that recompute: the runtime wraps them, so they must stay calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
         if mode.wraps_layers:
@@ -165,7 +165,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Raise if code to print changes or takes gradients, because the graph has no op for that."""
+    """Raise if code that must be printed changes or takes gradients: no op of the graph does so."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
@@ -178,7 +178,7 @@ def _check_own_gradients(opening: Opening) -> None:
 
 
 def _check_modes(opening: Opening) -> None:
-    """Raise if code to print calls train() or eval(), because the graph has no op for that."""
+    """Raise if code that must be printed calls train() or eval(): no op of the graph does so."""
     chains, calls = opening.tree.chains, opening.split.graph.calls
     outermost = (
         one

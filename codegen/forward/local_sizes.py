@@ -155,7 +155,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield the product of each number of first or last factors: it may be the repetition."""
+    """Yield the product of a dim's first n factors, and that of its last n, for each n."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])
