@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 10 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 566ca2294a874d93, plan 50af623ffdab5c6b).
+# Written by autopar 0.2.0 (checksum 566ca2294a874d93, plan 499ac879cfba65d7).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -30,7 +30,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 1.009 s, and none of the 2 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 92026849907fc5f1, plan 8238cd01a35b6dca).
+# Written by autopar 0.2.0 (checksum 92026849907fc5f1, plan 1335023be6d4a583).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
 Why this plan: none of the 8 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum a1c0107fb84bed5e, plan 9e30762259a70226).
+# Written by autopar 0.2.0 (checksum a1c0107fb84bed5e, plan 5b8a40d0945c6484).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

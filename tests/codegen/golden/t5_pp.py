@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: none of the 10 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 9d397188711947ce, plan e16cc23ff68a8159).
+# Written by autopar 0.2.0 (checksum 9d397188711947ce, plan 8eafd981c6e8a53f).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
