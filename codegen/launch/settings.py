@@ -174,9 +174,19 @@ def plain(value: object) -> Source:
         return yaml(value)
     if isinstance(value, tuple):
         return Source(f"[{', '.join(map(plain, value))}]")
-    if type(value) in (bool, int):
+    if type(value) in (bool, int, float):
         return Source(json.dumps(value))
     raise TypeError(f"{type(value).__name__} has no common form")
+
+
+def json_text(text: str) -> Source:
+    """Return any text as a JSON string, which escapes what could end a line."""
+    return Source(json.dumps(text))
+
+
+def members(settings: Mapping[str, object]) -> Source:
+    """Return keys and plain values as the members of a JSON object."""
+    return Source(", ".join(f"{yaml(name)}: {plain(value)}" for name, value in settings.items()))
 
 
 def flag(value: object) -> Source:

@@ -14,13 +14,14 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.layers import Layers, find_layers, residence
 from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
+from autopar.planner.precision import Precision
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
 _SEQUENCE = "seq"  # the name of the axis
 
 
-SettingValue = bool | int | str | tuple[tuple[str, ...], ...]
+SettingValue = bool | int | float | str | tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,18 @@ class ToolFacts:
     def shard(self) -> int:
         """The number of data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
         return self.arrangement.shard if self.arrangement.zero.divides_optimizer else 1
+
+
+def half_flags(precision: Precision) -> Mapping[str, bool]:
+    """Return the two flags that tools have for 16 bits."""
+    scales = precision.scales_loss
+    return {"bf16": precision.is_half and not scales, "fp16": precision.is_half and scales}
+
+
+def some(names: Sequence[str]) -> str:
+    """Return names, shortened: "a, b and 4 more"."""
+    shown, more = ", ".join(names[:2]), len(names) - 2
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def tool_facts(plan: Plan) -> ToolFacts:

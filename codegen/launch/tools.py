@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from autopar.codegen.launch.hugging_face import (
+from autopar.codegen.launch.sharding_tools import (
     accelerate_notes,
     accelerate_sections,
+    deepspeed_instead,
+    deepspeed_notes,
+    deepspeed_sections,
     sharded_instead,
     transformers_notes,
     transformers_sections,
@@ -19,11 +22,14 @@ from autopar.codegen.launch.tool_facts import (
     SettingValue,
     ToolFacts,
     ToolSection,
+    half_flags,
     price,
+    some,
 )
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,8 @@ class Tool:
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
-    mixed: str  # the blocks that it recomputes where the plan recomputes some
+    splits: str = "all matrices of blocks, the embedding and the head"  # between tensor ranks
+    mixed: str = "all blocks"  # that it recomputes where the plan recomputes some
     mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
 
 
@@ -79,7 +86,7 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     """Yield what no tool, or not this one, can express."""
     chosen = facts.arrangement
     if facts.between:
-        yield f"{tool.name} has nothing between blocks; the plan has {_some(facts.between)} there"
+        yield f"{tool.name} has nothing between blocks; the plan has {some(facts.between)} there"
     if len(set(facts.modes)) > 1 and not tool.mixes(facts):
         count = sum(one is mode for one in facts.modes)
         yield (
@@ -91,12 +98,12 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
         yield (
-            f"the plan recomputes {_some(again)}, too; {tool.name} recomputes only blocks: "
+            f"the plan recomputes {some(again)}, too; {tool.name} recomputes only blocks: "
             "more memory"
         )
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
-        yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
+        yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if len(set(chosen.rows)) > 1:
@@ -120,27 +127,21 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
         return
     if facts.whole_weights:
         yield (
-            f"the plan keeps {_some(facts.whole_weights)} whole on tensor ranks; {tool.name} "
-            "splits all matrices of blocks, the embedding and the head"
+            f"the plan keeps {some(facts.whole_weights)} whole on tensor ranks; {tool.name} "
+            f"splits {tool.splits}"
         )
     if any(facts.crossing) and not facts.splits_sequence:
         axes = sorted({one for one in facts.crossing if one})
         yield (
-            f"the plan splits activations between blocks along {_some(axes)}; {tool.name} does not"
+            f"the plan splits activations between blocks along {some(axes)}; {tool.name} does not"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return names, shortened: "a, b and 4 more"."""
-    shown, more = ", ".join(names[:2]), len(names) - 2
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
     """Return the schedule of the plan, or one with as many stages per rank that a tool has."""
     if chosen.schedule in known:
         return chosen.schedule
-    several = chosen.stages_per_rank > 1
+    several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known
     return ScheduleKind.INTERLEAVED_1F1B if several else ScheduleKind.ONE_F_ONE_B
 
 
@@ -226,8 +227,13 @@ def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
     return {
         "local_batch_size": chosen.microbatch * passes,
         "global_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
-        "mixed_precision_param": "bfloat16" if chosen.precision.value == "bf16" else "float32",
+        "mixed_precision_param": _titan_precision(chosen.precision),
     }
+
+
+def _titan_precision(precision: Precision) -> str:
+    """Return the dtype of weights in passes: torchtitan scales no loss, so it has no fp16."""
+    return "float32" if precision.scales_loss else precision.torch_name
 
 
 def _titan_compile(chosen: Arrangement) -> Mapping[str, SettingValue]:
@@ -253,7 +259,7 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
         )
     if chosen.compressed_gradients:
         yield "the plan reduces gradients in 16 bits, torchtitan in 32"
-    if chosen.precision.value not in ("bf16", "fp32"):
+    if chosen.precision.scales_loss or chosen.precision.products:
         yield f"torchtitan has no {chosen.precision.value}; the nearest is float32"
 
 
@@ -272,8 +278,7 @@ def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
         "micro-batch-size": chosen.microbatch,
         "global-batch-size": chosen.microbatch * chosen.microbatches * chosen.data,
         "sequence-parallel": chosen.tensor > 1 and facts.splits_sequence,
-        "bf16": chosen.precision.value == "bf16",
-        "fp16": chosen.precision.value == "fp16",
+        **half_flags(chosen.precision),
         "grad-reduce-in-bf16": chosen.compressed_gradients,
         "overlap-grad-reduce": chosen.data > 1,
     }
@@ -338,10 +343,10 @@ def _is_block_method(facts: ToolFacts) -> bool:
 def _megatron_notes(facts: ToolFacts) -> Iterator[str]:
     early = [call for stage in facts.stages[:-1] for call in stage.after]
     if early:
-        yield f"the plan cuts after {_some(early)}; Megatron keeps norm and head in one stage"
+        yield f"the plan cuts after {some(early)}; Megatron keeps norm and head in one stage"
     late = [call for stage in facts.stages[1:] for call in stage.before]
     if late:
-        yield f"the plan cuts before {_some(late)}; Megatron embeds in the first stage"
+        yield f"the plan cuts before {some(late)}; Megatron embeds in the first stage"
     if facts.arrangement.zero.shards_modules and facts.arrangement.pipeline > 1:
         yield (
             "Megatron FSDP shards parameters in every microbatch of a pipeline; check that your "
@@ -358,7 +363,6 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             notes=_titan_notes,
             selective="torchtitan recomputes every second product: less memory, slower",
             compiles=True,
-            mixed="all blocks",
         ),
         "megatron": Tool(
             name="Megatron",
@@ -377,7 +381,6 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             notes=accelerate_notes,
             selective="accelerate saves none: slower, less memory",
             compiles=False,
-            mixed="all blocks",
             nearest=partial(sharded_instead, "accelerate"),
         ),
         "transformers": Tool(
@@ -387,8 +390,17 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             notes=transformers_notes,
             selective="transformers saves none: slower, less memory",
             compiles=True,
-            mixed="all blocks",
             nearest=partial(sharded_instead, "transformers"),
+        ),
+        "deepspeed": Tool(
+            name="DeepSpeed",
+            sections=deepspeed_sections,
+            schedules={ScheduleKind.ONE_F_ONE_B: "1F1B"},
+            notes=deepspeed_notes,
+            selective="DeepSpeed saves none: slower, less memory",
+            compiles=True,
+            nearest=deepspeed_instead,
+            splits="the matrices of blocks",
         ),
     }
 )

@@ -1,4 +1,4 @@
-"""Turns the facts of a plan into settings of accelerate and transformers, without pipelines."""
+"""Turns the facts of a plan into settings of accelerate, transformers and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from autopar.codegen.launch.tool_facts import (
     SettingValue,
     ToolFacts,
     ToolSection,
+    half_flags,
     price,
 )
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute, Zero
 from autopar.planner.errors import InputError
-from autopar.planner.plan.telling.words import degrees_words, sharding_words
+from autopar.planner.plan.telling.words import CLIP_NORM, degrees_words, sharding_words
+from autopar.planner.precision import Precision
 
-_GATHERED, _GATHERED_EACH_PASS = Zero(2), Zero(3)
+_ONCE_A_STEP, _GATHERED, _GATHERED_EACH_PASS = Zero(1), Zero(2), Zero(3)
 
 
 def sharded_instead(tool: str, facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
@@ -85,7 +87,7 @@ def accelerate_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seque
     top: dict[str, SettingValue] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded else "MULTI_GPU",
-        "mixed_precision": _mixed(chosen),
+        "mixed_precision": chosen.precision.value if chosen.precision.is_half else "no",
         "num_machines": facts.nodes,
         "num_processes": chosen.ranks,
     }
@@ -110,10 +112,6 @@ def accelerate_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seque
     return {"accelerate.yaml": sections}
 
 
-def _mixed(chosen: Arrangement) -> str:
-    return chosen.precision.value if chosen.precision.value in ("bf16", "fp16") else "no"
-
-
 def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
     """Yield notes on what accelerate takes from the user's Python code, not from its file."""
     chosen = facts.arrangement
@@ -127,18 +125,17 @@ def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
 
 def transformers_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
     """Return the arguments of DistributedConfig and of TrainingArguments."""
-    chosen = facts.arrangement
+    chosen, halves = facts.arrangement, half_flags(facts.arrangement.precision)
     degrees: dict[str, SettingValue] = {
         "tp_size": chosen.tensor,
         "fsdp_size": facts.shard,
         "dp_replicate_size": facts.replicas,
-        "fsdp_mixed_precision": facts.shard > 1 and _mixed(chosen) == "bf16",
+        "fsdp_mixed_precision": facts.shard > 1 and halves["bf16"],
     }
     training: dict[str, SettingValue] = {
         "per_device_train_batch_size": chosen.microbatch,
         "gradient_accumulation_steps": chosen.microbatches,
-        "bf16": _mixed(chosen) == "bf16",
-        "fp16": _mixed(chosen) == "fp16",
+        **halves,
         "activation_checkpointing": mode.runs_again,
         "torch_compile": chosen.compile is not Compile.NONE,
     }
@@ -156,4 +153,105 @@ def transformers_notes(facts: ToolFacts) -> Iterator[str]:
         yield (
             "transformers frees gathered parameters after each forward (ZeRO-3), unless fsdp_plan "
             'gives the modules of your model "keep_full_weight" (ZeRO-2)'
+        )
+
+
+def deepspeed_instead(facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
+    """Return the nearest facts that DeepSpeed can express, and notes that tell the changes.
+
+    Its pipelines have ZeRO-1 at most, and ZeRO divides by all data ranks.
+    """
+    chosen, notes = facts.arrangement, []
+    if chosen.pipeline > 1 and facts.shard > 1 and chosen.zero > _ONCE_A_STEP:
+        chosen = replace(chosen, zero=_ONCE_A_STEP)
+        known = price(facts, pipeline=chosen.pipeline, zero=chosen.zero)
+        notes.append(f"DeepSpeed's pipelines have ZeRO-1 at most; the nearest is ZeRO-1{known}")
+    if 1 < facts.shard < chosen.data:
+        shards, chosen = facts.shard, replace(chosen, shard=chosen.data)
+        known = price(facts, data=chosen.data, shard=chosen.data, zero=chosen.zero)
+        notes.append(
+            f"the plan divides by {shards} of {chosen.data} data ranks, DeepSpeed by all: less "
+            f"memory, longer messages{known}"
+        )
+    return replace(facts, arrangement=chosen), tuple(notes)
+
+
+def deepspeed_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
+    """Return DeepSpeed's configuration."""
+    chosen = facts.arrangement
+    batch: dict[str, SettingValue] = {
+        "train_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
+        "train_micro_batch_size_per_gpu": chosen.microbatch,
+        "gradient_accumulation_steps": chosen.microbatches,
+        "gradient_clipping": CLIP_NORM,
+        "communication_data_type": (
+            chosen.precision.value if chosen.compressed_gradients else Precision.FP32.value
+        ),
+    }
+    stage = chosen.zero.value if facts.shard > 1 else 0
+    halves = half_flags(chosen.precision).items()
+    own: dict[str, Mapping[str, SettingValue]] = {
+        "": batch,
+        **{name: {"enabled": True} for name, is_on in halves if is_on},
+        "zero_optimization": {"stage": stage, "overlap_comm": chosen.data > 1},
+        "tensor_parallel": {"autotp_size": chosen.tensor} if _splits_itself(chosen) else {},
+        "pipeline": _deepspeed_pipeline(facts, mode) if chosen.pipeline > 1 else {},
+    }
+    sections = [ToolSection(name=name, settings=settings) for name, settings in own.items()]
+    return {"deepspeed.json": [one for one in sections if one.settings]}
+
+
+def _splits_itself(chosen: Arrangement) -> bool:
+    """Whether DeepSpeed splits tensors; inside pipelines the model has to."""
+    return chosen.tensor > 1 and chosen.pipeline == 1
+
+
+def _deepspeed_pipeline(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
+    return {
+        "stages": facts.arrangement.pipeline,
+        "partition": _partition(facts),
+        "activation_checkpoint_interval": int(mode.runs_again),  # blocks recomputed at once
+    }
+
+
+def _partition(facts: ToolFacts) -> str:
+    return f"type:{facts.block_class}" if facts.block_class else "uniform"
+
+
+def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
+    """Yield what DeepSpeed is told in Python, or cannot be told."""
+    chosen = facts.arrangement
+    if chosen.pipeline > 1:
+        yield from _deepspeed_pipeline_notes(facts)
+    elif any(mode.runs_again for mode in facts.modes):
+        yield (
+            "DeepSpeed recomputes where the model says so: gradient_checkpointing_enable() of "
+            "transformers' models, or deepspeed.checkpointing.checkpoint"
+        )
+    if _splits_itself(chosen):
+        yield "DeepSpeed keeps the embedding whole, and the head unless vocab_parallel_lm_head"
+    if chosen.tensor > 1 and facts.splits_sequence:
+        yield "the plan splits activations between blocks along seq; DeepSpeed not"
+    if chosen.compile is not Compile.NONE:
+        yield "DeepSpeed compiles after its initialization: engine.compile()"
+    if chosen.precision.products:
+        products = chosen.precision.products
+        yield f'{chosen.precision} is told in Python: set_float32_matmul_precision("{products}")'
+
+
+def _deepspeed_pipeline_notes(facts: ToolFacts) -> Iterator[str]:
+    chosen = facts.arrangement
+    words = f'num_stages={chosen.pipeline}, partition_method="{_partition(facts)}"'
+    yield f"DeepSpeed takes the pipeline in Python: PipelineModule(layers, {words})"
+    sizes = [len(stage.blocks) for stage in facts.stages]
+    if chosen.stages_per_rank > 1 or len(set(sizes)) > 1:
+        yield (
+            f"the plan's stages have {', '.join(map(str, sizes))} blocks; DeepSpeed divides blocks "
+            f"evenly into {chosen.pipeline} stages"
+        )
+    if chosen.tensor > 1:
+        yield (
+            "DeepSpeed splits no tensors inside pipelines: give PipelineModule layers that do, and "
+            f"topology=PipeModelDataParallelTopology({chosen.pipeline}, {chosen.tensor}, "
+            f"{chosen.data})"
         )
