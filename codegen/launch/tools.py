@@ -97,10 +97,7 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
-        yield (
-            f"the plan recomputes {some(again)}, too; {tool.name} recomputes only blocks: "
-            "more memory"
-        )
+        yield f"the plan recomputes {some(again)}; {tool.name} only blocks: more memory"
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
         yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
@@ -108,10 +105,7 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
-        yield (
-            f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} gives them "
-            "equal ones"
-        )
+        yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"
     yield from _tensor_notes(tool, facts)
     if chosen.pipeline > 1 and chosen.schedule not in tool.schedules:
         nearest = _nearest_schedule(chosen, tool.schedules)
