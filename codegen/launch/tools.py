@@ -96,6 +96,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if chosen.offload.has_states:
+        yield f"the plan steps the optimizer on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
         yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"

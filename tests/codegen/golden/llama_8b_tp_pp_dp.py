@@ -26,11 +26,11 @@ Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
     gradients 1.588 GiB, optimizer 4.764 GiB, activations 7.147 GiB, temporary copies 2.936 GiB,
       fragments 1.32 GiB, context 4.5 GiB, the rest 64 MiB
 
-Why this plan: the fastest plan found takes 1.009 s, and none of the 2 arrangements is faster;
+Why this plan: the fastest plan found takes 1.009 s, and none of the 4 arrangements is faster;
 compute + optimizer takes 70% of the step.
 This plan has simpler layouts than the fastest one, and its step is 0.70% longer.
 """
-# Written by autopar 0.2.0 (checksum 1fc5fcc2e6e09781, plan 8238cd01a35b6dca); edits are kept.
+# Written by autopar 0.2.0 (checksum c3b263f1a70c7ac4, plan 0bb579995a28ebce); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -22,10 +22,10 @@ Memory of the fullest device: 5.299 GiB of 68.8 GiB (8%)
     gradients 122.3 MiB, activations 2.596 GiB, fragments 231.2 MiB, context 2.25 GiB, the rest
       109.8 MiB
 
-Why this plan: none of the 8 arrangements is faster; compute + optimizer takes 78% of the step.
+Why this plan: none of the 12 arrangements is faster; compute + optimizer takes 78% of the step.
 The next best, dp 8, no sharding, takes 15.86 ms (+1.7%): +410.6 us optimizer.
 """
-# Written by autopar 0.2.0 (checksum 9401baeb4220dbf4, plan 9e30762259a70226); edits are kept.
+# Written by autopar 0.2.0 (checksum d89f5f0e5d91bb69, plan aa898407e889e144); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -23,9 +23,9 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
     parameters 256.2 MiB, gradients 512.3 MiB, optimizer 1.501 GiB, activations 5.712 GiB, temporary
       copies 141.2 MiB, fragments 663.8 MiB, context 2.25 GiB, the rest 1.336 MiB
 
-Why this plan: none of the 10 arrangements is faster; compute + optimizer takes 76% of the step.
+Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 26d547d86cb6f6bc, plan e16cc23ff68a8159); edits are kept.
+# Written by autopar 0.2.0 (checksum 9deba42e505705d0, plan 89edb7681f789ea3); edits are kept.
 
 import sys
 from collections.abc import Mapping, Sequence
