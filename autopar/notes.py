@@ -24,6 +24,7 @@ from autopar.planner.plan.declared.limits import (
 from autopar.planner.plan.fleet import Fewer
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.comparison import seconds_saved_by_compiling
+from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
     is_nearly,
     meaning_notes,
@@ -174,6 +175,20 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
         f"layers are compiled by torch.compile: a step takes {seconds_text(step)} instead of about "
         f"{seconds_text(step + saved)}. The first step takes longer, because it compiles. "
         "--compile none leaves layers as they are."
+    )
+
+
+def note_offload(plan: Plan) -> None:
+    """Print a note if the planner chose to step the optimizer on the host, with its time."""
+    is_asked = any(one.field == "offloads" for one in plan.constraints)
+    if is_asked or not plan.arrangement.offload.has_states:
+        return
+    seconds = next(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
+    (held,) = host_words(plan)
+    print_note(
+        f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
+        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
+        "fast it is, says the cluster file. --offload none leaves it on the device."
     )
 
 

@@ -13,6 +13,7 @@ from autopar.notes import (
     note_compiling,
     note_devices,
     note_objects_kept,
+    note_offload,
     note_optimizer,
     note_own_choices,
     note_own_gradients,
@@ -225,6 +226,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
     note_plan(found.plan)
     note_unaligned(found.plan, training.axes)
     note_compiling(found.plan, training.axes, training.layers)
+    note_offload(found.plan)
     return found
 
 

@@ -72,6 +72,12 @@ def _tell(report: DryRun) -> None:
     memory.add_row("in all", bytes_text(report.peak_bytes))
     memory.add_row("predicted", f"{bytes_text(report.predicted_bytes)} ({report.error:+.1%})")
     results().print(memory)
+    if report.predicted_host_bytes:
+        results().print(
+            f"In the host's memory: {bytes_text(report.host_bytes)}, predicted "
+            f"{bytes_text(report.predicted_host_bytes)}.",
+            soft_wrap=True,
+        )
     beside = report.predicted_device_bytes - report.predicted_bytes
     results().print(
         f"These are tensors. The plan's {bytes_text(report.predicted_device_bytes)} for this "

@@ -215,7 +215,7 @@ def _plan_text(row: _PlanRow) -> Text:
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     again = "" if row.recompute == "none" else f"recompute {row.recompute}"
-    second = [batch_words(one), again, compile_words(one)]
+    second = [batch_words(one), again, compile_words(one), one.offload.words]
     lines = [", ".join(part for part in line if part) for line in (first, second)]
     text = Text("\n".join(lines))
     if row.difference:

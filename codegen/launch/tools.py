@@ -103,6 +103,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if chosen.offload.has_states:
+        yield f"the plan steps the optimizer on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
         yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"
@@ -247,10 +249,7 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
             f"gathered{price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
         )
     if chosen.tensor > 1 and not facts.splits_sequence:
-        yield (
-            "torchtitan 0.2 always splits the sequence between blocks of tensor ranks; the plan "
-            "does not, and torchtitan 0.3 can leave it whole"
-        )
+        yield "torchtitan 0.2 always splits sequences between blocks; the plan and 0.3 do not"
     if chosen.compressed_gradients:
         yield "the plan reduces gradients in 16 bits, torchtitan in 32"
     if chosen.precision.scales_loss or chosen.precision.products:

@@ -19,6 +19,7 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
+    host_words,
     part_words,
     shares_of,
     simpler_words,
@@ -156,6 +157,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     if arranged.data > 1:
         yield from _data_parallel(arranged)
+    if arranged.offload.has_states:
+        there = "gradients and optimizer states are in the host's memory, where it steps"
+        yield ScriptSetting("OFFLOAD", literal(True), there)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
@@ -318,7 +322,8 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
         times = f"{one.count:,} × {one.collective} " if one.count else ""
         size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
         took = f"{size}{seconds_text(one.seconds)}, {_exposed(one)}"
-        yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
+        over = f"over {one.ranks} ranks, " if one.ranks > 1 else ""
+        yield from _wrapped(f"{one.reason}: {times}{over}{took}", indent=4)
     rank, memory = plan.fullest
     limit = plan.limit_bytes(rank)
     yield (
@@ -327,6 +332,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     )
     sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
     yield from _shares(sizes, memory.device_bytes, bytes_text)
+    yield from (line for told in host_words(plan) for line in _wrapped(f"Beside it {told}"))
 
 
 def _exposed(term: CommunicationTerm) -> str:

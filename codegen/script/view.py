@@ -322,6 +322,8 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"
+    if arranged.offload.has_states:
+        yield "offload=OFFLOAD"
     if half_buffers(plan):
         yield "half_buffers=HALF_BUFFERS"
     if synchronises_batch_norms(plan):

@@ -104,6 +104,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
+        "offload": arranged.offload.value,
         "tolerance": 0,  # the simplest plan of a smaller model may have other layouts
         "global_batch": count * block,
         "pins.pp": arranged.pipeline,

@@ -23,7 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.optimizer.pieces import FlatPiece, ParameterPiece, local_tensor, pieces_of
+from autopar.runtime.optimizer.pieces import (
+    FlatPiece,
+    ParameterPiece,
+    is_copy,
+    local_tensor,
+    pieces_of,
+)
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.tensor.shards import (
     Chunks,
@@ -110,8 +116,7 @@ def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Ite
 
 def value_of(piece: ParameterPiece) -> Tensor:
     """Return the values that an optimizer steps: its fp32 copy, or the parameter's own memory."""
-    is_copy = piece.target.dtype != piece.place.dtype
-    return piece.target.detach() if is_copy else piece.place
+    return piece.target.detach() if is_copy(piece) else piece.place
 
 
 def parts_of(

@@ -23,6 +23,7 @@ from autopar.runtime.tensor.shards import (
     put,
     recorded_chunks,
     split_of,
+    starts_on_host,
     with_rows,
 )
 from autopar.runtime.tensor.slices import Ranges
@@ -183,7 +184,8 @@ def fill(
         raise ShapeError(f"{group[0].name} is {chunks.global_shape} here and {shape} in its source")
     mine = with_rows(chunks, old)
     cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
-    fresh = torch.empty(mine.local_shape, dtype=cast, device=device)
+    there = torch.device("cpu") if starts_on_host(old) else device
+    fresh = torch.empty(mine.local_shape, dtype=cast, device=there)
     if source is not None:
         fresh.copy_(read(source, mine.ranges))
     if isinstance(old, DTensor):

@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Zero, zero_words
+from autopar.planner.costs.prediction import Offload, Zero, zero_words
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
@@ -193,6 +193,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         why = f"{traits.name} updates a parameter as a whole"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
         yield _declared("zero", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
+        yield _declared("place", "offloads", (Offload.NONE,), "offload none", why)
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
@@ -202,6 +203,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
         yield _declared("own", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
+        yield _declared("own place", "offloads", (Offload.NONE,), "offload none", why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
@@ -234,6 +236,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     yield _gradient_declared("tp", "max_tensor", 1, "at most tp=1", why)
     if is_taken or found.call == _ROOT:  # the root's code is printed in every stage
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    yield _gradient_declared("place", "offloads", (Offload.NONE,), "offload none", why)
     if is_taken:
         text = zero_words(_WHOLE_MODULES)
         yield _gradient_declared("zero", "zero_levels", _WHOLE_MODULES, text, why)

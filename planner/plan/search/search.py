@@ -363,12 +363,7 @@ class Explorer:
                 layers=sum(learning(self.subject)),
                 shared=tuple(shared_buffers(self.subject)),
             )
-        return too_large(
-            least.arrangement,
-            needed_bytes=least.prediction.peak_memory.device_bytes,
-            limit_bytes=min(self.judge.demands.limit_bytes.values()),
-            cluster=self.cluster,
-        )
+        return too_large(least, self.judge.demands, self.cluster)
 
     def _conflict(self) -> tuple[Declared, ...]:
         """Return constraints that together exclude all arrangements, but not if one is missing."""
@@ -383,7 +378,11 @@ class Explorer:
 
     def _roomy(self) -> Explorer:
         """Return the search for the plan with the least memory, without memory limits."""
-        return self.within(_ENDLESS_BYTES, Objective.MEMORY)
+        other = self.within(_ENDLESS_BYTES, Objective.MEMORY)
+        endless = replace(other.judge.demands, host_limit_bytes=_ENDLESS_BYTES)
+        other.judge = other.judge.under(endless)
+        other.bounds = Bounds(other.judge.questions, Objective.MEMORY)
+        return other
 
     def within(self, limit_bytes: int, objective: Objective) -> Explorer:
         """Return the search with another memory limit on every device, for an objective."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
-from autopar.planner.costs.prediction import Arrangement, Compile, Zero
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
@@ -105,7 +105,7 @@ def leave_degrees(
     """Whether declarations together leave degrees, a microbatch and every other choice."""
     chosen = constraints_of(declared)
     has_microbatch = batch.fixed is None or chosen.microbatch in (None, batch.fixed)
-    has_choices = bool(chosen.schedules and chosen.zero_levels)
+    has_choices = bool(chosen.schedules and chosen.zero_levels and chosen.offloads)
     legal = legal_degrees(devices, chosen, batch)
     return has_microbatch and has_choices and bool(legal)
 
@@ -194,6 +194,7 @@ class Choices:
     zero_levels: tuple[Zero, ...]
     compressed: tuple[bool, ...]
     compiles: tuple[Compile, ...]
+    offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
     shard: int | None  # pinned
     node_devices: int  # of the smallest node
@@ -253,16 +254,18 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in sharding(point, choices):
             for compressed in choices.compressed if point.data > 1 else (False,):
-                variant = replace(
-                    point,
-                    schedule=schedule,
-                    stages_per_rank=stages_per_rank,
-                    zero=zero,
-                    shard=shard,
-                    compressed_gradients=compressed,
-                )
-                if not shards_in_vain(variant):
-                    yield variant
+                for offload in choices.offloads:
+                    variant = replace(
+                        point,
+                        schedule=schedule,
+                        stages_per_rank=stages_per_rank,
+                        zero=zero,
+                        shard=shard,
+                        compressed_gradients=compressed,
+                        offload=offload,
+                    )
+                    if not (shards_in_vain(variant) or offloads_in_vain(variant, choices)):
+                        yield variant
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
@@ -274,6 +277,22 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.shards_modules
+
+
+def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
+    """Whether another arrangement with the optimizer on the host is better, or none can run.
+
+    Data ranks that divide the optimizer step faster, and hold less. ZeRO-2 saves less than ZeRO-3.
+    Both are left out unless demanded. Gradients leave when hooks see them, and those of split
+    backwards pass no hook.
+    """
+    if not arrangement.offload.has_states:
+        return False
+    zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
+    is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
+    is_whole = zero.shards_modules and arrangement.shard == 1
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return (is_free and is_beaten) or is_whole or splits
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:

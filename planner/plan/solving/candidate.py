@@ -22,9 +22,8 @@ from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.plan.plan import PlannedStage
+from autopar.planner.plan.plan import PlannedStage, even_stages
 from autopar.planner.plan.solving.costing import PriceBook
-from autopar.planner.plan.solving.even import even_stages
 from autopar.planner.plan.solving.prices import Inside
 from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
@@ -43,6 +42,7 @@ class Demands:
     """What every candidate must respect, besides its arrangement."""
 
     limit_bytes: Mapping[str, int]  # per device name
+    host_limit_bytes: int  # of each device's share of its host's memory
     modes: tuple[frozenset[Recompute], ...]  # allowed modes of each layer
     pins: tuple[PinnedLayer, ...]
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
@@ -74,7 +74,7 @@ class Questions:
             pins=self.demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
             tied_gradient_bytes=self.costing.tied_gradient_bytes(inside),
-            bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
+            bucket_bytes=sizes if arrangement.keeps_buckets else sizes[:1],
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
@@ -230,7 +230,8 @@ class ArrangementSolver:
             is_final = is_final and answer.is_final
             bound = min(bound, answer.bound_seconds)
             if answer.best is not None and answer.best.seconds < found_seconds:
-                best = self._candidate(chooser.question, number, answer.best)
+                one = self._candidate(chooser.question, number, answer.best)
+                best = one if self._fits_host(one) else best
         return SolvedArrangement(
             candidate=best, bound_seconds=bound, report=report, is_final=is_final
         )
@@ -377,7 +378,15 @@ class ArrangementSolver:
         )
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self._growth(candidate) >= 1
+        return self._growth(candidate) >= 1 and self._fits_host(candidate)
+
+    def _fits_host(self, candidate: Candidate) -> bool:
+        """Whether every rank's part fits into its share of the host's memory.
+
+        Stages are cut for the devices' memory alone: another cut might fit where this one does not.
+        """
+        needed = max(one.memory.host_bytes for one in candidate.prediction.stages)
+        return needed <= self.demands.host_limit_bytes
 
 
 def _needed(candidate: Candidate) -> int:

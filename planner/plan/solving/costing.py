@@ -22,10 +22,10 @@ from autopar.planner.cluster.shape import (
     node_orders,
 )
 from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.layer import layer_costs, slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowest
+from autopar.planner.costs.prediction import Arrangement, Compile, Modes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence

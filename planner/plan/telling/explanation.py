@@ -149,6 +149,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "optimizer": StepPart.COMPUTE,
         "tensor communication": StepPart.COMMUNICATION,
         "exposed data parallel": StepPart.COMMUNICATION,
+        "exposed host copies": StepPart.COMMUNICATION,
         "tied weights": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
@@ -282,9 +283,23 @@ def _reasons(plan: StoredPlan, shares: tuple[StepShare, ...]) -> tuple[str, ...]
         f"the fullest device holds {bytes_text(used)} of {bytes_text(limit)} "
         f"({used / limit:.0%}), {state}"
     )
+    reasons += host_words(plan)
     if plan.runners_up:
         reasons.append(_against(plan, plan.runners_up[0]))
     return tuple(reasons)
+
+
+def host_words(plan: StoredPlan) -> Iterator[str]:
+    """Yield what lies in the host's memory, if anything."""
+    needed = max(one.memory.host_bytes for one in plan.prediction.stages)
+    if not needed:
+        return
+    gathered = plan.arrangement.shards_on_host
+    parts = "parts of parameters, gradients" if gathered else "gradients"
+    yield (
+        f"the host holds {bytes_text(needed)} for each device: {parts}, fp32 weights and optimizer "
+        "states"
+    )
 
 
 def part_words(prediction: Prediction, part: StepPart) -> str:

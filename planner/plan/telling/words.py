@@ -101,6 +101,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
+        arrangement.offload.words,
     )
 
 

@@ -18,14 +18,9 @@ from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, Moments
-from autopar.planner.costs.steps.memory import (
-    lasting_bytes,
-    memory_of,
-    most_tensor_bytes,
-    state_bytes,
-    work_bytes,
-)
+from autopar.planner.costs.steps.memory import memory_of, most_tensor_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
+from autopar.planner.costs.steps.state import lasting_bytes, state_bytes
 from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
 from autopar.planner.programs.stages.one_pass import fitting_mixes
 from autopar.planner.programs.stages.question import Content, StageQuestion
@@ -329,7 +324,7 @@ class Offers:
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
         """Return the least seconds of a mix's backward: those of its layers or its collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
-        if not self.question.arrangement.zero.reduces_each:
+        if not self.question.arrangement.reduces_each:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
         return max(float(plain.times[1]), alone + more + hidden.wait_seconds)

@@ -25,10 +25,10 @@ Memory of the fullest device: 12.71 GiB of 68.8 GiB (18%)
       3.068 GiB, fragments 679.3 MiB, context 3.75 GiB
 
 Why this plan: this plan has simpler layouts than the fastest one, and its step is 1.84% longer.
-The fastest plan found takes 34.35 ms, and none of the 10 arrangements is faster than that. In this
+The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 566ca2294a874d93, plan 499ac879cfba65d7).
+# Written by autopar 0.2.0 (checksum 74f18fcef6b82796, plan 2cd001b395c61583).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

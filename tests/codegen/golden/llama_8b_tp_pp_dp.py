@@ -27,10 +27,10 @@ Memory of the fullest device: 22.32 GiB of 68.8 GiB (32%)
       fragments 1.32 GiB, context 4.5 GiB, the rest 64 MiB
 
 Why this plan: this plan has simpler layouts than the fastest one, and its step is 0.70% longer.
-The fastest plan found takes 1.009 s, and none of the 2 arrangements is faster than that. In this
+The fastest plan found takes 1.009 s, and none of the 4 arrangements is faster than that. In this
 plan, compute + optimizer takes 70% of the step.
 """
-# Written by autopar 0.2.0 (checksum 92026849907fc5f1, plan 1335023be6d4a583).
+# Written by autopar 0.2.0 (checksum b3228c9e8a1733f8, plan ffa9d635ee8b1ced).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

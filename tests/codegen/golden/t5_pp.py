@@ -23,9 +23,9 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
     parameters 256.2 MiB, gradients 512.3 MiB, optimizer 1.501 GiB, activations 5.712 GiB, temporary
       copies 141.2 MiB, fragments 663.8 MiB, context 2.25 GiB, the rest 1.336 MiB
 
-Why this plan: none of the 10 arrangements is faster; compute + optimizer takes 76% of the step.
+Why this plan: none of the 20 arrangements is faster; compute + optimizer takes 76% of the step.
 """
-# Written by autopar 0.2.0 (checksum 9d397188711947ce, plan 8eafd981c6e8a53f).
+# Written by autopar 0.2.0 (checksum 78279f8d7387d411, plan fecdf312fc3f4c83).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys
