@@ -90,7 +90,7 @@ class LazyGroup(CommandGroup):
 
     @contextmanager
     def _help_alone(self) -> Iterator[None]:
-        """Replace the commands inside by stand-ins that only have a help text."""
+        """While the code inside runs, replace the commands by stand-ins with only a help text."""
         whole = self.commands
         self.commands = {name: TyperCommand(name, help=_help_of(name)) for name in FUNCTIONS}
         try:
@@ -177,7 +177,7 @@ def main(command: typer.Typer = app) -> None:
         # errors of object stores are always EIO
         if error.errno in _UNWRITABLE and "://" not in where:
             found = f"the output cannot be written: {error.strerror}"
-            print_error(InputError(found, where=where, fix="make room where it goes"))
+            print_error(InputError(found, where=where, fix="free some space there"))
         elif where or error.errno in _IMPASSABLE:
             print_error(InputError(f"{error.strerror}", where=where))
         else:

@@ -125,7 +125,7 @@ _OTHERS_FACTOR = 3  # times _FIRST_SECONDS, until the first note on another phas
 
 @contextmanager
 def noting_slow_phases(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
-    """Print notes on the phase that this thread is in, if it takes long; each pause doubles."""
+    """Print notes on this thread's phase if it takes long; after each note the pause doubles."""
     ended, watched = threading.Event(), threading.get_ident()
     stderr = sys.stderr  # tracing redirects stderr
 
@@ -232,8 +232,8 @@ def _refusal(error: Any, context: Any) -> InputError:
             expected=error.param.help,
             fix=" ".join([path, *wanted]),
         )
-    told = error.format_message().rstrip(".")
-    return InputError(told[:1].lower() + told[1:], where=path, fix=every)
+    found = error.format_message().rstrip(".")
+    return InputError(found[:1].lower() + found[1:], where=path, fix=every)
 
 
 def _near(option: str, context: Any) -> str:

@@ -56,7 +56,7 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return the tensors that only one stage computes: they depend on weights, or on `drawn` ones.
+    """Return the tensors that only one stage computes: those that weights or `drawn` ones lead to.
 
     Results of ops that update buffers are among them, such as a frozen teacher's batch norm.
     """

@@ -72,11 +72,17 @@ def _tell(report: DryRun) -> None:
     memory.add_row("in all", bytes_text(report.peak_bytes))
     memory.add_row("predicted", f"{bytes_text(report.predicted_bytes)} ({report.error:+.1%})")
     results().print(memory)
+    if report.predicted_host_bytes:
+        results().print(
+            f"In the host's memory: {bytes_text(report.host_bytes)}, predicted "
+            f"{bytes_text(report.predicted_host_bytes)}.",
+            soft_wrap=True,
+        )
     beside = report.predicted_device_bytes - report.predicted_bytes
     results().print(
         f"These are tensors. The plan's {bytes_text(report.predicted_device_bytes)} for this "
-        f"rank's stage have {bytes_text(beside)} more that no dry run sees: what the allocator "
-        "loses between tensors, the device's context and communication libraries.",
+        f"rank's stage include {bytes_text(beside)} that a dry run cannot see: what the allocator "
+        "loses between tensors, the device's context, and communication libraries.",
         soft_wrap=True,
     )
     if report.runs_uncompiled:
@@ -104,8 +110,8 @@ def rehearse_plan(
 ) -> None:
     """Measure ranks of a plan on the one device of this machine, without the other ranks.
 
-    A rank computes as in training, and its messages are left out. Then tells the step again with
-    the measured compute and the predicted messages: one rented GPU before 512.
+    Each rank computes as in training, without its messages. Then the step is predicted again, from
+    the measured compute times and the predicted messages. So one rented GPU tests a plan for 512.
 
     Example: autopar rehearse out/plan.json
     """
@@ -216,8 +222,8 @@ def profile(
     write_measurements(together, output)
     if as_json:
         page = profile_summary(found, profiled.left_out, seconds=profiled.seconds)
-        told = {**page, "file": str(output), "content_hash": content_hash(together)}
-        print_json(told)
+        data = {**page, "file": str(output), "content_hash": content_hash(together)}
+        print_json(data)
         return
     for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
         results().print(part)

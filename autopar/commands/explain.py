@@ -80,8 +80,8 @@ def report_plan(
 ) -> None:
     """Draw a plan, and a run of it, as one HTML file that needs no network.
 
-    The plans that were compared, where a step goes, the schedule of each rank, memory, layers and
-    messages; with a run, what was measured beside what was predicted, and its curves.
+    It shows the plans that were compared, where a step's time goes, the schedule of each rank,
+    memory, layers and messages. Of a run, it shows measured beside predicted figures, and curves.
 
     Example: autopar report plan.json runs/first -o report.html
     """

@@ -241,7 +241,7 @@ class Analysis:
     is_on_planned_device: bool
     figures: tuple[RunFigure, ...]
     profiled_step: int | None  # the step of --profile-step
-    ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
+    ranks: tuple[RunFigure, ...]  # per pipeline rank: medians of times, the largest memory
     keeping_seconds: float | None  # how long the training waits for a checkpoint
 
 

@@ -1,4 +1,4 @@
-"""Reads what `--set key=value` says of a job, and quotes texts for the languages of its files."""
+"""The keys of `--set key=value` for jobs, and texts quoted for the languages of their files."""
 
 from __future__ import annotations
 

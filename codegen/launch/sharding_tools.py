@@ -23,10 +23,10 @@ _ONCE_A_STEP, _GATHERED, _GATHERED_EACH_PASS = Zero(1), Zero(2), Zero(3)
 
 
 def sharded_instead(tool: str, facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
-    """Return the nearest facts that FSDP can express, and notes that tell the changes.
+    """Return the nearest facts that FSDP can express, and notes on what was changed.
 
-    The ranks of a pipeline become data ranks that share the parameters. ZeRO-1 becomes ZeRO-2, and
-    so do data ranks without ZeRO that have tensor ranks.
+    The ranks of a pipeline become data ranks that share the parameters. ZeRO-1 becomes ZeRO-2. So
+    does a plan without ZeRO, if it has both data ranks and tensor ranks.
     """
     chosen = facts.arrangement
     if chosen.pipeline > 1:
@@ -35,9 +35,9 @@ def sharded_instead(tool: str, facts: ToolFacts) -> tuple[ToolFacts, tuple[str, 
     if not is_joined and not (chosen.zero.gathers_updated and facts.shard > 1):
         return facts, ()
     nearest = replace(chosen, zero=_GATHERED, shard=chosen.data if is_joined else chosen.shard)
-    had = "no data ranks without sharding beside tensor ranks" if is_joined else "no ZeRO-1"
+    fault = "cannot join tensor ranks and data ranks without ZeRO" if is_joined else "has no ZeRO-1"
     known = price(facts, data=nearest.data, tensor=nearest.tensor, zero=nearest.zero)
-    note = f"{tool} has {had}; the nearest is ZeRO-2, whose parameters stay gathered{known}"
+    note = f"{tool} {fault}; the nearest is ZeRO-2, whose parameters stay gathered{known}"
     return replace(facts, arrangement=nearest), (note,)
 
 
@@ -113,7 +113,7 @@ def accelerate_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seque
 
 
 def accelerate_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what accelerate is told in Python."""
+    """Yield notes on what accelerate takes from the user's Python code, not from its file."""
     chosen = facts.arrangement
     yield (
         f"accelerate takes the batch in Python: DataLoader(batch_size={chosen.microbatch}), "
@@ -147,7 +147,7 @@ def transformers_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Seq
 
 
 def transformers_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what DistributedConfig says only with the module names of the user's model."""
+    """Yield a note on a setting that needs names of the user's modules."""
     zero = facts.arrangement.zero
     if facts.shard > 1 and zero.keeps_gathered:
         yield (

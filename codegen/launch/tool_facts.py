@@ -50,7 +50,7 @@ class ToolFacts:
     """What a plan says to another training tool.
 
     Tools split every matrix of a block, the embedding and the head between tensor ranks.
-    `whole_weights` are those that the plan keeps whole.
+    `whole_weights` are matrices that the plan keeps whole instead.
     """
 
     title: str
@@ -76,12 +76,12 @@ class ToolFacts:
 
     @property
     def replicas(self) -> int:
-        """The copies of the model that data ranks hold: each is sharded over the other ranks."""
+        """The number of copies of the model over all data ranks; `shard` ranks share one."""
         return self.arrangement.data // self.shard
 
     @property
     def shard(self) -> int:
-        """The data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
+        """The number of data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
         return self.arrangement.shard if self.arrangement.zero.divides_optimizer else 1
 
 
@@ -177,7 +177,7 @@ def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
 
 
 def price(facts: ToolFacts, **wanted: object) -> str:
-    """Return what is known of another arrangement's step."""
+    """Return in words the step time of a known plan with these degrees, or ""."""
     for one in facts.known:
         if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
             words = degrees_words(one.arrangement).replace(" · ", " + ")

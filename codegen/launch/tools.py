@@ -34,7 +34,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolView:
-    """A tool's file: what it says, and what the plan says beyond that."""
+    """The content of a tool's file: its settings, and notes on what they cannot express."""
 
     title: str
     notes: tuple[str, ...]
@@ -47,14 +47,14 @@ class Tool:
     """A training tool: its name, its files, and what it can express.
 
     A file has the name of its template. The tool has the pipeline schedules in `schedules`.
-    `nearest` returns the plan's facts in an arrangement that the tool has, and tells the changes.
+    `nearest` returns the facts of the nearest plan that the tool can run, and notes on the changes.
     """
 
     name: str
     sections: Callable[[ToolFacts, Recompute], Mapping[str, Sequence[ToolSection]]]
     schedules: Mapping[ScheduleKind, str]
     notes: Callable[[ToolFacts], Iterator[str]]
-    selective: str  # how its selective mode differs
+    selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     splits: str = "all matrices of blocks, the embedding and the head"  # between tensor ranks
@@ -91,21 +91,23 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         count = sum(one is mode for one in facts.modes)
         yield (
             f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
-            f"{tool.mixed}: slower, less memory"
+            f"recomputes {tool.mixed}: slower, less memory"
         )
     if mode.saved_ops is not None:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
-        yield f"the plan recomputes {some(again)}, too; {tool.name} only blocks: more memory"
+        yield f"the plan recomputes {some(again)}; {tool.name} only blocks: more memory"
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
         yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if chosen.offload.has_states:
+        yield f"the plan steps the optimizer on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
-        yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"
+        yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"
     yield from _tensor_notes(tool, facts)
     if chosen.pipeline > 1 and chosen.schedule not in tool.schedules:
         nearest = _nearest_schedule(chosen, tool.schedules)
@@ -126,7 +128,9 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
         )
     if any(facts.crossing) and not facts.splits_sequence:
         axes = sorted({one for one in facts.crossing if one})
-        yield f"the plan splits activations between blocks along {some(axes)}; {tool.name} not"
+        yield (
+            f"the plan splits activations between blocks along {some(axes)}; {tool.name} does not"
+        )
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
@@ -245,10 +249,7 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
             f"gathered{price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
         )
     if chosen.tensor > 1 and not facts.splits_sequence:
-        yield (
-            "torchtitan 0.2 always splits the sequence between blocks of tensor ranks; the plan "
-            "does not, and torchtitan 0.3 can leave it whole"
-        )
+        yield "torchtitan 0.2 always splits sequences between blocks; the plan and 0.3 do not"
     if chosen.compressed_gradients:
         yield "the plan reduces gradients in 16 bits, torchtitan in 32"
     if chosen.precision.scales_loss or chosen.precision.products:
@@ -309,7 +310,7 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; the method "block" recomputes as many blocks of each stage."""
+    """Return the flags of the mode; the method "block" recomputes equally many in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
@@ -325,7 +326,7 @@ def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, Setti
 
 
 def _is_block_method(facts: ToolFacts) -> bool:
-    """Whether each stage recomputes as many blocks in full, and the others not at all."""
+    """Whether all stages recompute equally many blocks in full, and other blocks not at all."""
     mode = _mode(facts)
     counts = {stage.modes.count(mode) for stage in facts.stages}
     is_full_or_none = mode.saved_ops is None and {*facts.modes} <= {mode, Recompute.NONE}
@@ -353,7 +354,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=_titan_sections,
             schedules=_TORCH_SCHEDULES,
             notes=_titan_notes,
-            selective="torchtitan recomputes every second one as well: less memory, slower",
+            selective="torchtitan recomputes every second product: less memory, slower",
             compiles=True,
         ),
         "megatron": Tool(
@@ -361,9 +362,9 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=_megatron_sections,
             schedules=_MEGATRON_SCHEDULES,
             notes=_megatron_notes,
-            selective="Megatron of everything but the core of attention: more memory, faster",
+            selective="Megatron recomputes only the core of attention: more memory, faster",
             compiles=False,
-            mixed="equally many in every stage",
+            mixed="equally many blocks in every stage",
             mixes=_is_block_method,
         ),
         "accelerate": Tool(
@@ -371,7 +372,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=accelerate_sections,
             schedules={},
             notes=accelerate_notes,
-            selective="accelerate of none: slower, less memory",
+            selective="accelerate saves none: slower, less memory",
             compiles=False,
             nearest=partial(sharded_instead, "accelerate"),
         ),
@@ -380,7 +381,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=transformers_sections,
             schedules={},
             notes=transformers_notes,
-            selective="transformers of none: slower, less memory",
+            selective="transformers saves none: slower, less memory",
             compiles=True,
             nearest=partial(sharded_instead, "transformers"),
         ),
@@ -389,7 +390,7 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=deepspeed_sections,
             schedules={ScheduleKind.ONE_F_ONE_B: "1F1B"},
             notes=deepspeed_notes,
-            selective="DeepSpeed of none: slower, less memory",
+            selective="DeepSpeed saves none: slower, less memory",
             compiles=True,
             nearest=deepspeed_instead,
             splits="the matrices of blocks",

@@ -26,7 +26,7 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.planner.model.model_file import ModelFile, load_model_file
 
-FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would underflow
+FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

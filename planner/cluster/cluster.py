@@ -82,6 +82,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """A device's share of its machine's own memory, and the link to it; rates are raw."""
+
+    memory_bytes: SomeBytes
+    memory_bytes_per_second: Rate
+    bytes_per_second: Rate  # of the link, in one direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """The data sheet of one device; peaks are dense."""
 
@@ -96,6 +105,7 @@ class Device:
     devices_per_node: Degree
     launch_seconds: Seconds
     fabric: str  # the usual network between nodes
+    host: HostShare
     bridge: Link | None = None  # between pairs, if the cluster file has it
     devices_per_socket: Degree | None = None  # if traffic between sockets is slower
     power_watts: Rate | None = None

@@ -1,6 +1,7 @@
 """The devices and networks that autopar knows, and this machine's devices."""
 
 import difflib
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.planner.cluster import toml_reading as reading
-from autopar.planner.cluster.cluster import Backend, Device, Link, Topology
+from autopar.planner.cluster.cluster import Backend, Device, HostShare, Link, Topology
 from autopar.planner.cluster.toml_reading import (
     parse_bytes,
     parse_bytes_per_second,
@@ -46,8 +47,11 @@ DEVICE_KEYS = (
         "multiprocessors",
     ),
     *("cache", "usd_per_hour", "source"),
+    *("host", "host_memory", "host_memory_bandwidth", "host_bandwidth"),
 )
-# of a link for which none is given: NCCL reaches this share of NVLink's rate
+_HOST_KEYS = ("memory", "memory_bandwidth", "bandwidth")
+DEFAULT_HOST = "pcie4"
+# for a link without a given efficiency: NCCL reaches this share of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -175,6 +179,7 @@ def device_of(
             where=where,
             default="ethernet-100",
         ),
+        host=_host(table, where=where),
         bridge=reading.choice(table, "bridge", all_links, where=where)
         if "bridge" in table
         else None,
@@ -190,6 +195,20 @@ def device_of(
         if "usd_per_hour" in table
         else None,
         source=reading.text(table, "source", where=where, default="cluster file"),
+    )
+
+
+def _host(table: Mapping[str, object], *, where: str) -> HostShare:
+    """Return the host of a device: a usual one, with the figures that the table has of its own."""
+    known = dict(_tables("devices.toml", "host"))
+    usual = reading.choice(table, "host", known, where=where, default=DEFAULT_HOST)
+    own = {key: table.get(f"host_{key}", usual[key]) for key in _HOST_KEYS}
+    return HostShare(
+        memory_bytes=reading.figure(own, "memory", parse_bytes, where=where),
+        memory_bytes_per_second=reading.figure(
+            own, "memory_bandwidth", parse_bytes_per_second, where=where
+        ),
+        bytes_per_second=reading.figure(own, "bandwidth", parse_bytes_per_second, where=where),
     )
 
 
@@ -271,16 +290,23 @@ def local_devices() -> tuple[Device, ...]:
     properties = [
         torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
     ]
-    return tuple(
+    devices = [
         recognised(
             one.name, memory_bytes=one.total_memory, multiprocessors=one.multi_processor_count
         )
         for one in properties
-    )
+    ]
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return tuple(with_host_memory(one, machine_bytes, len(devices)) for one in devices)
+
+
+def with_host_memory(device: Device, machine_bytes: int, devices: int) -> Device:
+    """Return a device of a machine with this memory, which all its devices share."""
+    return replace(device, host=replace(device.host, memory_bytes=machine_bytes // devices))
 
 
 def _may_have_gpus() -> bool:
-    """Whether a GPU driver may be there: on Linux, whether one of their device files exists."""
+    """Whether a GPU driver may be there: on Linux, only if a driver's device file exists."""
     return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 

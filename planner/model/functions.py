@@ -157,7 +157,7 @@ class DataReads:
     def __init__(self) -> None:
         self.paths: dict[str, State] = {}  # each with its state when it was last read
         self.variables: dict[str, str | None] = {}
-        self._first: set[str] = set()  # variables whose first value in this watch is known
+        self._first: set[str] = set()  # variables that were read in this watch before
         # the frame that has begun to list all variables, and its instruction
         self._lister: tuple[FrameType, int] | None = None
         self._depth = 0

@@ -70,10 +70,10 @@ class _Check:
             if name == f"{other}_orig":
                 continue  # from torch's older spectral_norm; the trace reports it
             raise InputError(
-                f"{other} lies in the memory of the parameter {name}, and is another tensor",
+                f"{other} lies in the memory of the parameter {name}, but is not the same tensor",
                 where=self._where,
-                expected="tensors that have memory of their own, or are one: each rank holds its "
-                "part",
+                expected="two tensors with memory of their own, or one tensor under both names: "
+                "each rank holds its part",
                 fix="to tie two parameters, give both modules one (decoder.weight = "
                 "encoder.weight); else copy it (.clone()), or compute it in the forward",
             )

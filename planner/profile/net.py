@@ -81,15 +81,16 @@ def _last_line(error: BaseException) -> str:
 
 
 BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
-CASE_SECONDS = 0.06  # of a collective at one size in one pass
+CASE_SECONDS = 0.06  # the time for a collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
-# Cases alternate, so that another program disturbs some samples of all cases.
+# Each pass measures all cases: then another program disturbs some samples of all cases, not all
+# samples of one.
 _PASSES = 5
 
 
 def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str, int]]) -> None:
     """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames functions
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -161,7 +162,8 @@ def _call(
 ) -> Callable[[], object]:
     """Return a call on fp32 tensors; costs/collectives/algorithms.py defines the payload.
 
-    Tensors are filled with ones: unwritten zero pages share one page, which caches hold.
+    Tensors are filled with ones, because pages of zeros that nobody wrote share one page of memory,
+    which would stay in the caches.
     """
     elements = max(ranks, payload_bytes // 4 // ranks * ranks)
     whole = torch.ones(elements, device=device)
@@ -235,7 +237,7 @@ def measure_net(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     timeout_seconds: float = 300.0,
 ) -> MeasuredNet:
-    """Return the link among ranks on "cpu" or "cuda" devices."""
+    """Measure the link between ranks, which run on "cpu" or "cuda" devices of this machine."""
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
         there = f"; {torch.cuda.device_count()} GPUs are here" if device == "cuda" else ""
@@ -280,10 +282,10 @@ def _alone(collective: Collective, samples: Sequence[NetSample], ranks: int) -> 
 
 
 def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return points whose seconds never decrease, since larger payloads are only faster by noise.
+    """Return points whose seconds never decrease: only noise makes a larger payload faster.
 
-    Decreasing neighbours are replaced by their geometric mean (isotonic regression of the
-    logarithms by pooling adjacent violators).
+    Neighbours that decrease get their geometric mean (isotonic regression of the logarithms by
+    pooling adjacent violators).
     """
     pools: list[list[float]] = []
     for _, seconds in sorted(points):
@@ -333,7 +335,7 @@ def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
 
 
 def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Minimise Σ (h·x + s·y − 1)² with x, y ≥ 0: where one would be negative, the other alone."""
+    """Minimise Σ (h·x + s·y − 1)² with x, y ≥ 0: if one would be negative, it is 0."""
     hh = sum(h * h for h, _ in rows)
     ss = sum(s * s for _, s in rows)
     hs = sum(h * s for h, s in rows)

@@ -80,7 +80,7 @@ def trace(
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
-        # If the trace fails in fp32, too, 16 bits are not the reason: this raises its error.
+        # If this fails, too, 16 bits are not the reason, and its error is raised instead.
         graph = _traced(model_file, batch_size, _ATTEMPTS)
         if isinstance(error, UnlikeTypesError):
             raise error.in_half(precision) from None
@@ -195,7 +195,10 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
 
 
 def _computed_in(graph: Graph) -> Graph:
-    """Return a graph for a comparison, without changes of Python state: a cache fills only once."""
+    """Return a graph for a comparison of two steps: as if no call changed Python state.
+
+    Only the first step fills caches.
+    """
     calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 

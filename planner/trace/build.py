@@ -75,7 +75,7 @@ class TracedStep(nn.Module):
     def run(
         self, batch: Mapping[str, Any], *, noted: Callable[[Loss], Loss] = lambda loss: loss
     ) -> torch.Tensor:
-        """Return the loss of a batch; `noted` wraps the loss function."""
+        """Return the loss of a batch; `noted` wraps the loss function, to record its call."""
         outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"

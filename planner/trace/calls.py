@@ -161,7 +161,7 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return, in a replay, the parameter or buffer of the module at `site` for a template's."""
+        """Return the tensor of the module at `site` for a parameter or buffer of the template."""
         spec = self.specs.get(node.name)
         if spec is None:  # an input of a no_grad or autocast graph around the block
             raise CannotReplayError(node.name)

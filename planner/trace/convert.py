@@ -161,7 +161,7 @@ class _Converter:
         )
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a dropout drops nothing. It then returns its input, and code may rely on that."""
+        """Whether an op is a dropout that drops nothing: it returns its input itself."""
         if rule_of(target).kind is not OpKind.DROPOUT:
             return False
         arguments = dict(self.values.arguments(node, scope))

@@ -74,7 +74,7 @@ class Template:
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call, or None if its result has opaque objects."""
+    """Return the template of a call; None if its result has more than tensors and plain values."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None

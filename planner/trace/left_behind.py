@@ -1,9 +1,9 @@
 """Distinguishes caches from state: a second step finds the Python state that the first one left.
 
 A step is traced twice. The second trace finds what the first one changed in the Python state (see
-`outside`). Numbers stay as they are. A tensor computed from the batch or weights is replaced by a
-stand-in, which the second trace must not read. A tensor made of constants alone is removed: it is a
-cache, which the second trace may fill again.
+model/outside.py). Numbers stay as they are. A tensor computed from the batch or weights is replaced
+by a stand-in, which the second trace must not read. A tensor made of constants alone is removed: it
+is a cache, which the second trace may fill again.
 """
 
 from __future__ import annotations

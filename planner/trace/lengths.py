@@ -78,7 +78,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
-    """Return larger and smaller sizes of some dims."""
+    """Return the sizes to try for some dims: larger ones, then smaller ones."""
     groups: list[Dim] = list(dict.fromkeys(chosen.values()))
     sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
     if not chosen or min(sizes.values()) <= _SHORTEST:

@@ -220,7 +220,7 @@ def check_same_parameters(model: nn.Module, before: Collection[str], where: str)
 
 
 def own_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating dtype of most parameters."""
+    """Return the floating dtype that most elements of parameters have."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -31,8 +31,8 @@ _MAX_POWER = 3
 class Symbols:
     """Reads the sizes of a trace. Only batch dims are symbolic, so a symbol is the batch size.
 
-    The exception are unbacked symbols: sizes that depend on data, which have no value while
-    planning. For each of them, `counters` names the tensor whose entries decide it (a mask, say),
+    Exceptions are unbacked symbols: sizes that depend on data, which have no value while planning.
+    For each of them, `counters` names the tensor whose entries decide it (a mask, say),
     and `bounds` has an upper limit: the number of elements of that tensor, or of the shape to which
     it is broadcast.
     """
@@ -67,16 +67,16 @@ class Symbols:
     def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
         """Record the largest value of a size that depends on data, and the tensor that decides it.
 
-        What was recorded for a symbol first stays.
+        What was first recorded for a symbol stays.
         """
         for symbol in _unbacked(size):
             self.bounds.setdefault(symbol, limit)
             self.counters.setdefault(symbol, counter)
 
     def counter(self, sizes: Sequence[int | torch.SymInt], name: str) -> str:
-        """Return the tensor whose entries decide the sizes of a tensor; "" if these are known.
+        """Return the tensor whose entries decide the sizes of tensor `name`; "" if they are known.
 
-        Sizes that are not a multiple of one symbol are decided by the tensor itself, by `name`.
+        If the sizes are not a multiple of one symbol, the result is `name` itself.
         """
         counted = [size for size in sizes if _unbacked(size)]
         if not counted:
@@ -270,9 +270,9 @@ class ModelNames:
         return self._parameters[name].requires_grad
 
     def corresponding(self, name: str, template: str, site: str) -> str | None:
-        """Return the name of a tensor of module `site`, for tensor `name` of its equal `template`.
+        """Return the tensor in module `site` at the position of `name` in its equal `template`.
 
-        None if `template` has no such tensor.
+        None if `template` has no tensor `name`.
         """
         wanted: Any = self._parameters.get(name, self._buffers.get(name))
         owner, other = self._model.get_submodule(template), self._model.get_submodule(site)

@@ -296,5 +296,5 @@ def _name(op: Op) -> str:
 
 
 def _where(op: Op, graph: Graph) -> str:
-    call = graph.calls.get(op.call)  # none in the model file's loss
+    call = graph.calls.get(op.call)  # None in the model file's loss
     return op.location if call is None else f"{op.location}, in module {call.path or '(root)'}"

@@ -276,7 +276,7 @@ class Keeper:
             self._tell_kept(self._saving.finish())
 
     def _tell_kept(self, saved: SavedCheckpoint) -> None:
-        """Print that a checkpoint was saved, or why it was not; the training goes on."""
+        """Print that a checkpoint was saved, and remove old ones; or print why it was not saved."""
         if saved.failure is not None:
             self._tell_failure(saved.step, saved.failure)
             return

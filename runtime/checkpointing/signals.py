@@ -44,7 +44,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 # schedulers signal torchrun and the ranks, so ranks get a signal twice within this time
 _SAME_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
-_MOST_STEPS = 1000
+_MOST_STEPS = 1000  # between two exchanges
 _LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after the first signal
 
 
@@ -58,7 +58,7 @@ class StepAnswer:
 
 
 class StopWish:
-    """The wish of a signal, to this rank or another, that the training stops.
+    """Finds after each step whether a signal to some rank asks the training to stop.
 
     Ranks exchange this about once a second, or after each step if steps are longer: a message after
     every step of 10 ms would cost 3 %. Each answer fixes the step of the next exchange.
@@ -174,7 +174,7 @@ class Garbage:
         gc.disable()
 
     def after(self, step: int) -> None:
-        """Collect if it is due; the step is the same on all ranks."""
+        """Collect if it is due: at the same steps on all ranks, unless cycles hold tensors."""
         # not after the first step: its garbage is not typical
         if step == self._first_step + 1 and _free_tensors():
             # the model's code makes cycles with tensors: device memory matters more than time
@@ -192,7 +192,7 @@ class Garbage:
 
 
 def _free_tensors() -> bool:
-    """Collect the youngest generation, and return whether that freed any tensors."""
+    """Collect the two youngest generations; return whether a tensor of the youngest was freed."""
     young = [weakref.ref(one) for one in gc.get_objects(0) if isinstance(one, Tensor)]
     gc.collect(1)
     return any(one() is None for one in young)
@@ -348,7 +348,7 @@ class StepProfile:
         ranks: list[RankProfile] = every_rank(own, self._mesh)
         self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
         if self._mesh.rank == 0:
-            say(f"profiled step {step:,}: {_told(ranks)}")
+            say(f"profiled step {step:,}: {_in_words(ranks)}")
         # of the ranks with the same stages, the first one writes
         if self._place is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
             told = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}
@@ -382,17 +382,17 @@ def covered_us(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _told(ranks: Iterable[RankProfile]) -> str:
-    """Describe each pipeline rank, by the median of its ranks."""
-    stages = groupby(
+def _in_words(ranks: Iterable[RankProfile]) -> str:
+    """Describe each pipeline rank by the medians of the ranks with this pipeline rank."""
+    groups = groupby(
         sorted(ranks, key=lambda one: one.pipeline_rank), key=lambda one: one.pipeline_rank
     )
-    told = []
-    for stage, found in stages:
+    words = []
+    for pipeline_rank, found in groups:
         own = list(found)
         computing, whole = (
             median(getattr(one, name) for one in own) * 1e3
             for name in ("compute_seconds", "step_seconds")
         )
-        told.append(f"pipeline rank {stage} computes {computing:,.3g} of {whole:,.3g} ms")
-    return ", ".join(told)
+        words.append(f"pipeline rank {pipeline_rank} computes {computing:,.3g} of {whole:,.3g} ms")
+    return ", ".join(words)

@@ -266,7 +266,7 @@ def _tree(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Yield names and times of trees that join nodes; a chain or a summing switch joins a node."""
+    """Yield names and times of trees between nodes; in each node is a chain or a summing switch."""
     node, *outer = shape.crossings
     depth = _tree_depth_seconds(shape, protocol, constants)
     rate = protocol.fraction * constants.tree_fraction

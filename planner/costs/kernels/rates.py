@@ -310,8 +310,9 @@ def launch_bound_seconds(
 class Rates:
     """The rates of a device in one training.
 
-    `single` is for fp32 matrix products: plain fp32 units, PyTorch's default, unless the precision
-    allows TF32. `convolution` is for fp32 convolutions: TF32, cuDNN's default, if there is any.
+    `single` has the rates of fp32 matrix products: on plain fp32 units, PyTorch's default, unless
+    the precision allows TF32. `convolution` has those of fp32 convolutions: on TF32 units, cuDNN's
+    default, if the device has any.
     """
 
     own: Throughput  # at the plan's precision (--precision)

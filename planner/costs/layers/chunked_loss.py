@@ -39,7 +39,7 @@ class ChunkedLoss:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The tensors that exist in chunks alone."""
+        """The tensors that exist only in chunks."""
         return tuple(name for op in self.ops[:-1] for name in op.outputs)
 
 
@@ -126,7 +126,7 @@ class Chunking:
     product: PlacedOp
     loss: PlacedOp
     names: frozenset[str]  # of all ops from the product to the loss
-    path: frozenset[str]  # the tensors that exist in chunks alone
+    path: frozenset[str]  # the tensors that exist only in chunks
     weight_bytes: int  # of the gradients of weight and bias
     gradient_bytes: int  # of all gradients that wait for the backward
     moved_bytes: int
@@ -135,7 +135,7 @@ class Chunking:
 
 
 def chunking_of(flow: LayerFlow) -> Chunking | None:
-    """Return what a layer's loss in chunks costs; None if it cannot be made so."""
+    """Return what a layer's loss in chunks costs; None if it cannot be made in chunks."""
     pricer = flow.pricer
     found = chunked_loss([one.op for one in flow.ops], pricer.graph)
     if isinstance(found, NoChunks) or pricer.precision.scales_loss:

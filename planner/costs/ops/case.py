@@ -30,7 +30,10 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op: the axis within this letter has ⌈size ÷ degree⌉ positions on a rank."""
+    """A split of an op along an axis, which is one of its letters or a factor of it.
+
+    Each rank has ⌈size ÷ degree⌉ positions of the axis.
+    """
 
     letter: str
     axis: str
@@ -67,7 +70,7 @@ class LocalShapes:
         self.split = split
         self.form = rule_of(op.target).form_along(axes.signature, split.letter) if split else None
         self._axes = axes
-        self._divided = _fellows(axes, split) if split else frozenset[str]()
+        self._divided = _split_alike(axes, split) if split else frozenset[str]()
         self._expected = _expected_letters(op, graph, axes.signature)
         self._dims = dict((*axes.signature.results[::-1], *axes.signature.operands[::-1]))
 
@@ -94,7 +97,7 @@ class LocalShapes:
     def letters(self, names: Iterable[str]) -> int:
         """Return the product of some letters' sizes, by their names in the rule.
 
-        "*" is every letter, "…" those of the leading dims; h is k·g if key heads are fewer.
+        "*" is every letter, "…" those of the leading dims; h is k·g if there are fewer key heads.
         """
         wanted = set(names)
         if "h" in wanted and "k" in self.signature.letters:
@@ -150,7 +153,7 @@ def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:
     return tuple(size.at(batch) for size in shape)
 
 
-def _fellows(axes: OpAxes, split: OpSplit) -> frozenset[str]:
+def _split_alike(axes: OpAxes, split: OpSplit) -> frozenset[str]:
     """Return the split letter, and letters concatenated with it that contain the axis, too.
 
     The shard of a concatenation is the concatenation of the shards: q, k and v of one fused matrix
@@ -351,7 +354,7 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 
 
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
-    """Count the factors that need a gradient; for an intermediate one, the result decides."""
+    """Count the factors that need a gradient; an intermediate product does if the result does."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)
 
 

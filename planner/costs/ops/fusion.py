@@ -30,7 +30,7 @@ _FUSED_KINDS = frozenset(
     )
 )
 _SUMS = frozenset((OpKind.ADDITION, OpKind.SUBTRACTION))
-# factor of the price of tensors that are not written anyway: inductor prefers to save those that are
+# factor of the price of tensors that are not written anyway: inductor rather saves those that are
 _UNWRITTEN = 2
 
 

@@ -150,7 +150,7 @@ class OpPricer:
 
     @cached_property
     def residence(self) -> Residence:
-        """Where tensors are made and used."""
+        """The layers that make and use each tensor."""
         return residence(self.graph, self.layers)
 
     @cached_property

@@ -344,8 +344,8 @@ def _embedding(case: OpCase) -> OpSeconds:
 def _cross_entropy(case: OpCase) -> OpSeconds:
     """Price log_softmax and its backward.
 
-    The forward reads and writes the logits. The backward fills the loss's gradient, reads it and
-    the probabilities, and writes the logits' gradient.
+    The forward reads the logits and writes as much. The backward writes the gradient of the
+    log-probabilities, reads it and the log-probabilities, and writes the logits' gradient.
     """
     if not case.shapes.signature.letters:
         return traffic_seconds(case)

@@ -98,6 +98,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),
         ("compiled", one.compile, other.compile),
+        ("on the host", one.offload, other.offload),
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),

@@ -482,8 +482,8 @@ def test_a_schedule_that_a_tool_lacks_is_told_with_the_nearest() -> None:
 
 def test_blocks_that_a_tool_cannot_recompute_alone_are_told() -> None:
     first = llama((4, 5), modes={1: FULL})
-    assert "recomputes 1 of 6 blocks (full), Megatron equally many" in notes("megatron", first)
-    assert "torchtitan all blocks" in notes("torchtitan", first)
+    assert "1 of 6 blocks (full), Megatron recomputes equally many" in notes("megatron", first)
+    assert "torchtitan recomputes all blocks" in notes("torchtitan", first)
     each = llama((4, 5), modes={1: FULL, 4: FULL})
     assert "recomputes" not in notes("megatron", each)
     words = shlex.join(megatron_words(each))
