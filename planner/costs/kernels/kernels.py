@@ -367,6 +367,6 @@ def cross_entropy_forward_seconds(
 def cross_entropy_backward_seconds(
     tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of softmax − onehot over logits: 2 passes fused, 3 from log_softmax."""
+    """Return the seconds of softmax − onehot over logits: 2 passes if fused, else 4."""
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

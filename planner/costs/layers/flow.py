@@ -120,8 +120,9 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op saves its operands before it runs, so neither the last product nor anything after it is
-    repeated. Other frameworks run a layer to its end, and so does a compiled layer.
+    An op saves its operands before it runs. So if the last op that saves anything (such as a
+    product) saves only operands, neither it nor anything after it is repeated. Other frameworks run
+    a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Again(ops=flow.ops, conversions=flow.conversions)

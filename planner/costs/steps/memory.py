@@ -72,7 +72,9 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
     gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
     leave for the host:
 
-        learning_l + fp32 and 16-bit gradient of a weight + leaving − Σ_{i > l} saved_i
+        learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving − Σ_{i > l} saved_i
+
+    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host.
     """
     leaving = _leaving_bytes(load.gradient_bytes, arrangement)
     most, freed = Most(0, leaving, *_layer_that_needs_most(load, arrangement)), 0
@@ -134,7 +136,8 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
         Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
         Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last gradient is made
 
-    Of equal layers only the first and the last are examined: between them the sums are monotonic.
+    To both, the unsharded memory is added. Of equal layers only the first and the last are
+    examined: between them the sums are monotonic.
     """
     held = load.saved_bytes
     moments: list[Most] = []
@@ -241,7 +244,7 @@ def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
 def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
     """Return the peak when a weight's gradient is computed.
 
-    If `learning_bytes` is negative, it is freed memory.
+    A negative `learning_bytes` is memory that has been freed by then.
     """
     freed = min(0, cost.learning_bytes)
     return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)

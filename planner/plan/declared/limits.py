@@ -149,7 +149,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 
 
 def _norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training with one number per row and channel."""
+    """Return the first batch norm in training that norms one number per row and channel."""
     for op in graph.ops:
         if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
@@ -279,8 +279,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. If it is smaller than that, it is a multiple of the
-    largest divisor of that number that is not larger than the batch.
+    Devices can share it evenly: it is a multiple of their number, or, if there are more devices
+    than rows, of the largest divisor of their number that does not exceed the rows.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

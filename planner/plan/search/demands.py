@@ -129,7 +129,7 @@ def learning(subject: SearchSubject) -> Iterator[bool]:
 
 
 def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
-    """Return the first and last layer of buffers that are written and used by several layers.
+    """Return the first and last layer that use a buffer, for buffers that the forward writes.
 
     Each stage would have its own copy, so these layers are not cut apart.
     """
@@ -165,7 +165,10 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared; by default, GPUs may compile layers or not."""
+    """Yield what may be compiled: as declared, or by default nothing.
+
+    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    """
     if constraints.compile is not None:
         yield constraints.compile
         return
@@ -176,7 +179,7 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
 
 
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
-    """Return what may lie on the host: as declared; by default nothing on CPUs, all on GPUs."""
+    """Return what may lie on the host: as declared; by default any of it, on CPUs nothing."""
     is_open = constraints.offloads == tuple(Offload)
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return (Offload.NONE,) if is_cpu and is_open else constraints.offloads

@@ -78,11 +78,11 @@ class Questions:
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
-        """Return the largest limit of a rank for its tensors alone, slightly generous."""
+        """Return the largest `room_bytes` of a rank."""
         return max(self.room_bytes(arrangement))
 
     def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return each pipeline rank's limit for its tensors alone, slightly generous."""
+        """Return each pipeline rank's limit without the context, and a MiB more for rounding."""
         more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
@@ -136,7 +136,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines together, as multiples of the allowed slowdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# The small price of the other quantity: of equally fast layouts, those with less memory win.
+# The small price of memory, so that of equally fast layouts the smallest wins; and vice versa.
 _TIE = 1e-6
 MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
 # Points of the front count as the same if time and memory differ by less than this share.
@@ -148,8 +148,8 @@ class LayoutProgram:
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if there are.
 
-        They are slower by less than the price of the lines that they save. Otherwise the result is
-        the point itself.
+        They are slower by less than the price of the lines that they do without. Otherwise the
+        result is the point itself.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)

@@ -28,7 +28,7 @@ _FEW = 64  # if there are more mixes, dominated ones are dropped after each clas
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of the same layers: backward seconds, saved bytes, and work bytes."""
+    """Mixes of the same layers: backward seconds, saved bytes, most bytes while a layer runs."""
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
@@ -127,8 +127,7 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 def _unbeaten(mixes: Mixes) -> Numbers:
     """Return the places of the mixes that no other beats in seconds, saved bytes and work.
 
-    Such a mix, among all mixes with at most its work in the order of time, saves less than each one
-    before it.
+    Such a mix has fewer saved bytes than all faster mixes that have at most its work bytes.
     """
     kept: list[Numbers] = []
     order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))
