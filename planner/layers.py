@@ -31,8 +31,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 
-    Only tensors computed from weights or random numbers cross. Every stage has the model's inputs,
-    and computes all other tensors that it needs from them.
+    Only tensors that a single stage computes cross (`computed_once`). Every stage has the model's
+    inputs, and computes all other tensors that it needs from them.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}

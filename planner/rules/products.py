@@ -71,7 +71,7 @@ def _layer(
 ) -> Iterator[MatrixProducts]:
     """Yield a layer's products.
 
-    The first state is multiplied apart: it is the input `hx`, which may need no gradient.
+    The first state is multiplied separately: it is the input `hx`, which may need no gradient.
     """
     of_input, of_state, *more = weights
     together = rows // steps
@@ -248,7 +248,10 @@ def attention(sizes: OpSizes) -> Computation:
 
 
 def power(sizes: OpSizes) -> Computation:
-    """An integer power of a matrix: one square for each bit, and one product for each set bit."""
+    """An integer power of a matrix: of the exponent's bits, all but the first cost a square.
+
+    Of the bits that are set, all but one cost a product, too.
+    """
     source = tensor(sizes, "self")
     *lead, n, _ = sizes.shape(source)
     exponent = abs(number(sizes, "n", 1))

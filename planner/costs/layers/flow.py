@@ -143,7 +143,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return the ops that run again from tensors that the mode saves to those that ops keep."""
+    """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}

@@ -128,7 +128,7 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims that hold only the rows of a mask to their expected share of all.
+    """Map each letter of dims with only the rows that a mask selects to these rows' expected share.
 
     A letter is left out if it is also a dim of all rows in one of the op's tensors.
     """

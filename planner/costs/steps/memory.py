@@ -305,7 +305,7 @@ def most_tensor_bytes(
 
 
 def _communicators(arrangement: Arrangement) -> int:
-    """Return the number of a rank's process groups: the world, and each axis with several ranks.
+    """Return a rank's number of process groups: the world, and each axis with some of its ranks.
 
     With copies of a sharded model there are two more: the shard group and the replica group.
     """
@@ -316,6 +316,9 @@ def _communicators(arrangement: Arrangement) -> int:
 
 
 def _pairs(arrangement: Arrangement) -> int:
-    """Return the number of a rank's groups of two: one with each pipeline neighbour."""
+    """Return the number of a rank's groups of two: one with each pipeline neighbour.
+
+    A pipeline of two ranks needs none, and neither does a schedule without pairs.
+    """
     has_pairs = SCHEDULES[arrangement.schedule].has_pairs
     return 2 * (has_pairs and arrangement.pipeline > 2)

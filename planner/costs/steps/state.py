@@ -51,7 +51,7 @@ def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
 def host_bytes(held: Held, arrangement: Arrangement) -> int:
     """Return what a rank has in the host's memory.
 
-        own part of: states + fp32 weights + gradients
+        this rank's part of (states + fp32 weights + gradients)
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
     parameters there, too. Leaves out the gradients that arrive to be added, a few buckets.

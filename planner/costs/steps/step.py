@@ -142,7 +142,7 @@ def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
 def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: int) -> float:
     """Return the seconds to sum gradients of weights shared by the first and the last stage.
 
-    One rank may hold both stages, as in a V of stages. It sends nothing.
+    If one rank holds both stages, as in a V of stages, it sends nothing.
     """
     last = pipeline_shape(arrangement).stages - 1
     if _rank(last, arrangement) == _rank(0, arrangement):

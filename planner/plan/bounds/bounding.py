@@ -226,7 +226,7 @@ class Bounds:
         return self._of_objective(arrangement, best)
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
-        """Return a lower bound in one of the layouts; infinite if nothing fits."""
+        """Return a lower bound in the layouts of one solution; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
@@ -344,7 +344,7 @@ class Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether the layers together save more than the ranks have room for."""
+    """Whether the layers' saved tensors together exceed the room of the ranks."""
     facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(

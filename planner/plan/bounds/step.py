@@ -29,7 +29,7 @@ _HALVINGS = 8  # bisections of the slowest rank's interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTotals:
-    """Sums over all layers on the ranks of one tensor group, each at its minimum."""
+    """Sums over all layers of what one tensor rank has, each at its minimum."""
 
     forward_seconds: float
     backward_seconds: float
@@ -53,7 +53,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
-    """The least times that memory demands: of recomputing, and of the slowest rank."""
+    """The least times within the memory: of recomputing, and of the slowest rank."""
 
     recompute_seconds: float
     bottleneck_seconds: float

@@ -48,7 +48,8 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints with dp=1 and one microbatch, if rows are mixed and pins allow it.
 
     The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
-    each other. The global batch must be known.
+    each other. If the model accepts only one number of rows, mixing cannot be detected, so the
+    tensor axis may split its batch, too. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):

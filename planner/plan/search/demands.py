@@ -122,7 +122,7 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 def learning(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether it is trained or passes gradients on.
 
-    Other layers are computed where they are needed; a stage of such layers alone would be empty.
+    Other layers are computed wherever they are needed, so a stage with none but them is empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))

@@ -6,8 +6,8 @@ data ranks; each of the n_k devices of kind k takes r_k of these rows:
     Σ_k n_k · r_k  =  B        r_k ≥ the fewest rows that the model accepts
 
 If there are few such distributions, all are tried. Otherwise those are tried whose slowest kind is
-estimated to finish earliest. The estimated time of a kind is linear in its rows, through the times
-of the even share and of twice as many rows.
+estimated to finish earliest. The estimated time of a kind is linear in its rows, through its times
+for the even share and for twice the even share.
 """
 
 from __future__ import annotations

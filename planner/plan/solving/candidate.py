@@ -61,7 +61,7 @@ class Questions:
     def asked(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement in one of the layouts."""
+        """Return the stage question of an arrangement, in the layouts of one solution."""
         sizes = self.demands.bucket_bytes
         inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
@@ -102,7 +102,7 @@ class Questions:
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the distinct groups of devices and rows that pipeline ranks have.
+        """Return the distinct kinds of pipeline ranks: their devices, each with its rows.
 
         If data ranks have unlike numbers of rows, all are priced with the largest number, unless
         there are only data ranks.
@@ -237,7 +237,7 @@ class ArrangementSolver:
         )
 
     def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
-        """Return the chooser of an arrangement in one of the layouts, kept between calls."""
+        """Return the chooser of an arrangement and layout solution, kept between calls."""
         key = arrangement, number
         if key not in self._choosers:
             question = self.questions.asked(arrangement, number)

@@ -186,8 +186,8 @@ class HeldBytes:
 def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
     """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
 
-    A rank's predicted activations are counted in proportion to the microbatches that it has saved
-    in all its stages, so they are complete when these are most.
+    A rank always holds everything but activations. Of its predicted activations it holds a share:
+    the microbatches that it holds now ÷ the most that it holds at once, over all its stages.
     """
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in timeline.actions if one.rank == rank]

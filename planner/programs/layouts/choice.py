@@ -357,7 +357,7 @@ def _ends(pair: tuple[SolvedPoint, SolvedPoint]) -> tuple[float, float]:
 
 
 def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
-    """Return points in the order of time, without those not clearly smaller than a faster one."""
+    """Return points from the fastest on, each of them clearly smaller than all before it."""
     front: list[SolvedPoint] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
         if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:

@@ -218,8 +218,8 @@ def permitted(
 ) -> tuple[OpLayout, ...]:
     """Return the strategies of an op that the rules allow.
 
-    Bans and forbidden axes never exclude not splitting. A pin leaves only strategies along its
-    axis. An op without such a strategy stays free, and so does a view with the axis as an inner
+    Bans and forbidden axes exclude splits alone: an op may stay unsplit. A pin leaves only
+    strategies along its axis. An op without such a strategy stays free, and so does a view with the axis as an inner
     factor of a flattened dim: there the shards would interleave, and no conversion joins such
     shards.
     """

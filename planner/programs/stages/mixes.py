@@ -41,7 +41,7 @@ class Mixes:
         return len(self.seconds)
 
     def taken(self, places: npt.NDArray[np.int64]) -> Mixes:
-        """Return the mixes at these places."""
+        """Return the mixes with these indices."""
         return Mixes(
             columns=self.columns,
             numbers=self.numbers[places],
@@ -125,7 +125,7 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 
 
 def _unbeaten(mixes: Mixes) -> Numbers:
-    """Return the places of the mixes that no other beats in seconds, saved bytes and work.
+    """Return the indices of the mixes that no other beats in seconds, saved bytes and work.
 
     Such a mix has fewer saved bytes than all faster mixes that have at most its work bytes.
     """
