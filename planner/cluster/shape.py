@@ -332,7 +332,7 @@ def _crossing(
     """Return the crossing with the rate of one group.
 
     A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
-    most m·max(1, r) of them, and c concurrent groups share all, which are at least one:
+    most m·max(1, r) of them, and c concurrent groups share all ports, at least one:
 
         ports = min(max(1, d·r) ÷ c, m·max(1, r))
 

@@ -219,9 +219,9 @@ def permitted(
     """Return the strategies of an op that the rules allow.
 
     Bans and forbidden axes exclude splits alone: an op may stay unsplit. A pin leaves only
-    strategies along its axis. An op without such a strategy stays free, and so does a view with the axis as an inner
-    factor of a flattened dim: there the shards would interleave, and no conversion joins such
-    shards.
+    strategies along its axis. An op without such a strategy stays free, and so does a view with the
+    axis as an inner factor of a flattened dim: there the shards would interleave, and no conversion
+    joins such shards.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
