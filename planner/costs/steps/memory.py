@@ -178,8 +178,8 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    While a layer computes gradients, it needs more memory than for the part that stays: with ZeRO-2
-    and 3 for whole gradients, otherwise for one weight's gradient in 16 bits, and in fp32 if
+    While a layer computes gradients, it needs memory for more than the part that stays. With ZeRO-2
+    and 3 it has whole gradients; otherwise one weight's gradient in 16 bits, and in fp32, too, if
     another layer counts that weight. Buckets stay allocated, and new gradients lie outside of them
     until a bucket is complete.
     """

@@ -196,8 +196,9 @@ class StepBound:
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, including the time to fill.
 
-        Rank r computes K_r forwards (min(m, p − r) in ZB-H1) before its first backward, which comes
-        after all forwards and the input gradients of the ranks behind it, so it is idle for
+        Before its first backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This
+        backward comes after all forwards of a microbatch, and after the input gradients of the
+        ranks behind r. So rank r is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
@@ -239,9 +240,9 @@ class StepBound:
     def _in_turn(self, alone: float, slowest: float) -> float:
         """Return the bound of GPipe, (m − 1) · T + Σ, or of 1F1B, (m − 1) · T + Σ − (p · T − Σ).
 
-        The latter holds for m > p. The slowest of p stages of 1F1B, number s, waits for all stages
-        before it, and twice for those after it (with the first and the last microbatch), minus what
-        it computes meanwhile, at most (p − 1 − s) · T:
+        The latter holds for m > p. Let s be the slowest of the p stages of 1F1B. It waits for all
+        stages before it, and twice for those after it: with the first and the last microbatch.
+        Meanwhile it computes for (p − 1 − s) · T at most:
 
             Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
         """

@@ -1,10 +1,10 @@
 """Lists the mixes of a stage, and moves borders of stages.
 
 A mix says how many layers of each class run in each recompute mode. Layers of one class are equal,
-so only these numbers matter. The fastest mixes come first. Of equal layers, those that save most
-come first on the stage; if a step has only one backward, they come last, because it then frees what
-they saved before other layers make gradients. The sums here are approximate: the exact time and
-memory are priced for few mixes.
+so only these numbers matter. The fastest mixes come first. Of equal layers, those with most saved
+bytes come first on the stage. If a step has only one backward, they come last: the backward reaches
+them first, and frees what they saved before other layers make gradients. The sums here are
+approximate: the exact time and memory are priced for few mixes.
 """
 
 from __future__ import annotations
