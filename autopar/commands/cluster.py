@@ -76,7 +76,7 @@ def detect(
             "--from",
             metavar="|".join(_SOURCES),
             help="Who tells: Slurm, Kubernetes, this machine, or the ranks of this start. Default: "
-            "the first that is there.",
+            "the first that answers.",
         ),
     ] = None,
     partition: Annotated[
@@ -103,20 +103,19 @@ def detect(
     Example: autopar cluster detect --from slurm --partition gpu -o cluster.toml
     """
     refuse_others(output, beginning=BEGINNING)
-    chosen = source or _first_source()
-    if chosen not in _SOURCES:
-        raise InputError(f"--from {chosen}", expected=", ".join(_SOURCES))
-    if partition is not None and chosen != _SLURM:
+    if source not in (None, *_SOURCES):
+        raise InputError(f"--from {source}", expected=", ".join(_SOURCES))
+    if partition is not None and source not in (None, _SLURM):
         raise InputError("--partition is of Slurm", fix="--from slurm")
     named = dict(_named(one) for one in device or ())
     links: MeasuredLinks | None = None
-    if chosen == _RANKS:
-        nodes, links = _ranks()
+    if source == _RANKS:
+        chosen, (nodes, links) = source, _ranks()
         if not nodes:
             return  # the first rank writes
         found = FoundNodes(nodes=nodes)
     else:
-        found = _found(chosen, partition)
+        chosen, found = _first_answer((source,) if source else _sources(partition), partition)
     made = detected(
         found.nodes, source=chosen, named=named, measured=links, left_out=found.left_out
     )
@@ -140,12 +139,28 @@ def _named(text: str) -> tuple[str, str]:
     return kind, name
 
 
-def _first_source() -> str:
-    if shutil.which(SLURM_QUERY[0]):
-        return _SLURM
-    if shutil.which(GPU_QUERY[0]) or local_devices() or not shutil.which(KUBERNETES_QUERY[0]):
-        return _HERE
-    return _KUBERNETES
+def _sources(partition: str | None) -> Sequence[str]:
+    """Return whom to ask, one after the other."""
+    if partition is not None:
+        return (_SLURM,)
+    asked_first = [
+        one for one, tool in ((_SLURM, SLURM_QUERY[0]), (_HERE, GPU_QUERY[0])) if shutil.which(tool)
+    ]
+    if _HERE not in asked_first and local_devices():
+        asked_first.append(_HERE)
+    if shutil.which(KUBERNETES_QUERY[0]):
+        asked_first.append(_KUBERNETES)
+    return asked_first or (_HERE,)
+
+
+def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, FoundNodes]:
+    """Ask the sources until one answers; return it, and what it says."""
+    for one in sources[:-1]:
+        try:
+            return one, _found(one, partition)
+        except InputError as error:
+            print_note(f"--from {one}: {error}")
+    return sources[-1], _found(sources[-1], partition)
 
 
 def _found(source: str, partition: str | None) -> FoundNodes:
