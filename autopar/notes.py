@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
+
 from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
@@ -176,6 +179,22 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
         f"{seconds_text(step + saved)}. The first step takes longer, because it compiles. "
         "--compile none leaves layers as they are."
     )
+
+
+def note_breaks(plan: Plan) -> None:
+    """Print a note on each line at which torch.compile would stop, with the layers left as is."""
+    if plan.arrangement.compile is Compile.NONE:
+        return
+    for one in plan.graph.breaks:
+        first, *more = one.paths
+        layers = f"{first} and {len(more)} like it" if more else first
+        file, _, number = one.where.rpartition(":")
+        code = linecache.getline(file, int(number or 0)).strip()
+        place = f" ({Path(file).name}, line {number}: {code})" if code else ""
+        print_note(
+            f"torch.compile cannot take {layers} whole{place}: {one.why} So the script leaves them "
+            "as they are, and they are priced so."
+        )
 
 
 def note_offload(plan: Plan) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
-from autopar.planner.rules.rule import is_random
+from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Leaf, substituted
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,22 @@ class Layers:
     layers: tuple[Layer, ...]
     classes: tuple[LayerClass, ...]
     runs: tuple[EqualLayers, ...]
+
+
+def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
+    """Return the ops of a layer that torch.compile takes: those of its module.
+
+    There must be several, which it may fuse, or a matrix product, which it may pad. A layer whose
+    code torch.compile cannot trace is not compiled.
+    """
+    call = graph.calls.get(layer.call)
+    if call is None or not call.path or call.path in graph.broken:
+        return ()
+    inside = tuple(op for op in layer.ops if layer.call in graph.index.around(op.call))
+    is_product = any(
+        rule_of(op.target).contracts and kind_of(op) is not OpKind.CONVOLUTION for op in inside
+    )
+    return inside if len(inside) > 1 or is_product else ()
 
 
 def find_layers(graph: Graph, axes: GraphAxes) -> Layers:

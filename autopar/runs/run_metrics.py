@@ -58,6 +58,7 @@ class StepRecord(_Record):
     mfu: FigureNumber | None = None
     against_plan: FigureNumber | None = None
     seconds_left: Reading = None
+    compile_seconds: Reading = None
 
 
 class _PartRecord(_Record):

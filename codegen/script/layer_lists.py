@@ -36,6 +36,7 @@ from autopar.planner.findings.writes import writing_calls
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
+from autopar.planner.layers import compiled_ops
 from autopar.planner.plan.plan import Plan, PlannedStage
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
 
@@ -209,12 +210,12 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 def _compiled(
     subject: PlannedSubject, paths: Iterable[str], modes: Iterable[Recompute]
 ) -> list[str]:
-    """Return the layers to compile: those with several ops, which torch.compile may fuse."""
+    """Return the layers to compile."""
     layers = zip(subject.layers.layers, paths, modes, strict=True)
     return [
         path
         for layer, path, mode in layers
-        if path and len(layer.ops) > 1 and not mode.makes_chunks
+        if path and compiled_ops(layer, subject.graph) and not mode.makes_chunks
     ]
 
 

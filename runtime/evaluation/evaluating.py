@@ -44,8 +44,10 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
     """Make a model compute as in training, but without gradients and random numbers.
 
     Batch norms use their running statistics: those of a batch would need the rows of all ranks.
+    Compiled layers run as they are: the code without random numbers would be compiled for one run.
     """
-    with untouched(parts, mesh, seed), NoRandomness():
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with untouched(parts, mesh, seed), NoRandomness(), uncompiled:
         for part in parts:
             for module in part.modules():
                 module.training &= not isinstance(module, _NormBase)

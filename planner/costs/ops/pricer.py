@@ -34,7 +34,7 @@ from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
-from autopar.planner.layers import Layers, Residence, find_layers, residence
+from autopar.planner.layers import Layers, Residence, compiled_ops, find_layers, residence
 from autopar.planner.precision import Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
 
@@ -175,17 +175,13 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers that it takes: modules with more than one op."""
+        """What torch.compile makes of the layers that it takes."""
         if not self.compiles:
             return Fusion()
-        calls, around = self.graph.calls, self.graph.index.around
+        taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
         return find_fusion(
             self.graph,
-            [
-                [op for op in one.ops if one.call in around(op.call)]
-                for one in self.layers.layers
-                if len(one.ops) > 1 and one.call in calls and calls[one.call].path
-            ],
+            [ops for ops in taken if ops],
             root=self.memory.root,
             kept=self._seen,
             size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
