@@ -157,6 +157,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     if arranged.data > 1:
         yield from _data_parallel(arranged)
+    if has_own_buckets(arranged):
+        bucket = "gradients are sent in buckets of this size, during the backward"
+        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.offload.has_states:
         there = "gradients and optimizer states are in the host's memory, where it steps"
         yield ScriptSetting("OFFLOAD", literal(True), there)
@@ -212,9 +215,6 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     if has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)
-    if has_own_buckets(arranged):
-        bucket = "gradients are sent in buckets of this size, during the backward"
-        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.compressed_gradients:
         yield ScriptSetting("COMPRESS", literal(True), "gradients are sent in 16 bits")
 
