@@ -164,7 +164,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
     """Print a note if the planner chose to compile layers: what a step gains by it."""
-    is_asked = any(one.place == "compile" for one in plan.constraints)
+    is_asked = any(one.place in ("compile", "float8") for one in plan.constraints)
     if is_asked or plan.arrangement.compile is Compile.NONE:
         return
     step = plan.prediction.step_seconds

@@ -24,6 +24,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.precision import Float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
         yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if chosen.float8 is not Float8.NONE:
+        yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
         yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"

@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -164,6 +164,7 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     rows: tuple[Rows, ...] = ()
     # index into the tried orders of unlike nodes; 0 in a plan, whose cluster is in the chosen order
     order: Number = 0

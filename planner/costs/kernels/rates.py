@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.errors import InputError
-from autopar.planner.precision import Precision
+from autopar.planner.precision import FLOAT8_UNITS, Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,11 +309,13 @@ class Rates:
 
     `single` is for fp32 matrix products: plain fp32 units, PyTorch's default, unless the precision
     allows TF32. `convolution` is for fp32 convolutions: TF32, cuDNN's default, if there is any.
+    `float8` is for float8 products; it is as `own` where no training asks for them.
     """
 
     own: Throughput  # of the model's own floating dtype
     single: Throughput
     convolution: Throughput
+    float8: Throughput
     is_cpu: bool
 
     def of(self, element_bytes: int) -> Throughput:
@@ -325,14 +327,15 @@ class Rates:
         return self.own if element_bytes < 4 else self.convolution
 
 
-def rates_of(device: Device, precision: Precision) -> Rates:
+def rates_of(device: Device, precision: Precision, float8: Float8 = Float8.NONE) -> Rates:
     """Return the rates of a device under a precision."""
-    peaks = dict(device.peaks)
+    peaks, own = dict(device.peaks), _throughput(device, precision.units)
     single = _throughput(device, precision.units if precision.products else "fp32")
     return Rates(
-        own=_throughput(device, precision.units),
+        own=own,
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
+        float8=own if float8 is Float8.NONE else _throughput(device, FLOAT8_UNITS),
         is_cpu=device.is_cpu,
     )
 

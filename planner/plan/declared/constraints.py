@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Recompute, Ze
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 
 def minimal_conflict(
@@ -194,6 +194,7 @@ class Constraints:
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
     compile: Compile | None = None  # None: as it pays on GPUs, none on CPUs
+    float8: Float8 = Float8.NONE  # changes what is learnt, so it must be asked for
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
     tokens: int | None = None  # of the whole training
@@ -224,7 +225,24 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
     constraints = Constraints()
     for one in last.values():
         constraints = _with(constraints, one)
-    return replace(constraints, declared=tuple(last.values()))
+    constraints = replace(constraints, declared=tuple(last.values()))
+    return constraints if constraints.float8 is Float8.NONE else _compiled(constraints)
+
+
+def _compiled(constraints: Constraints) -> Constraints:
+    """Return constraints under which layers are compiled, as float8 products need it."""
+    rivals = {"compile": constraints.compile is Compile.NONE,
+              "precision": not constraints.precision.is_half}  # fmt: skip
+    for field, is_rival in rivals.items():
+        if is_rival:
+            both = [one for one in constraints.declared if one.field in ("float8", field)]
+            raise InputError(
+                f"{conflict_text(both)} exclude each other",
+                expected="float8 products in compiled layers, whose other tensors have 16 bits: "
+                "without torch.compile they are slower than products in 16 bits",
+                fix="leave one of them out",
+            )
+    return replace(constraints, compile=Compile.LAYERS)
 
 
 def _with(constraints: Constraints, one: Declared) -> Constraints:
@@ -250,6 +268,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.zero in constraints.zero_levels
         and arrangement.precision is constraints.precision
         and constraints.compile in (None, arrangement.compile)
+        and arrangement.float8 is constraints.float8
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (_steps_once(arrangement) or not constraints.steps_once)

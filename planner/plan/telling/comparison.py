@@ -98,6 +98,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),
         ("compiled", one.compile, other.compile),
+        ("float8", one.float8, other.float8),
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),
@@ -182,6 +183,7 @@ def seconds_saved_by_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> f
             device=plan.cluster.nodes[0].device,
             layers=layers,
             compiles=compiles,
+            float8=arrangement.float8,
         )
         for compiles in (False, True)
     )
