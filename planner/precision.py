@@ -54,7 +54,8 @@ class Float8(StrEnum):
     Kernels of their own cast the factors. They read elements of 16 bits, find the largest ones, and
     write elements of 8 bits: once with rows and once with columns contiguous, because every factor
     belongs to two of the three products of a layer. The columns have the bytes that these kernels
-    move per element, as counted by torchao (testing/training/roofline_utils.py).
+    move per element, as counted by torchao (testing/training/roofline_utils.py). `rate` was fitted
+    to every second published run with scales for rows (docs/accuracy.md).
     """
 
     _value_: str
