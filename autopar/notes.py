@@ -24,6 +24,7 @@ from autopar.planner.plan.declared.limits import (
 from autopar.planner.plan.fleet import Fewer
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.comparison import seconds_saved_by_compiling
+from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
     is_nearly,
     meaning_notes,
@@ -36,8 +37,8 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# Fixes, by the number of tensors that weight a mean: none (a term of the loss), one (a mask or
-# targets), or two (targets and class weights).
+# What to change, by how many tensors decide what the mean counts: 0 (no mean: a product in the
+# loss), 1 (a mask or targets), 2 (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -61,8 +62,8 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     nearly = nearly_a_mean(graph) if met is None else None
     if nearly is not None:
         print_note(
-            f"{is_nearly(nearly)}: if the batch is split, each part has its own value there, and "
-            "the loss is the mean over the parts. For the loss of one process, "
+            f"{is_nearly(nearly)}: if the batch is split, each part computes that op for its own "
+            "rows, and the loss is the mean over the parts. For the loss of one process, "
             f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
         )
     if met is not None and splits_batch(constraints):
@@ -124,8 +125,9 @@ def note_plan(plan: Plan) -> None:
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            f"prediction. With {bytes_text(usual)} predicted, 95% of the measured runs would fit "
-            "(docs/accuracy.md). If this plan does not fit, leave --memory out."
+            f"prediction. Of the runs that were measured, 95% would fit if {bytes_text(usual)} or "
+            "less was predicted for them (docs/accuracy.md). If this plan does not fit, leave "
+            "--memory out."
         )
 
 
@@ -173,6 +175,20 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
         f"layers are compiled by torch.compile: a step takes {seconds_text(step)} instead of about "
         f"{seconds_text(step + saved)}. The first step takes longer, because it compiles. "
         "--compile none leaves layers as they are."
+    )
+
+
+def note_offload(plan: Plan) -> None:
+    """Print a note if the planner chose to step the optimizer on the host, with its time."""
+    is_asked = any(one.field == "offloads" for one in plan.constraints)
+    if is_asked or not plan.arrangement.offload.has_states:
+        return
+    seconds = next(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
+    (held,) = host_words(plan)
+    print_note(
+        f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
+        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
+        "fast it is, says the cluster file. --offload none leaves it on the device."
     )
 
 

@@ -13,6 +13,7 @@ from autopar.notes import (
     note_compiling,
     note_devices,
     note_objects_kept,
+    note_offload,
     note_optimizer,
     note_own_choices,
     note_own_gradients,
@@ -100,7 +101,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 def script_of(
     plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
 ) -> CachedScript:
-    """Return the script of a plan for a path; from the cache if plan, model and path are known.
+    """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
     A relative path of the model file starts at the working directory, or at `folder`.
     """
@@ -225,6 +226,7 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
     note_plan(found.plan)
     note_unaligned(found.plan, training.axes)
     note_compiling(found.plan, training.axes, training.layers)
+    note_offload(found.plan)
     return found
 
 
@@ -300,7 +302,7 @@ def scripted(
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "its code has to stand in its caller's"
+        why = "the script has to print its code inside its caller's"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

@@ -33,8 +33,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 
-    Only tensors computed from weights or random numbers cross. Every stage has the inputs, and
-    computes the other tensors that it needs itself.
+    Only tensors computed from weights or random numbers cross. Every stage has the model's inputs,
+    and computes all other tensors that it needs from them.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -58,7 +58,7 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return the tensors that only one stage computes: from weights, or from the tensors `drawn`.
+    """Return the tensors that only one stage computes: those that weights or `drawn` ones lead to.
 
     Results of ops that update buffers are among them, such as a frozen teacher's batch norm.
     """

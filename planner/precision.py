@@ -14,13 +14,14 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
 class Precision(StrEnum):
-    """The dtype of a model's floating-point tensors in training; 16-bit ones have fp32 masters."""
+    """The dtype of a model's floats in training; beside 16-bit weights there are fp32 masters."""
 
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
     scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
-    # dtypes of units: the first computes the products; its peak, or the next one's, counts for MFU
+    # dtypes of a device's units: the first computes the products. MFU is relative to its peak, or
+    # to the next one's if the device has no such units
     peaks: tuple[str, ...]
     products: str  # for torch.set_float32_matmul_precision; torch's default if empty
     words: str  # in help texts, after the name

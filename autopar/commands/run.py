@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the run that a folder is, or the runs in it, or those of the plan in it."""
+    """Return the run whose folder this is; or else the runs in it, or those of the plan in it."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -382,11 +382,11 @@ def _tell_end(end: End, folder: Path) -> None:
             fix=end.fix,
             exit_code=end.code,
         )
-    told = {
+    texts = {
         RunState.FINISHED: f"finished: {folder}",
         RunState.PREEMPTED: f"stopped by a signal, with a checkpoint: --resume {folder} resumes it",
         RunState.INTERRUPTED: f"stopped by a signal {end.last}; no checkpoint was written then",
     }
-    results().print(told[end.state], soft_wrap=True)
+    results().print(texts[end.state], soft_wrap=True)
     if end.code:
         raise typer.Exit(int(end.code))

@@ -11,12 +11,18 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.errors import InputError
 from autopar.planner.files import Bytes, FigureNumber, Seconds, SomeSeconds, damaged
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import StoredPlan
-from autopar.planner.plan.telling.timeline import computing_seconds, stages_of_rank
+from autopar.planner.plan.telling.timeline import (
+    backward_of,
+    computing_seconds,
+    numbers_of_stages,
+    stages_of_rank,
+)
 from autopar.runs.run_record import read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
@@ -54,6 +60,13 @@ class StepRecord(_Record):
     seconds_left: Reading = None
 
 
+class _PartRecord(_Record):
+    """The medians of the passes of a stage in the profiled step."""
+
+    forward_seconds: Seconds | None
+    backward_seconds: Seconds | None
+
+
 class _RankRecord(_Record):
     """The times and memory of a rank in the profiled step."""
 
@@ -61,6 +74,7 @@ class _RankRecord(_Record):
     compute_seconds: Seconds
     step_seconds: Seconds
     memory_bytes: Bytes | None = None
+    parts: list[_PartRecord] = []
 
 
 class EventRecord(_Record):
@@ -227,7 +241,7 @@ class Analysis:
     is_on_planned_device: bool
     figures: tuple[RunFigure, ...]
     profiled_step: int | None  # the step of --profile-step
-    ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
+    ranks: tuple[RunFigure, ...]  # per pipeline rank: medians of times, the largest memory
     keeping_seconds: float | None  # how long the training waits for a checkpoint
 
 
@@ -344,9 +358,32 @@ def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator
             predicted=max(0.0, step - seconds),
             measured=whole - measured,
         )
+        yield from _stage_figures(plan, rank, own)
         held = [float(one["memory_bytes"]) for one in own if one.get("memory_bytes") is not None]
         if held:
             reserved = _reserved_bytes(plan, rank)
             yield RunFigure(
                 name=f"{name}: memory", unit="B", predicted=reserved, measured=max(held)
             )
+
+
+def _stage_figures(
+    plan: StoredPlan, rank: int, ranks: Sequence[dict[str, Any]]
+) -> Iterator[RunFigure]:
+    """Yield the passes of each stage of a pipeline rank, of one microbatch."""
+    order = list(ActionKind)
+    places = {"forward": 0, "backward": order.index(backward_of(plan))}
+    for place, number in enumerate(numbers_of_stages(plan, rank)):
+        predicted = plan.prediction.stages[number].action_seconds
+        for name, action in places.items():
+            parts = [one["parts"][place] for one in ranks if place < len(one.get("parts", ()))]
+            found = [one[f"{name}_seconds"] for one in parts]
+            measured = [float(seconds) for seconds in found if seconds is not None]
+            if predicted is not None and measured:
+                stage = f"stage {number}" if len(plan.stages) > 1 else "a microbatch"
+                yield RunFigure(
+                    name=f"{stage}: {name}",
+                    unit="s",
+                    predicted=predicted[action],
+                    measured=median(measured),
+                )

@@ -109,7 +109,7 @@ class Owner:
         return next((p for p in modules if modules[p].first == first and self.holds(p)), None)
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer is in this module."""
+        """Whether a parameter, buffer or module is in this module."""
         return not self.root or name.startswith(f"{self.root}.")
 
     def tensor(self, name: str, op: Op | None) -> SourceForm | None:
@@ -210,7 +210,7 @@ class AvailableValues:
         self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
         self.axis = text(axis)
         self.sizes = ReadableSizes(self.split, self.axis)
-        self.have: dict[str, Layout] = {}
+        self.have: dict[str, Layout] = {}  # available tensor → the layout that it had first
         self.same: dict[
             LocalTensor, LocalTensor
         ] = {}  # result of an op that does nothing or repeats another op → the equal value

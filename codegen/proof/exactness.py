@@ -82,9 +82,9 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 class Widely(TorchFunctionMode):
     """A mode that ignores casts of float64 to float32.
 
-    If a model casts its logits to float32, sums in another order differ by 1e-7, and this hides
-    real differences below that. In a float64 training new tensors are float64, too, and literals
-    have the values of a float32 training.
+    If a model casts its logits to float32, sums in another order differ by 1e-7, which would hide
+    smaller faults. In a float64 training new tensors are float64, too, and literals have the values
+    of a float32 training.
 
     Optimizer steps run without this mode. AdamW's fused kernel on a GPU reads its step count as
     float32, whatever the tensor's dtype is.
@@ -94,7 +94,7 @@ class Widely(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # number that step now; an optimizer may step another one
+        self.optimizers = 0  # how many are in their step now: one may call the step of another
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:

@@ -302,7 +302,7 @@ def all_steps(exact: int) -> int:
 
 
 def clipped_share(step: int) -> float:
-    """Return the fraction of its norm to which a step clips gradients.
+    """Return the fraction of their norm to which a step's gradients are clipped.
 
     Every clip is effective, because the norm is always larger. The fraction changes from step to
     step, so that a missing, wrong or late clip shows; Adam would not notice a constant factor.

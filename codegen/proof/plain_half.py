@@ -28,7 +28,7 @@ from autopar.codegen.proof.plain import (
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.runtime.model.parts import use_float8
 
-FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would underflow
+FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

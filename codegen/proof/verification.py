@@ -135,7 +135,7 @@ def carried_over(script: GivenScript, emitted: str, other: str) -> str:
         there = [places.get(line, -1) for line in whole]
         if there != list(range(there[0], there[0] + len(there))) or there[0] < 0:
             raise InputError(
-                "a line was changed where the script of the smaller model reads otherwise",
+                "a changed line has no counterpart in the script of the smaller model",
                 where=f"{script.path}, line {edit.line}",
                 fix="verify the script with the whole model, without --arg",
             )
@@ -173,7 +173,7 @@ STATE_BYTES = 72
 
 
 COMPILING_SECONDS = 300.0  # allowed for ranks that compile at once
-_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # torch.compile then returns what it is given
+_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
 
 
 def verify(
@@ -282,8 +282,8 @@ def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tupl
         return device_draw_faults(script.path, first_of_stages, arranged.ranks), ()
     except RuntimeError as error:
         why = str(error).strip().splitlines()[-2:]
-        told = f"what layers draw where they run again is not compared: {' '.join(why)}"
-        return (), (told,)
+        note = f"random numbers of recomputed layers are not compared: {' '.join(why)}"
+        return (), (note,)
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:

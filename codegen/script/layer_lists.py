@@ -80,7 +80,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
-    """Return names for the functions `crossing`, which give sent tensors' shapes, by source."""
+    """Return the names of the functions that describe what stages send, by their sources."""
     sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
     if len(sources) == 1:
         return {sources[0]: Source(CROSSING)}
@@ -241,7 +241,7 @@ def heads_in(layers: Collection[str], subject: PlannedSubject) -> tuple[str, ...
 def _check_recomputed(
     subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
 ) -> None:
-    """Raise for a layer whose mode would be lost, because no module call remains."""
+    """Raise for a layer that is to recompute, but which the script does not call as a module."""
     calls = subject.graph.calls
     lost = [
         calls[layer.call].path

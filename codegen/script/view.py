@@ -280,7 +280,7 @@ def _own_rows_table(opened: OpenedSource) -> Source:
     if not opened.own_rows:
         return Source()
     keys = tuple_of(*map(literal, opened.own_rows))
-    return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
+    return assigned("OWN_ROWS", keys, "keys of the batch: a tensor rank gets only its own rows")
 
 
 def _classes(plan: Plan, subject: PlannedSubject, calls: ModelCalls) -> Source:
@@ -324,6 +324,8 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"
+    if arranged.offload.has_states:
+        yield "offload=OFFLOAD"
     if half_buffers(plan):
         yield "half_buffers=HALF_BUFFERS"
     if synchronises_batch_norms(plan):
@@ -385,7 +387,7 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; gradients that are also summed over other axes share no bucket."""
+    """Return the call of wrap; gradients that other axes also add up get buckets of their own."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from autopar.planner.cluster.cluster import Cluster
@@ -99,6 +99,39 @@ class PlannedStage:
     first: Number
     count: Degree
     recompute: tuple[Recompute, ...]
+
+
+Stages = tuple[PlannedStage, ...]
+
+
+def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
+    """Return the stages after accepted moves, until no accepted move makes them more even."""
+    while True:
+        more_even = next(filter(accepts, _moves(stages)), None)
+        if more_even is None:
+            return stages
+        stages = more_even
+
+
+def _moves(stages: Stages) -> Iterator[Stages]:
+    """Yield moves to a smaller stage of the same rank: half of the surplus, or one layer."""
+    for i, one in enumerate(stages):
+        for j, other in enumerate(stages):
+            surplus = one.count - other.count
+            if one.rank == other.rank and surplus > 1:
+                yield from (_moved(stages, i, j, n) for n in dict.fromkeys((surplus // 2, 1)))
+
+
+def _moved(stages: Stages, source: int, target: int, layers: int) -> Stages:
+    """Return the stages after a move of layers; each layer keeps its mode."""
+    modes = [mode for stage in stages for mode in stage.recompute]
+    moved = {source: -layers, target: layers}
+    counts = [stage.count + moved.get(number, 0) for number, stage in enumerate(stages)]
+    firsts = [sum(counts[:number]) for number in range(len(counts))]
+    return tuple(
+        replace(stage, first=first, count=count, recompute=tuple(modes[first : first + count]))
+        for stage, first, count in zip(stages, firsts, counts, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +234,7 @@ class StoredPlan:
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     def limit_bytes(self, rank: int) -> int:
-        """Return a pipeline rank's limit: the least of its devices."""
+        """Return a pipeline rank's memory limit: the least of its devices' limits."""
         limits = dict(self.machines.limits)
         if not limits:
             return self.machines.limit_bytes

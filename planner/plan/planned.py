@@ -40,7 +40,7 @@ from autopar.planner.plan.traced import TracedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDemands:
-    """The demands for a plan, beside its model."""
+    """Everything that a plan must satisfy, besides its model."""
 
     clusters: tuple[Cluster, ...]  # one of them is chosen
     constraints: Constraints
@@ -108,7 +108,7 @@ def plan_training(
         prices = Prices(recall=lambda place: cache.find(PricedPlace, _of_place(training, place)))
         found = _searched(training, demands, report, prices)
         if _is_final(found, demands):
-            cache.keep(_kept(found), question)
+            cache.keep(_cached(found), question)
         cache.keep_all((one, _of_place(training, place)) for place, one in prices.grown())
     if demands.constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
@@ -166,7 +166,7 @@ def _is_final(found: Planned, demands: PlanDemands) -> bool:
     )
 
 
-def _kept(found: Planned) -> CachedSearch:
+def _cached(found: Planned) -> CachedSearch:
     trials = (
         CachedTrial(
             devices=one.devices,

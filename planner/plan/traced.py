@@ -145,7 +145,7 @@ def planned_file(plan: StoredPlan, folder: Path) -> ModelFile:
     ):
         if getattr(plan.model, fact) != (function is not None):
             raise InputError(
-                f"model.{fact} is {getattr(plan.model, fact)}, and the model file is otherwise",
+                f"model.{fact} is {getattr(plan.model, fact)}, but the model file says otherwise",
                 where=str(file.path),
                 fix="plan again with `autopar plan`",
             )

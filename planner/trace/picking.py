@@ -26,9 +26,9 @@ _NUMBERS = (
 
 
 def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the result of `masked_select` as `x[mask]`: torch then recognises equal selections.
+    """Compute `masked_select` as `x[mask]`: then all selections by one mask have one symbolic size.
 
-    None for other functions, and for a mask that is broadcast.
+    Return None for other functions, and for a mask that is broadcast.
     """
     if func not in _PICKING:
         return None
@@ -41,7 +41,7 @@ def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor 
 def mask_of(
     target: str, arguments: Mapping[str, Value], tensors: Mapping[str, Traced]
 ) -> str | None:
-    """Return the mask whose true entries an op selects, or None."""
+    """Return the mask whose true entries an op selects or finds, or None."""
     if target in _COUNTING:
         return next(refs(tuple(arguments.values())))
     if target == "aten.masked_select.default":  # the mask may be broadcast

@@ -51,10 +51,10 @@ def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
 
 
 def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
-    """Return what a mask compares, the number it looks for, and how often a row may match.
+    """Return what a mask compares, the number it looks for, and how many numbers a row may match.
 
-    A mask is `classes == number`, the same with several classes per row
-    (`(chosen == number).any(-1)`), or the number's column of a one-hot tensor.
+    The mask is `classes == number`, the same with several classes per row
+    (`(chosen == number).any(-1)`), or the number's column of a one-hot tensor; else return None.
     """
     op = _behind_views(mask, graph)
     times = 1
@@ -94,9 +94,10 @@ def with_scatters(graph: Graph) -> Graph:
 
 
 class _Written:
-    """Finds storages that only copies into views write to, with no older view that is read later.
+    """Finds the storages whose writes can become scatters.
 
-    Positions in the list of ops show which views are older than a write and read after it.
+    Only copies into views write to them, and no view that is older than the first write is read
+    after it.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -263,7 +263,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_made(scalar: Scalar) -> bool:
-    """Whether a scalar's number and its dtype are possible."""
+    """Whether a scalar's number is not too large, and its dtype exists in torch."""
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         return False

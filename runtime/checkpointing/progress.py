@@ -1,10 +1,8 @@
 """Prints the progress of a training: step lines, slow ranks, non-finite numbers.
 
-Also finds the slow ranks.
-
-In a step all ranks wait for the slowest one, so step times are equal everywhere. Instead, two times
-are measured on each rank: how long it waits for its rows, and how long it takes for the same small
-matrix product between two steps. Slow links are not found.
+In a step all ranks wait for the slowest one, so step times do not show which one is slow. Instead,
+two times are measured on each rank: how long it waits for its rows, and how long it takes for the
+same small matrix product between two steps. Slow links are not found.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """Times that one rank measures alone."""
+    """Times of one rank in which it does not wait for other ranks."""
 
     product_seconds: float
     reading_seconds: float  # the time waited for the rows of a step
@@ -189,9 +187,9 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-GO_ON = "go-on"  # of --on-nan
-_BAR_SECONDS = 0.1  # at least, between two updates of the bar
-Planned = tuple[str, float, float]  # predicted: the device, seconds of a step, MFU
+GO_ON = "go-on"  # a value of --on-nan
+_BAR_SECONDS = 0.1  # the least time between two updates of the bar
+Planned = tuple[str, float, float]  # the plan's device, and its predicted step seconds and MFU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbat
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
-    """Return one microbatch with weights as in plain code: each mean of the loss counts once."""
+    """Return a microbatch in which each mean that its loss adds up has the weight 1."""
     if terms is None:
         return batch
     return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
@@ -131,9 +131,10 @@ class Evaluation:
 
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
-    returns. `divisor` maps a count to the loss's divisor. A loss that is a sum is scaled to a
-    training step, which has `microbatches` on all data ranks together. `metrics` are means over
-    values computed from the model's outputs.
+    returns. `divisor` turns a count into what the loss divides by (perhaps at least one). For a
+    loss that is a sum over rows, the result is that of a training step: the mean loss of a
+    microbatch times `microbatches`, their number in a step over all data ranks. `metrics` are means
+    over values computed from the model's outputs.
     """
 
     def __init__(
@@ -208,9 +209,11 @@ class Evaluation:
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
-        """Yield each microbatch, how often its rows are repeated, the model's inputs, and its loss.
+        """Yield each microbatch, how often it has each of its rows, the model's inputs, its loss.
 
-        A pipeline reads several microbatches before it has the loss of the first microbatch.
+        Rows occur several times if too few were left to fill the microbatch. The number 0 marks a
+        filler, whose rows do not count. A pipeline reads several microbatches before it has the
+        loss of the first.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
@@ -232,8 +235,9 @@ class Evaluation:
     def _weighed(self, batch: Batch, rows: EvaluationRows) -> Batch:
         """Return a microbatch with weights for the means that its loss adds up.
 
-        The whole loss is weighted by rows / rows.count. Each mean should be weighted by count / all
-        counts, so the weight added here is the quotient of the two.
+        A microbatch's loss counts by its share of all rows, but each mean in it should count by its
+        share of all targets. So a mean's weight is its share of the targets, divided by the
+        microbatch's share of the rows.
         """
         if self._terms is None or self._all_terms is None:
             return batch

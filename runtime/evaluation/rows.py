@@ -70,9 +70,9 @@ class Dealer:
         return self.each[self.rank]
 
     def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
-        """Yield this rank's microbatches, and how often each row is repeated.
+        """Yield this rank's microbatches, and how often each has each of its rows.
 
-        While other ranks still have rows, a rank without rows gets a microbatch repeated 0 times.
+        While other ranks still have rows, a rank without rows gets a filler with the number 0.
         """
         left = iter(rows)
         while block := list(islice(left, self.block)):
@@ -194,7 +194,7 @@ class EvaluationRows:
         return rows if self.dealer.fills else rows - rows % self.dealer.block
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's microbatches, and how often their rows are repeated."""
+        """Yield this rank's microbatches, and how often each has each of its rows."""
         mesh = self.mesh
         sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
         loader = DataLoader(

@@ -67,8 +67,8 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     buckets = buckets_of(part)
     for bucket in () if buckets is None else buckets.buckets:
         here = [n for n, other in enumerate(bucket.parameters) if other is parameter]
-        if bucket.is_cut and here:
-            if len(bucket.parameters) > 1:
+        if bucket.is_apart and here:
+            if bucket.shard.size > 1 and len(bucket.parameters) > 1:
                 raise RuntimeError(
                     "a parameter that other pipeline stages hold too shares its bucket with others:"
                     " name it in wrap(…, apart=[tie.names for tie in ties])"
@@ -106,11 +106,11 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
     for name, parameter in named.items():
         if parameter.grad is not None:
             yield HeldGradient(name=name, parameter=parameter, held=local(parameter.grad))
-    if buckets is None or buckets.averaging.shard.size == 1:
+    if buckets is None:
         return
     names = {id(parameter): name for name, parameter in named.items()}
     for bucket in buckets.buckets:
-        for span, held in bucket.held():
+        for span, held in bucket.held() if bucket.is_apart else ():
             parameter = bucket.parameters[span.place]
             yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
 
@@ -121,7 +121,7 @@ _LARGE_BYTES = 2**20
 
 @torch.no_grad()
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
-    """Sum the partial gradients of parameters with layout R over the axis, in place.
+    """Sum the partial gradients of whole parameters (layout R) over the axis, in place.
 
     A large gradient has its own message; small ones are sent together, one message per dtype.
     """
@@ -193,7 +193,7 @@ def clip_by_global_norm(
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for same in _by_dtype(gradients):
-            torch._foreach_mul_(same, scale.to(same[0].dtype))
+            torch._foreach_mul_(same, scale.to(same[0]))
     return norm
 
 
@@ -224,7 +224,10 @@ def _gradients(
 
 
 def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
-    """Whether no lower rank holds any of these gradients, as fully_shard keeps some whole."""
+    """Whether this rank counts all of its gradients in the norm.
+
+    fully_shard keeps some gradients whole on every rank; only the first rank counts those.
+    """
     are_buckets_cut = buckets_of(parts[0]) is not None
     is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone
@@ -244,7 +247,7 @@ def _sum_of_squares(gradients: list[Tensor], mesh: Mesh, axes: Sequence[Axis]) -
         norms = torch._foreach_norm(
             same, 2, dtype=torch.promote_types(same[0].dtype, torch.float32)
         )
-        total += torch.stack(norms).double().square_().sum()
+        total += torch.stack(norms).double().square_().sum().to(total)
     for axis in axes:
         total = summed(total, axis)
     return total
@@ -291,7 +294,10 @@ class LossScale:
         for gradient in gradient_memory(model_parts):
             by_dtype[gradient.dtype].append(gradient)
         for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+            found = overflow.to(gradients[0].device)
+            factor = inverse.to(gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+            overflow.copy_(found)
         if self._mesh.world.size > 1:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
         self.fits = self._mesh.is_dry_run or not bool(overflow)  # a dry run has no values

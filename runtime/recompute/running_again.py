@@ -189,7 +189,7 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
-# The ops whose results each mode saves, so that they do not run again; None: of no op.
+# The ops whose results each mode saves, so that they do not run again; None: the mode saves none.
 SAVED: Mapping[Mode, IsSaved | None] = MappingProxyType(
     {"selective": frozenset(MATMULS + ATTENTION).__contains__, "full": None}
 )

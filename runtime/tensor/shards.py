@@ -300,6 +300,19 @@ def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | N
     return asked.pop() if asked else None
 
 
+_ON_HOST = "_autopar_starts_on_host"
+
+
+def start_on_host(parameter: nn.Parameter) -> None:
+    """Mark a parameter on meta: its first values lie in the host's memory."""
+    setattr(parameter, _ON_HOST, True)
+
+
+def starts_on_host(tensor: Tensor) -> bool:
+    """Whether the first values of a tensor lie in the host's memory."""
+    return getattr(tensor, _ON_HOST, False)
+
+
 def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
     """Put a part in all places of the tensor that it replaces, and record its chunks."""
     hang(group, tensor)

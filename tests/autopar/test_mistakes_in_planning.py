@@ -153,7 +153,7 @@ MISTAKES = {
     "an axis to be split and not to be split": rules(
         '[pins]\ntp = 2\n[[splits]]\naxis = "batch"\nrule = "require"\n'
         '[[splits]]\naxis = "batch"\nrule = "forbid"\n',
-        "batch is to be split in '*', and never anywhere",
+        "one rule splits batch in '*', another never splits it anywhere",
         "leave out one of the two rules",
         code=3,
     ),

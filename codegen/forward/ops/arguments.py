@@ -104,7 +104,7 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
     used_along = _used_along(users, split)
     source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)
     sums = f"partial sums over {made_along}" if made_along else "partial sums"
-    use = f"split along {used_along} from here on" if used_along else "whole from here on"
+    use = f"ranks share the work along {used_along}" if used_along else "every rank uses all of it"
     match held.layout.kind, wanted.layout.kind:
         case LayoutKind.PARTIAL, LayoutKind.SPLIT:
             return f"{sums}, added up into shards of {target}"
@@ -118,11 +118,11 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
         case LayoutKind.SPLIT, LayoutKind.PARTIAL:
             return f"each rank adds its own shard of {source}"
         case LayoutKind.SPLIT, _:
-            return f"shards of {source} gathered: {use}"
+            return f"all of {source} gathered; {use}"
         case _, LayoutKind.SPLIT:
             return f"each rank takes its shard of {target}"
         case LayoutKind.WHOLE, LayoutKind.REPLICATED:
-            return f"{use}: the backward adds up the ranks' gradients"
+            return f"{use}; the backward adds up their gradients"
         case _, LayoutKind.PARTIAL:
             return "counted once among the partial sums"
         case _:
@@ -225,7 +225,7 @@ class Arguments:
         return joined(tuple(self._print("", item, inputs) for item in value))
 
     def _extreme(self, which: str) -> SourceForm:
-        """Return a limit of the model's own dtype, which is not the trace's."""
+        """Print the least or greatest number of the model's dtype; the trace had another dtype."""
         dtype = self.dtype(DType("model"))
         return SourceForm(("torch.finfo(", Slot(dtype), f").{which}"))
 

@@ -61,7 +61,7 @@ class OpCost:
     measured: bool
 
 
-_NUMBER_BYTES = 4  # of what the forms of split ops send, in fp32
+_NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 
 
 class OpPricer:
@@ -113,7 +113,7 @@ class OpPricer:
 
     @cached_property
     def residence(self) -> Residence:
-        """Where tensors are made and used."""
+        """The layers that make and use each tensor."""
         return residence(self.graph, self.layers)
 
     @cached_property
@@ -128,7 +128,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """Maps the owner of memory to the layers that use it, without the layer that makes it."""
+        """The layers that use each tensor that owns memory, without the one that makes it."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)
@@ -201,7 +201,7 @@ class OpPricer:
         if shapes.form is None:
             return 0.0
         rows = shapes.numel(op.inputs[0]) // max(1, chunks * shapes.letters((form.letter,)))
-        gathered = {Collective.ALL_GATHER: shape.ranks}  # a payload is of all ranks
+        gathered = {Collective.ALL_GATHER: shape.ranks}  # its payload counts all ranks' numbers
         return sum(
             collective_seconds(one, numbers * gathered.get(one, 1) * rows * _NUMBER_BYTES, shape)
             for one, numbers in form.sends

@@ -18,7 +18,7 @@ from autopar.planner.graph.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind
 
-_BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
+_BACKWARD_KERNELS = 2  # a recurrent step's element-wise kernels in the backward, per forward one
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:
@@ -349,8 +349,8 @@ def _embedding(case: OpCase) -> OpSeconds:
 def _cross_entropy(case: OpCase) -> OpSeconds:
     """Price log_softmax and its backward.
 
-    The forward reads and writes the logits. The backward fills the loss's gradient, reads it and
-    the probabilities, and writes the logits' gradient.
+    The forward reads the logits and writes as much. The backward writes the gradient of the
+    log-probabilities, reads it and the log-probabilities, and writes the logits' gradient.
     """
     if not case.shapes.signature.letters:
         return traffic_seconds(case)

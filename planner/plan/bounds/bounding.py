@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
@@ -19,15 +20,13 @@ from autopar.planner.costs.prediction import (
     Compile,
     LayerCost,
     Modes,
+    Offload,
     Recompute,
     Zero,
 )
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    reduced_state_bytes,
-)
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
+from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes, reduced_state_bytes
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,
@@ -73,6 +72,12 @@ class LayoutFacts:
         return sum(
             number * layer_state_bytes(modes[Recompute.NONE], arrangement)
             for modes, number in self.kinds
+        )
+
+    def host_bytes(self, arrangement: Arrangement) -> int:
+        """Return what all layers have in the host's memory, those of all stages together."""
+        return sum(
+            number * host_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
         )
 
     def least_alone_bytes(self, arrangement: Arrangement) -> int:
@@ -165,7 +170,9 @@ class Bounds:
     def of_point(self, point: Arrangement) -> float:
         """Return a lower bound of all variants of a point, in any layouts."""
         if self.objective is Objective.MEMORY:
-            return float(min(self.least_memory(replace(point, zero=level)) for level in Zero))
+            kinds = product(Zero, Offload)
+            every = [replace(point, zero=level, offload=offload) for level, offload in kinds]
+            return float(min(map(self.least_memory, every)))
         least = [[self.least_on(point, one) for one in own] for own in self.questions.kinds(point)]
         slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
         through = min(max(one.through_seconds for one in own) for own in least)
@@ -205,9 +212,9 @@ class Bounds:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
-        # If every backward sends gradients, other layouts may be faster with these messages than
-        # the fastest layouts inside the layers.
-        is_sent = arrangement.zero.reduces_each and arrangement.tensor > 1
+        # If every backward sends gradients, layouts that are not the fastest inside the layers may
+        # be the fastest together with these messages.
+        is_sent = arrangement.reduces_each and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement)
             others = range(1, len(solutions))
@@ -248,6 +255,9 @@ class Bounds:
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
             size = self.questions.most_bytes(arrangement)
+            on_host = facts.host_bytes(arrangement) / arrangement.pipeline
+            if on_host > self.questions.demands.host_limit_bytes:
+                return _NEVER
             if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
                 return _NEVER
             budget = activation_budget_bytes(

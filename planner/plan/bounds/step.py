@@ -20,7 +20,7 @@ from autopar.planner.costs.schedules.table import (
     settled,
 )
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
-from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
 
@@ -42,7 +42,7 @@ class LeastTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How many other layers are before, behind and between the repeated ones."""
+    """How many other layers are before, after and between the repeated ones."""
 
     leading: int
     trailing: int
@@ -254,17 +254,11 @@ class StepBound:
 
     def _updating(self) -> float:
         arrangement, constants = self.arrangement, self.constants
-        share = arrangement.optimizer_ranks
+        trainable, host = self.totals.trainable / arrangement.pipeline, self.groups.host
         norm = norm_seconds(self.groups, arrangement)
         return norm + min(
             max(
-                optimizer_seconds(
-                    self.totals.trainable / (arrangement.pipeline * share),
-                    precision=arrangement.precision,
-                    is_fused=constants.fuses_gradients,
-                    rates=rates,
-                    element_seconds=constants.optimizer_element_seconds,
-                )
+                update_seconds(trainable, arrangement, constants, rates=rates, host=host)
                 for rates in own
             )
             for own in dict.fromkeys(self.groups.stage_rates)

@@ -2,7 +2,7 @@
 
 The entry of a model depends on its arguments, and on the files, folders, variables and libraries
 that were read while it was traced. It is used as long as none of these has changed. Layouts and
-prices serve other pins and machines, plans and scripts the same question.
+prices also serve other pins and machines; plans and scripts serve the same question only.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLengths:
-    """The graph of a model with rows of other lengths; None if it has none."""
+    """The graph of a model with rows of other lengths; None if it accepts none."""
 
     graph: GraphDocument | None
 
@@ -130,7 +130,7 @@ _Content = TypeVar("_Content")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Everything that an entry was made from, beside its key: paths and variables by digest."""
+    """Everything that an entry was made from, besides its key: paths and variables by digest."""
 
     paths: dict[str, str]
     libraries: dict[str, str]  # the version of each
@@ -173,7 +173,7 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` gets a sentence if a model is outdated, except by a change of a .py file.
+    `told` is called with a sentence if a model is outdated, unless a .py file has changed.
     """
 
     folder: Path | None
@@ -209,7 +209,7 @@ class Cache:
             self._write([(content, key)], read)
 
     def keep_all(self, entries: Iterable[tuple[object, object]]) -> None:
-        """Write contents whose keys say everything."""
+        """Write contents that depend on nothing but their keys."""
         self._write(entries, None)
 
     def _write(self, entries: Iterable[tuple[object, object]], read: Sources | None) -> None:

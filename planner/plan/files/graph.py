@@ -234,7 +234,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# Each field's row class and class; the last item is the mapping's key, if it is a mapping.
+# For each field: the class of its rows, that of its objects, and a mapping's key attribute, or "".
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),

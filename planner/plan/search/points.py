@@ -122,7 +122,10 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement; its stages are still open. `thriftier` ones need less memory at most."""
+    """A whole arrangement; its stages are still open.
+
+    The `thriftier` arrangements can be better only by needing less memory.
+    """
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
@@ -139,20 +142,21 @@ SearchItem = SearchPoint | Variant
 
 
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but levels that reduce each gradient together with their ZeRO-1.
+    """Return each variant alone, except ZeRO-2 and 3: they join the family of their ZeRO-1.
 
     They communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be better.
+    The same holds for an optimizer on the host, which steps more slowly, beside any other variant.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
     for one in variants_:
         pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
         head = heads.get(pipeline)
-        if one.zero.reduces_each and head is not None:
+        if one.reduces_each and head is not None:
             head.append(one)
             continue
         family = [one]
-        if one.zero.gathers_updated:
+        if one.zero.gathers_updated or one.data == 1:
             heads[pipeline] = family
         families.append(family)
     return families

@@ -22,14 +22,15 @@ def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
     """Return how hard a plan is to read and to trust, most important first.
 
     In this order: the number of kinds of parallelism; of those that need printed forwards (data
-    ranks run the model's own); how much is sharded; 16-bit sums; whether anything is recomputed;
-    whether layers are compiled.
+    ranks run the model's own); how much is sharded; whether the host holds a part; 16-bit sums;
+    whether anything is recomputed; whether layers are compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
         opening + (arrangement.data > 1),
         opening,
         arrangement.zero.value,
+        int(arrangement.offload.has_states),
         int(arrangement.compressed_gradients),
         int(recomputes),
         int(arrangement.compile is Compile.LAYERS),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
-from autopar.planner.costs.prediction import Arrangement, Compile, Zero
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
@@ -26,7 +26,7 @@ from autopar.planner.plan.plan import BatchFacts
 from autopar.planner.precision import Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 ROWS = "batch"  # the name of the rows' axis
 
 
@@ -105,7 +105,7 @@ def leave_degrees(
     """Whether declarations together leave degrees, a microbatch and every other choice."""
     chosen = constraints_of(declared)
     has_microbatch = batch.fixed is None or chosen.microbatch in (None, batch.fixed)
-    has_choices = bool(chosen.schedules and chosen.zero_levels)
+    has_choices = bool(chosen.schedules and chosen.zero_levels and chosen.offloads)
     legal = legal_degrees(devices, chosen, batch)
     return has_microbatch and has_choices and bool(legal)
 
@@ -133,7 +133,7 @@ def _contradiction(
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
-    return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
+    return InfeasibleError(found, expected=f"legal are {_listed(nearest_degrees(legal, wanted))}")
 
 
 def _why(batch: BatchFacts) -> str:
@@ -147,9 +147,9 @@ def _why(batch: BatchFacts) -> str:
     )
 
 
-def _told(legal: Sequence[Degrees]) -> str:
-    more = f"; and {len(legal) - _MOST_TOLD} more" if len(legal) > _MOST_TOLD else ""
-    return "; ".join(map(degrees_text, legal[:_MOST_TOLD])) + more
+def _listed(legal: Sequence[Degrees]) -> str:
+    more = f"; and {len(legal) - _MOST_LISTED} more" if len(legal) > _MOST_LISTED else ""
+    return "; ".join(map(degrees_text, legal[:_MOST_LISTED])) + more
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:
@@ -194,6 +194,7 @@ class Choices:
     zero_levels: tuple[Zero, ...]
     compressed: tuple[bool, ...]
     compiles: tuple[Compile, ...]
+    offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
     shard: int | None  # pinned
     node_devices: int  # of the smallest node
@@ -215,9 +216,10 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the rows of each data rank's microbatch, and the number of these, smallest first.
+    """Yield the rows of a microbatch on each data rank, and the number of microbatches.
 
-    Only if the rows cannot be distributed evenly; then they are as even as possible.
+    The smallest microbatches come first. Their rows are as even as possible. If they can be equal,
+    nothing is yielded.
     """
     for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
         least, more = divmod(global_batch // microbatches, data)
@@ -253,26 +255,45 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in sharding(point, choices):
             for compressed in choices.compressed if point.data > 1 else (False,):
-                variant = replace(
-                    point,
-                    schedule=schedule,
-                    stages_per_rank=stages_per_rank,
-                    zero=zero,
-                    shard=shard,
-                    compressed_gradients=compressed,
-                )
-                if not shards_in_vain(variant):
-                    yield variant
+                for offload in choices.offloads:
+                    variant = replace(
+                        point,
+                        schedule=schedule,
+                        stages_per_rank=stages_per_rank,
+                        zero=zero,
+                        shard=shard,
+                        compressed_gradients=compressed,
+                        offload=offload,
+                    )
+                    if not (shards_in_vain(variant) or offloads_in_vain(variant, choices)):
+                        yield variant
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
     """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
-    No hook sees gradients until the last microbatch is done. So both stay whole.
+    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
+    whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.shards_modules
+
+
+def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
+    """Whether another arrangement with the optimizer on the host is better, or none can run.
+
+    Data ranks that divide the optimizer step faster, and hold less. ZeRO-2 saves less than ZeRO-3.
+    Both are left out unless demanded. Gradients leave when hooks see them, and those of split
+    backwards pass no hook.
+    """
+    if not arrangement.offload.has_states:
+        return False
+    zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
+    is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
+    is_whole = zero.shards_modules and arrangement.shard == 1
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return (is_free and is_beaten) or is_whole or splits
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:

@@ -22,10 +22,10 @@ from autopar.planner.cluster.shape import (
     node_orders,
 )
 from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.layer import layer_costs, slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowest
+from autopar.planner.costs.prediction import Arrangement, Compile, Modes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
@@ -42,7 +42,7 @@ from autopar.planner.programs.layouts.edges import Structure, structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
-# A 16-bit weight of 2 bytes comes with 16 bytes of gradient and optimizer states.
+# A 16-bit weight has 2 bytes, and 16 of gradient and optimizer states: 18 in all, 9 times as many.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 
@@ -89,7 +89,7 @@ class PriceBook:
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
-        """Return the pricer of the rows of a device."""
+        """Return the pricer for a device and its rows of a microbatch."""
         key, pricers = (share, compile_), self.prices.pricers
         if key not in pricers:
             pricers[key] = OpPricer(

@@ -99,6 +99,7 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("precision", one.precision, other.precision),
         ("compiled", one.compile, other.compile),
         ("float8", one.float8, other.float8),
+        ("on the host", one.offload, other.offload),
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),

@@ -36,14 +36,14 @@ def added_up(shares: Sequence[float], *, units: int = 100) -> tuple[int, ...]:
 
 def nodes_words(plan: StoredPlan) -> str:
     """Return which node rank of torchrun is which machine: "0 is 4 × a, 1 to 2 are …"."""
-    told, first = [], 0
+    nodes, first = [], 0
     for node, run in groupby(plan.cluster.nodes):
         last = first + len(list(run)) - 1
         which = f"{first} is" if first == last else f"{first} to {last} are"
         links = f" ({node.link.name})" if node.link != node.device.link else ""
-        told.append(f"{which} {node.devices} × {node.device.name}{links}")
+        nodes.append(f"{which} {node.devices} × {node.device.name}{links}")
         first = last + 1
-    return ", ".join(told)
+    return ", ".join(nodes)
 
 
 def degrees_words(arrangement: Arrangement) -> str:
@@ -90,8 +90,8 @@ def other_words(other: Arrangement, chosen: Arrangement) -> str:
     if degrees_words(other) != degrees_words(chosen):
         return degrees_words(other)
     degrees, *parts = _parts(other)
-    told = [part for part, same in zip(parts, _parts(chosen)[1:], strict=True) if part != same]
-    return ", ".join([degrees, *filter(None, told)])
+    unlike = [part for part, same in zip(parts, _parts(chosen)[1:], strict=True) if part != same]
+    return ", ".join([degrees, *filter(None, unlike)])
 
 
 def _parts(arrangement: Arrangement) -> tuple[str, ...]:
@@ -102,6 +102,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
+        arrangement.offload.words,
     )
 
 
@@ -125,7 +126,7 @@ def recompute_words(stages: Sequence[PlannedStage]) -> str:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return a layout as a phrase; the axis should have its name."""
+    """Return a layout as a phrase; a split layout must have the axis's name, not its number."""
     if layout.kind is LayoutKind.SPLIT:
         return f"split along {layout.axis}"
     return _KINDS[layout.kind]
@@ -261,9 +262,9 @@ def shares_nothing(plan: StoredPlan) -> str:
     if plan.arrangement.tensor == 1 or splits:
         return ""
     return (
-        f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever they "
-        "might share would take longer. Use fewer devices, pin dp, or require a split ([[splits]] "
-        "in a constraints file)."
+        f"as pinned, each of {plan.arrangement.tensor} tensor ranks computes everything: any split "
+        "would take longer. Use fewer devices, pin dp, or require a split ([[splits]] in a "
+        "constraints file)."
     )
 
 
@@ -273,7 +274,7 @@ def rows_meet(met: Op) -> str:
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return the op whose term or weights in the loss differ between parts of a batch."""
+    """Return the op because of which the loss is only nearly the mean of its parts' losses."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 

@@ -258,13 +258,13 @@ class ConstructorRecording:
 
     def _check_thread(self) -> None:
         if get_ident() != self._thread:
-            raise UnrecordableError("random numbers are drawn in a thread of their own")
+            raise UnrecordableError("random numbers are drawn in another thread")
 
     def _check_lent(self, storages: Iterable[int]) -> None:
         for storage in storages:
             lent = self._lent.get(storage)
             if lent is not None and lent() is not None:
-                raise UnrecordableError("a tensor is written to whose numbers an array shows")
+                raise UnrecordableError("it changes a tensor while an array shows its values")
 
     def _write_down(
         self, func: Any, args: Any, kwargs: Any, *, outputs: Any, draw: GeneratorState | None

@@ -182,7 +182,7 @@ def test_what_turned_out_to_be_stale_is_forgotten(store: Cache, question: Questi
 
 
 def _keep_often(store: Cache, question: Question) -> None:
-    for _ in range(8):
+    for _ in range(3):
         question.keep(traced(), store)
         assert question.find(store) is not None
 
