@@ -29,8 +29,9 @@ from autopar.codegen.proof.plain import (
 )
 from autopar.codegen.proof.plain_half import train_in_half
 from autopar.codegen.proof.script_rank import imported, run_as_it_is
-from autopar.planner.costs.prediction import Compile
+from autopar.planner.costs.prediction import Compile, Recompute, Zero
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Float8, Precision
 from autopar.runtime.model import use_float8
@@ -45,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dp": {"data": 2},
     "tp": {"tensor": 2, "split": ("ffn", "kv_heads")},
     "pp": {"pipeline": 2},
+    "zero3": {"data": 2, "zero_levels": (Zero.PARAMETERS,)},
+    "again": {"data": 2, "recompute": (RecomputePin(modules="*", mode=Recompute.FULL),)},
 }
 
 
@@ -114,7 +117,7 @@ def test_parallel_scripts_train_as_one_process_in_float8(
     assert losses == pytest.approx(alone, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", cells(("dp", "tp", "pp"), ("pp",)))
+@pytest.mark.parametrize("kind", cells(("tp", "pp", "zero3", "again"), ("zero3", "again")))
 def test_scripts_in_bf16_and_float8_stay_as_near_to_fp32_as_one_process(
     kind: str, tmp_path: Path
 ) -> None:
