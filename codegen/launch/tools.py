@@ -29,7 +29,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +84,13 @@ def _mode(facts: ToolFacts) -> Recompute:
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     """Yield what no tool, or not this one, can express."""
-    chosen = facts.arrangement
-    if facts.between:
-        yield f"{tool.name} has nothing between blocks; the plan has {some(facts.between)} there"
+    chosen, between = facts.arrangement, some(facts.between)
+    if between:
+        yield f"{tool.name} has nothing between blocks; the plan has {between} there"
     if len(set(facts.modes)) > 1 and not tool.mixes(facts):
-        count = sum(one is mode for one in facts.modes)
         yield (
-            f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
-            f"recomputes {tool.mixed}: slower, less memory"
+            f"the plan recomputes {facts.modes.count(mode)} of {len(facts.modes)} blocks ({mode}), "
+            f"{tool.name} recomputes {tool.mixed}: slower, less memory"
         )
     if mode.saved_ops is not None:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
@@ -101,6 +100,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
         yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
+    if chosen.float8 is not Float8.NONE:
+        yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if chosen.offload.has_states:
