@@ -205,7 +205,8 @@ def run(
 
     Prints the torchrun command, and keeps plan, script, logs, metrics, environment, checkpoints and
     weights in a folder. Exits with 0 when the training is finished, 75 when a signal stopped it and
-    a checkpoint was written, 7 when it failed. --gpus N resumes on fewer or more devices.
+    a checkpoint was written, 7 when it failed. --gpus N trains on N devices, with a new plan if
+    PLAN has another number; with --resume, it goes on from a checkpoint of any number of devices.
 
     Example: autopar run out --max-restarts 3 -- --steps 1000
     """
@@ -385,7 +386,7 @@ def _tell_end(end: End, folder: Path) -> None:
     texts = {
         RunState.FINISHED: f"finished: {folder}",
         RunState.PREEMPTED: f"stopped by a signal, with a checkpoint: --resume {folder} resumes it",
-        RunState.INTERRUPTED: f"stopped by a signal {end.last}; no checkpoint was written then",
+        RunState.INTERRUPTED: f"stopped by a signal {end.last}, without a new checkpoint",
     }
     results().print(texts[end.state], soft_wrap=True)
     if end.code:

@@ -235,7 +235,7 @@ def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tupl
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Make the optimizer step this rank's parts, fetch them from the host, and all-gather them."""
+    """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 

@@ -278,7 +278,7 @@ OPTIONS = (
         "--checkpoint-every", "steps between two checkpoints", setting="CHECKPOINT_EVERY",
         type=STEPS,
     ),
-    _option("--checkpoint-minutes", "also write a checkpoint after so many minutes", type=MINUTES),
+    _option("--checkpoint-minutes", "write one after so many minutes without", type=MINUTES),
     _option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
     _option(
         "--keep-every", "also keep the checkpoints of every multiple of so many steps", type=STEPS,
@@ -323,7 +323,7 @@ def _together(
     if options.keep_every is not None and options.keep_every % options.checkpoint_every:
         parser.error(
             f"--keep-every {options.keep_every} is no multiple of --checkpoint-every "
-            f"{options.checkpoint_every}: no checkpoint would stay"
+            f"{options.checkpoint_every}: not all of these steps have a checkpoint"
         )
     if options.epochs is not None and options.data == "synthetic":
         parser.error("--epochs counts passes through the dataset, and --data synthetic reads none")

@@ -1,10 +1,10 @@
 """Recomputes layers in the backward, with the inputs and random numbers of the first forward.
 
-torch.utils.checkpoint saves only the generators of the GPUs that hold positional tensor arguments,
-so none if a layer is called with keywords only. Here the CPU's and the GPU's generators are always
-saved. With selective recomputation, an op whose result is saved is not run again. If the op draws
-random numbers (attention with dropout), the second forward sets the generators to their states
-after the op.
+torch.utils.checkpoint saves a GPU's generator only if a positional argument is a tensor on this
+GPU, so not if a layer is called with keywords only. Here the CPU's and the GPU's generators are
+always saved. With selective recomputation, an op whose result is saved is not run again. If the op
+draws random numbers (attention with dropout), the second forward sets the generators to their
+states after the op.
 
 A layer may change its arguments: a cache of keys and values, a dict that layers share.
 The second forward gets them as they were before the first. Tensors and modules are not copied.
