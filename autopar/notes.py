@@ -187,8 +187,8 @@ def note_offload(plan: Plan) -> None:
     (held,) = host_words(plan)
     print_note(
         f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
-        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
-        "fast it is, says the cluster file. --offload none leaves it on the device."
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
+        "device has there, and how fast that is. --offload none leaves it on the device."
     )
 
 

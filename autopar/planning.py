@@ -302,7 +302,7 @@ def scripted(
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "the script prints their code inside the caller's, so there is no call to recompute"
+        why = "the script inlines this code into its caller, so there is no call to recompute"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

@@ -231,7 +231,7 @@ def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
     if _splits_itself(chosen):
         yield "DeepSpeed keeps the embedding whole, and the head unless vocab_parallel_lm_head"
     if chosen.tensor > 1 and facts.splits_sequence:
-        yield "the plan splits activations between blocks along seq; DeepSpeed not"
+        yield "the plan splits activations between blocks along seq; DeepSpeed does not"
     if chosen.compile is not Compile.NONE:
         yield "DeepSpeed compiles after its initialization: engine.compile()"
     if chosen.precision.products:

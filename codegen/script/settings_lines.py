@@ -128,7 +128,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether a batch has several parts in a step and its loss is the sum of their losses."""
+    """Whether a step divides its batch into parts whose losses add up to the batch's loss."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 

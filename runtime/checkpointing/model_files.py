@@ -58,7 +58,7 @@ class Destination:
         return self.path.suffix != ENDING
 
     def earlier(self) -> Iterator[Location]:
-        """Yield the files that an export would replace, an earlier export's or another program's."""
+        """Yield the files that an export would replace, whoever has written them."""
         if not self.is_folder:
             yield from [self.path] if self.path.exists() else []
         elif self.path.is_dir():

@@ -42,7 +42,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Count this rank's parameters with nan or inf; -inf and inf count only if they are trained."""
+    """Count this rank's parameters with nan or, if they are trained, with inf or -inf."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
