@@ -165,7 +165,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """Print a note if the planner chose to compile layers: what a step gains by it."""
+    """If the planner itself chose to compile layers, print how much faster that makes a step."""
     is_asked = any(one.place == "compile" for one in plan.constraints)
     if is_asked or plan.arrangement.compile is Compile.NONE:
         return

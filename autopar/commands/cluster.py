@@ -164,7 +164,7 @@ def _found(source: str, partition: str | None) -> FoundNodes:
 
 
 def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
-    """Yield the nodes; those like this machine, if it is one of them, with what is seen here."""
+    """Yield the nodes; those like this machine, if it is among them, get its memory and wiring."""
     own = next((one for one in nodes if one.name == socket.gethostname()), None)
     here = None if own is None else _here()
     for one in nodes:

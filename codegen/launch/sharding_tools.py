@@ -219,7 +219,7 @@ def _partition(facts: ToolFacts) -> str:
 
 
 def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what DeepSpeed is told in Python, or cannot be told."""
+    """Yield notes on what DeepSpeed takes from Python code, and on what it cannot express."""
     chosen = facts.arrangement
     if chosen.pipeline > 1:
         yield from _deepspeed_pipeline_notes(facts)

@@ -57,8 +57,8 @@ class Tool:
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
-    splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks share
-    mixed: str = "all blocks"  # what it recomputes if the plan recomputes some blocks, in words
+    splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
+    mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
     mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes just the plan's
 
 
@@ -310,12 +310,12 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; "block": in all stages, as many as the plan has in the most."""
+    """Return the flags of the mode; "block" recomputes equally many blocks in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
         return {"recompute-granularity": "selective"}
-    most = max(stage.modes.count(mode) for stage in facts.stages)
+    most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
     is_all = all(one is mode for one in facts.modes)
     method = "uniform" if is_all else "block"
     return {

@@ -61,7 +61,7 @@ class Dealer:
 
     @property
     def block(self) -> int:
-        """The rows of the microbatches that all data ranks have at once."""
+        """The rows of a block: of one microbatch for each data rank."""
         return sum(self.each)
 
     @property

@@ -169,7 +169,7 @@ def watch_for_leaving_ranks() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The store through which leaving ranks agree: all, or a node's before all ranks have joined.
+    """The store through which leaving ranks agree; before all have joined, those of one node.
 
     Once the ranks have joined, each start of torchrun has its own keys.
     """

@@ -225,8 +225,9 @@ OPTIONS = (
     ),
     _option("--weights", "initial weights: a .safetensors file, or a folder", type=location),
     _option(
-        "--allow-missing", 'parameters that --weights may lack, such as "head.*": they keep the '
-        "constructor's values", action="append", default=[], metavar="NAME",
+        "--allow-missing", "parameters that --weights may lack or have in another shape, such as "
+        '"head.*": they keep the constructor\'s values', action="append", default=[],
+        metavar="NAME",
     ),
     _option(
         "--dtype", "dtype of the computation", setting="DTYPE",
@@ -247,12 +248,12 @@ OPTIONS = (
     ),
     _option("--profile-step", "profile this step on each rank", type=STEPS, metavar="STEP"),
     _option(
-        "--on-nan", "what to do if the loss is nan or inf", choices=("stop", "go-on"),
-        default="stop",
+        "--on-nan", "what to do if the loss, the gradient norm or a weight is nan or inf",
+        choices=("stop", "go-on"), default="stop",
     ),
     _option(
-        "--timeout", "end the training after so many seconds without a step", type=SECONDS,
-        default=600,
+        "--timeout", "with several ranks: end the training after so many seconds without a step, "
+        "three times as many for an evaluation or a checkpoint", type=SECONDS, default=600,
     ),
     _option(
         "--eval-every", "steps between two evaluations", setting="EVAL_EVERY", needs="EVAL_EVERY",

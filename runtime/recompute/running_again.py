@@ -261,9 +261,9 @@ class _Stopping:
     """Ends a recomputed forward where torch stops it, even if it catches torch's exception.
 
     As soon as everything that the backward needs is computed, torch leaves the forward with an
-    exception, which saves the last matmul. Code that catches every exception may raise another
-    exception. This is a class, because a generator's frames would keep the exception and its
-    tensors alive.
+    exception, so that the last matmul does not run. Code that catches every exception may raise
+    another exception. This is a class, because a generator's frames would keep the exception and
+    its tensors alive.
     """
 
     def __enter__(self) -> None: ...

@@ -321,10 +321,11 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
 
 
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
-    """Put new contents in all places of a tensor; a parameter or a meta tensor stays the object.
+    """Put new contents in all places of a tensor.
 
-    For another buffer the modules get a new tensor, with the class and the attributes of the
-    buffer: code that also holds the old one, as in a global table, keeps its values.
+    A parameter or a meta tensor stays the same object. In place of any other buffer the modules get
+    a new tensor, with its class and attributes: code that also holds the old one, as in a global
+    table, keeps the old values.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:
