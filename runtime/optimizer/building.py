@@ -196,8 +196,9 @@ def _use_pieces(
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
-            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
+            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            "element by element (AdamW, SGD)"
         )
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
