@@ -171,7 +171,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """Print a note if the planner chose to compile layers: what a step gains by it.
+    """If the planner itself chose to compile layers, print how much faster that makes a step.
 
     If float8 is asked for, compiling is part of it; another note says what float8 gains.
     """
@@ -219,8 +219,8 @@ def note_offload(plan: Plan) -> None:
     (held,) = host_words(plan)
     print_note(
         f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
-        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
-        "fast it is, says the cluster file. --offload none leaves it on the device."
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
+        "device has there, and how fast that is. --offload none leaves it on the device."
     )
 
 

@@ -326,7 +326,7 @@ def scripted(
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "the script has to print its code inside its caller's"
+        why = "the script inlines this code into its caller, so there is no call to recompute"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

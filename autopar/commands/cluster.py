@@ -75,12 +75,12 @@ def detect(
         typer.Option(
             "--from",
             metavar="|".join(_SOURCES),
-            help="Who tells: Slurm, Kubernetes, this machine, or the ranks of this start. Default: "
-            "the first that answers.",
+            help="Who tells: Slurm, Kubernetes, this machine, or the processes that torchrun or "
+            "srun started. Default: the first of Slurm, GPUs here and Kubernetes that answers.",
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Only nodes of Slurm in this.")
+        str | None, typer.Option("--partition", metavar="NAME", help="Only Slurm's nodes in this.")
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -97,8 +97,8 @@ def detect(
 ) -> None:
     """Write a cluster file from what Slurm, Kubernetes, nvidia-smi and Linux tell.
 
-    Nothing is changed and no job is started. Each start of torchrun or srun with --from ranks also
-    measures the links between its processes, of which there is one for each device.
+    Nothing is changed and no job is started. With --from ranks, under torchrun or srun with one
+    process for each device, the links between devices and between machines are measured, too.
 
     Example: autopar cluster detect --from slurm --partition gpu -o cluster.toml
     """
@@ -134,7 +134,7 @@ def detect(
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return a scheduler's word and the device that it means; the word is "" where it has none."""
+    """Return a scheduler's word and the device that it means; "" if the text has no =."""
     kind, _, name = text.rpartition("=")
     return kind, name
 
@@ -179,7 +179,7 @@ def _found(source: str, partition: str | None) -> FoundNodes:
 
 
 def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
-    """Yield the nodes; those like this machine, if it is one of them, with what is seen here."""
+    """Yield the nodes; those like this machine, if it is among them, get its memory and wiring."""
     own = next((one for one in nodes if one.name == socket.gethostname()), None)
     here = None if own is None else _here()
     for one in nodes:
@@ -253,7 +253,7 @@ def _text(path: Path) -> str:
 
 
 def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
-    """Return the machines of this start and the links between its ranks; nothing but on rank 0."""
+    """Return, on rank 0, the machines of all ranks and their links; nothing on other ranks."""
     import torch.distributed as dist
 
     from autopar.planner.profile.net import pair_link

@@ -45,7 +45,7 @@ from autopar.runtime.model.parts import is_held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTables:
-    """The tables of a pipelined script; `ties` is empty if stages share no weights."""
+    """The tables of a pipelined script; `ties` is empty if stages share no trainable weights."""
 
     stages: Source
     ties: Source
@@ -127,7 +127,10 @@ def _common_steps(name: str, stage: StageClass) -> int:
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
-    """Whether all sent tensors have sizes that are constant, or multiples of the rows."""
+    """Whether the sizes of all sent tensors are constants, or multiples of the rows.
+
+    False if tensor ranks split rows, or if the number of rows decides how a tensor is cut.
+    """
     gives = [one for stage in opened.stages for one in stage.gives]
     sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
     are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)

@@ -128,7 +128,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether a batch has several parts in a step and its loss is the sum of their losses."""
+    """Whether a step divides its batch into parts whose losses add up to the batch's loss."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
@@ -379,7 +379,7 @@ def _why(plan: Plan) -> Iterator[str]:
 
 
 def _certainty(plan: Plan) -> str:
-    """Return what is proved: of the plan, or of the fastest one if the plan is a simpler one."""
+    """Return in words what is proved about the plan or, if it is a simpler one, the fastest one."""
     count, gap = plan.proof.enumerated, plan.proof.gap
     of_pinned = "no plan for the pinned arrangement"
     none = f"none of the {count:,} arrangements" if count > 1 else of_pinned

@@ -129,7 +129,7 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
     return work
 
 
-_MOST_COPIES = 2  # under way to the host: the memory that they are copied from is still taken
+_MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
 
 
 _MOST_ADDED = 2**23  # elements of a gradient at once, so that few of them arrive beside their sum

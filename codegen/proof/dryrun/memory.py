@@ -203,10 +203,10 @@ class _Live:
 
 
 class LiveMemory:
-    """Counts the bytes of all live storages, and apart from them those in the host's memory.
+    """Counts the bytes of all live storages; those in the host's memory are counted separately.
 
-    A tensor that is made from one in the host's memory lies there, too. Dry runs have only CPU
-    tensors, so these are told by where they come from.
+    Dry runs have only CPU tensors. A tensor counts as lying in the host's memory if it was put
+    there (`put_on_host`), or made by an op from such a tensor.
     """
 
     def __init__(self) -> None:
