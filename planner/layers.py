@@ -290,7 +290,7 @@ def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
     """Map the ops of linear layers that can multiply in float8 to these layers' modules.
 
     These are trained nn.Linear modules inside compiled layers, with both sizes multiples of 16. The
-    last ones before the loss stay as they are, because a loss is sensitive to its logits.
+    last products before the loss stay in 16 bits, because a loss is sensitive to its logits.
     """
     trained = {one.name for one in graph.parameters if one.trainable}
     last, calls = last_products(graph), graph.calls

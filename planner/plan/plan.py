@@ -169,7 +169,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCount:
-    """A number of devices that was planned for in one question, and its plan."""
+    """The plan for one of several numbers of devices that were asked about at once."""
 
     arrangement: Arrangement
     step_seconds: SomeSeconds

@@ -226,7 +226,10 @@ def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
-    """Return the bytes of computed gradients that are not in buckets, or in one that leaves."""
+    """Return the bytes of computed gradients beside the buckets that stay allocated.
+
+    Gradients that leave for the host need one bucket that fills, and one that is copied.
+    """
     if arrangement.offload.has_states:
         return _LEAVING * min(made_bytes, bucket_bytes)
     return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes

@@ -194,7 +194,7 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
 
 
 def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
-    """Whether plans with compiled layers are looked at."""
+    """Whether the search looks at plans with compiled layers."""
     return Compile.LAYERS in _compiles(cluster, constraints)
 
 
