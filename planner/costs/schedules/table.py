@@ -186,9 +186,9 @@ class Moments:
 def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
     """Return the most microbatches that each stage holds activations of at once.
 
-    A microbatch is in flight on a stage from its forward until its backward ends, or its weight
-    gradient if the backward is split: torch keeps the whole graph between the two halves, and the
-    output gradients of ops with weights (deferred).
+    A microbatch is in flight on a stage from its forward until its backward ends. If the backward
+    is split, this is the end of its second half, the weight gradients: until then torch keeps the
+    whole graph, and the output gradients of ops with weights (deferred).
     """
     if shape.ranks == 1:
         return (1,) * shape.stages  # one rank runs one microbatch after the other

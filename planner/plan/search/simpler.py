@@ -96,9 +96,9 @@ def simplest_leaf(
 ) -> FoundLeaf[Leaf]:
     """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
 
-    The node with the best possible simplicity is expanded first, so the first leaf on top is the
-    answer, and nodes that cannot be simpler are not expanded. If time is up, the simplest leaf
-    found is returned.
+    Of nodes and leaves, the one with the best possible simplicity is taken first. So the first leaf
+    taken is the answer, and nodes that cannot be simpler are never expanded. If time is up, the
+    simplest leaf found is returned.
     """
     numbers = count()
 

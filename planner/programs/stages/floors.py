@@ -9,9 +9,9 @@ layer to its end. If s is the slowest stage, the step takes at least
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
 
 m is the number of microbatches. f and b are the forward and the backward of one, each with the
-transfer that the rank waits for; `passes` is f + b. With the least sums of passes before and behind
-a place, `own` is known for every interval, and the least maximum over all stages is a shortest
-path, too:
+transfer that the rank waits for; `passes` is f + b. The least sum of passes behind an interval
+bounds what its stage waits for, and so gives `own`. The least maximum over all stages is then a
+shortest path, too:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
