@@ -281,8 +281,8 @@ class Front:
         point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
         if point is None:  # without pins, splitting nothing is a solution
             raise InfeasibleError(
-                "no layouts split all that must be split: the result of an op that is split as it "
-                "must be cannot be converted to what the next op needs",
+                "no layouts split all that must be split: then an op's result would have a layout "
+                "that cannot be converted to the one that the next op needs",
                 fix="require fewer axes to be split, or name the modules that are meant",
             )
         return point

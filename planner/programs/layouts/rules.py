@@ -261,7 +261,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layer
 
 
 def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
-    """Raise for a rule that matches only some layers of a class: they have the same layouts."""
+    """Raise for a rule that matches only some layers of a class: all have the same layouts."""
     for layer_class in layers.classes:
         meant = {
             number: tuple(_lies_in(op, modules, graph) for op in layers.layers[number].ops)
