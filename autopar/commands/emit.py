@@ -95,8 +95,8 @@ def emit_script(
     With --standalone or --for, -o names a folder; by default it is `standalone`, or the name after
     --for, beside the plan. --standalone does not copy the model file: it may stay where it is, or
     lie beside the script. With --for and a scheduler, the folder has the model file, too, and files
-    that start the training; options of the script come after --: autopar emit out --for slurm --set
-    partition=gpu -- --steps 1000
+    that start the training; options of the script come after --, as in
+    autopar emit out --for slurm --set partition=gpu -- --steps 1000
 
     Example: autopar emit out/plan.json -o train.py
     """
