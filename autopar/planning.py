@@ -108,7 +108,8 @@ def script_of(
 ) -> CachedScript:
     """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
-    A relative path of the model file starts at the working directory, or at `folder`.
+    A relative path of the model file is looked for in the working directory, then in `folder` (that
+    of the script by default) and in its parents.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder

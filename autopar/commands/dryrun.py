@@ -191,7 +191,10 @@ def profile(
     ] = None,
     budget: Annotated[float, seconds("--budget", text="Time for all ops together.")] = 60.0,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write the times to.")
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to add the times to, made if needed."
+        ),
     ] = Path(FILE_NAME),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

@@ -150,7 +150,7 @@ def run(
             "--resume",
             metavar="auto|PATH|never",
             help="Resume the newest run of this model, or the run or checkpoint at PATH. Default: "
-            "begin anew.",
+            "the run of --name, if it is there; else begin anew.",
         ),
     ] = None,
     gpus: Annotated[

@@ -62,7 +62,7 @@ class StepRecord(_Record):
 
 
 class _PartRecord(_Record):
-    """The medians of the passes of a stage in the profiled step."""
+    """The median times of a stage's forwards and backwards in the profiled step."""
 
     forward_seconds: Seconds | None
     backward_seconds: Seconds | None
@@ -111,7 +111,7 @@ class Lines:
 
 
 def read_lines(path: Path, *, start: int = 0) -> Lines:
-    """Read a file from an offset; a line cut by a kill is ignored."""
+    """Read a file from an offset; lines that are not JSON, as after a kill, are ignored."""
     found, faults = [], []
     for number, line in enumerate(_content(path, start).splitlines(), start=1):
         try:
@@ -243,7 +243,7 @@ class Analysis:
     figures: tuple[RunFigure, ...]
     profiled_step: int | None  # the step of --profile-step
     ranks: tuple[RunFigure, ...]  # per pipeline rank: medians of times, the largest memory
-    keeping_seconds: float | None  # how long the training waits for a checkpoint
+    keeping_seconds: float | None  # how long the training waits for a checkpoint: the median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +378,7 @@ def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator
 def _stage_figures(
     plan: StoredPlan, rank: int, ranks: Sequence[dict[str, Any]]
 ) -> Iterator[RunFigure]:
-    """Yield the passes of each stage of a pipeline rank, of one microbatch."""
+    """Yield the times of a microbatch's forward and backward in each stage of a pipeline rank."""
     order = list(ActionKind)
     places = {"forward": 0, "backward": order.index(backward_of(plan))}
     for place, number in enumerate(numbers_of_stages(plan, rank)):

@@ -59,7 +59,7 @@ class Tool:
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
     mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes just the plan's
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes the same blocks
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -83,10 +83,10 @@ def _mode(facts: ToolFacts) -> Recompute:
 
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
-    """Yield what no tool, or not this one, can express."""
-    chosen, between = facts.arrangement, some(facts.between)
-    if between:
-        yield f"{tool.name} has nothing between blocks; the plan has {between} there"
+    """Yield what this tool cannot express of the plan."""
+    chosen = facts.arrangement
+    if facts.between:
+        yield f"{tool.name} has nothing between blocks; the plan has {some(facts.between)} there"
     if len(set(facts.modes)) > 1 and not tool.mixes(facts):
         yield (
             f"the plan recomputes {facts.modes.count(mode)} of {len(facts.modes)} blocks ({mode}), "
@@ -195,7 +195,7 @@ def _titan_degrees(facts: ToolFacts, head: str, more: Mapping[str, SettingValue]
 
 
 def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
-    """Return whether tensor ranks have parts of the sequence between blocks."""
+    """Return the setting that tells whether tensor ranks divide the sequence between blocks."""
     if facts.arrangement.tensor == 1:
         return {}
     return {"enable_sequence_parallel": facts.splits_sequence}
@@ -204,7 +204,7 @@ def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
 def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str, ...]]:
     """Yield the modules of each stage, as torchtitan's models call them.
 
-    The last layer after the blocks is the head, those before it are the norm.
+    Of the layers after the blocks, the first is taken for the norm and the last for the head.
     """
     after = [call for stage in stages for call in stage.after]
     for place, stage in enumerate(stages):
@@ -288,7 +288,7 @@ def _present(flags: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
 
 
 def _megatron_parts(stages: Sequence[BlockStage]) -> Iterator[str]:
-    """Yield each stage of a layout: E is the embedding, t a block, L norm, head and loss."""
+    """Yield each stage of a layout: E is the embedding, t a block, L the norm, head and loss."""
     for place, stage in enumerate(stages):
         count = len(stage.blocks)
         blocks = f"t*{count}" if count > 1 else "t" * count

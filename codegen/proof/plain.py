@@ -183,7 +183,7 @@ def cast_model(model: nn.Module, task: Task) -> nn.Module:
 
 
 def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tensor:
-    """Return a batch's loss; a 16-bit model gets 16-bit inputs, and the loss fp32 outputs."""
+    """Return a batch's loss; a 16-bit model gets 16-bit inputs, and its loss gets fp32 outputs."""
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:

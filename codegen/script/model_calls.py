@@ -311,7 +311,7 @@ def plainly(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield a note if evaluations differ from those of the model in one process."""
+    """Yield notes on how evaluations differ from those of the model in one process."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
     paths |= {subject.graph.calls[call].path for call in opened.inlined}

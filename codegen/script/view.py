@@ -95,7 +95,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptTables:
-    """Assignments of data in the order of a script; empty text for tables that are not needed."""
+    """The tables of a script, in its order; those that it does not need are empty."""
 
     own_rows: Source
     classes: Source
@@ -387,7 +387,10 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; gradients that other axes also add up get buckets of their own."""
+    """Return the call of wrap.
+
+    Under ZeRO-1, gradients that other axes also add up get buckets of their own.
+    """
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

@@ -151,7 +151,7 @@ class Keeper:
         return self._evaluations.are_over
 
     def after(self, step: int) -> None:
-        """Finish a step: save a checkpoint if one is due, run checks, exit after a signal."""
+        """Finish a step: show progress, save a checkpoint if one is due, exit after a signal."""
         self._profile.end(step)
         self._garbage.after(step)
         self._keep(step)

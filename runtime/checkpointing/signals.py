@@ -165,7 +165,7 @@ class Garbage:
         self._was_enabled = self._is_frozen = False
 
     def begin(self, step: int) -> None:
-        """Turn off automatic collection; `after` collects."""
+        """Collect, freeze what is left, and turn off automatic collection; `after` collects."""
         self._first_step, self._was_enabled = step + 1, gc.isenabled()
         gc.collect()
         self._is_frozen = gc.get_freeze_count() == 0  # otherwise other code has frozen objects
@@ -204,7 +204,7 @@ _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSeconds:
-    """The medians of a part's passes; None without any."""
+    """The median times of a part's forwards and backwards; None if there were none."""
 
     forward_seconds: float | None
     backward_seconds: float | None
@@ -315,7 +315,7 @@ class StepProfile:
         self._profiler: Any = None
         self._begun = 0.0
         self._actions: PartActions | None = None
-        self._place: Path | None = options.metrics
+        self._metrics_file: Path | None = options.metrics
 
     def begin(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Start the profiler if this is the step."""
@@ -350,9 +350,9 @@ class StepProfile:
         if self._mesh.rank == 0:
             say(f"profiled step {step:,}: {_in_words(ranks)}")
         # of the ranks with the same stages, the first one writes
-        if self._place is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
+        if self._metrics_file is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
             told = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}
-            self._write(self._place.resolve().parent / PROFILES / str(step), own, told)
+            self._write(self._metrics_file.resolve().parent / PROFILES / str(step), own, told)
 
     def _write(self, folder: Path, own: RankProfile, told: dict[str, Any]) -> None:
         """Write this rank's actions, and the profiler's trace; a full disk ends no training."""

@@ -274,7 +274,7 @@ class Watch:
         self._patience = 1
 
     def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
-        """Start watching; `tell` also gets the message that the first rank prints."""
+        """Start watching if there are several ranks; `tell` gets the printed message, too."""
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
         self._step, self._tell = step, tell

@@ -123,7 +123,7 @@ class Span:
     offset: int  # of the first element in the bucket's buffer
 
     def of(self, flat: Tensor, first: int = 0) -> Tensor:
-        """Return these elements of a bucket's layout, of which the tensor begins with `first`."""
+        """Return a view of these elements; `flat` holds the bucket's elements from `first` on."""
         offset = self.offset - first
         return flat[offset : offset + self.stop - self.start]
 
@@ -252,11 +252,11 @@ class Bucket:
             self._earlier = None
 
     def allocated(self) -> list[Tensor]:
-        """Return the memory that the bucket takes now."""
+        """Return the bucket's buffer, if it exists now."""
         return [] if self.buffer is None else [self.buffer]
 
     def memory(self) -> list[Tensor]:
-        """Return this rank's part of all reduced gradients, as few tensors."""
+        """Return this rank's part of all reduced gradients, in few tensors."""
         if self.home is not None:
             return [self.home.value()] if self._reached else []
         if self.buffer is None:

@@ -279,7 +279,10 @@ OPTIONS = (
         "--checkpoint-every", "steps between two checkpoints", setting="CHECKPOINT_EVERY",
         type=STEPS,
     ),
-    _option("--checkpoint-minutes", "write one after so many minutes without", type=MINUTES),
+    _option(
+        "--checkpoint-minutes", "write a checkpoint after so many minutes without one",
+        type=MINUTES,
+    ),
     _option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
     _option(
         "--keep-every", "also keep the checkpoints of every multiple of so many steps", type=STEPS,

@@ -162,7 +162,7 @@ class HostLink:
     def send(self, part: Tensor, home: Tensor, then: Callable[[], object] = bool) -> None:
         """Start to copy a part, which may be freed at once; when it has arrived, call `then`.
 
-        Waits while many are under way.
+        Waits while too many copies are under way.
         """
         if not self.is_apart:
             home.copy_(part)
