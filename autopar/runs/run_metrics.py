@@ -27,7 +27,7 @@ from autopar.runs.run_record import METRICS, read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # so many bytes at the end of a file contain the last step
+_END_BYTES = 2**16  # of a file's end: enough to contain the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
@@ -58,6 +58,7 @@ class StepRecord(_Record):
     mfu: FigureNumber | None = None
     against_plan: FigureNumber | None = None
     seconds_left: Reading = None
+    compile_seconds: Reading = None
 
 
 class _PartRecord(_Record):

@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -182,6 +182,7 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order

@@ -104,6 +104,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
+        "float8": arranged.float8.value,
         "offload": arranged.offload.value,
         "tolerance": 0,  # the simplest plan of a smaller model may have other layouts
         "global_batch": count * block,
@@ -199,7 +200,11 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
     other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, plan.model.batch
-    same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
+    same = {
+        "global_batch": arranged.global_batch,
+        "precision": arranged.precision.value,
+        "float8": arranged.float8.value,
+    }
     declared = (
         *plan.constraints,
         *(

@@ -32,7 +32,7 @@ from autopar.planner.plan.fleet import (
     planned_curve,
 )
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
-from autopar.planner.plan.search.demands import check_memory
+from autopar.planner.plan.search.demands import check_float8, check_memory
 from autopar.planner.plan.search.space import check_degrees, leave_degrees
 from autopar.planner.plan.solving.prices import Place, PricedPlace, Prices
 from autopar.planner.plan.traced import TracedModel
@@ -81,6 +81,7 @@ def check_demands(demands: PlanDemands) -> None:
     """Reject demands that no model can meet, before one is traced."""
     _check_degrees(demands.clusters, demands.constraints, BatchFacts(may_be_uneven=True))
     check_memory(demands.clusters[-1], demands.constraints)
+    check_float8(demands.clusters[-1], demands.constraints)
 
 
 def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
@@ -148,8 +149,8 @@ def _searched(
 
 def _of_place(training: Training, place: Place) -> tuple[object, ...]:
     """Return everything that layouts and prices at a place depend on."""
-    constraints = training.constraints
-    return (*_priced(training), constraints.precision, constraints.compile, place)
+    asked = training.constraints
+    return (*_priced(training), asked.precision, asked.float8, asked.compile, place)
 
 
 def _priced(training: Training) -> tuple[object, ...]:

@@ -236,6 +236,7 @@ class Points:
                 microbatches=count,
                 precision=self.constraints.precision,
                 compile_=compile_,
+                float8=self.constraints.float8,
             )
             rows = each if len(set(each)) > 1 else ()
             yield from in_orders(replace(point, rows=rows), self.orders, self.choices)

@@ -161,6 +161,7 @@ class Explorer:
             subject,
             cluster,
             precision=constraints.precision,
+            float8=constraints.float8,
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
             prices=prices,

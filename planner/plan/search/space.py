@@ -23,7 +23,7 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_LISTED = 6
@@ -229,7 +229,7 @@ def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple
 
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
-    precision: Precision, compile_: Compile,
+    precision: Precision, compile_: Compile, float8: Float8 = Float8.NONE,
 ) -> Arrangement:  # fmt: skip
     """Return a point in its simplest variant."""
     return Arrangement(
@@ -246,6 +246,7 @@ def simplest(
         compressed_gradients=False,
         precision=precision,
         compile=compile_,
+        float8=float8,
     )
 
 

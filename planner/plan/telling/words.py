@@ -16,6 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
+from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -106,8 +107,11 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
 
 
 def compile_words(arrangement: Arrangement) -> str:
-    """Return what is compiled, or nothing."""
-    return "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}"
+    """Return what is compiled, and how it multiplies in float8; or nothing."""
+    if arrangement.compile is Compile.NONE:
+        return ""
+    scaled = "" if arrangement.float8 is Float8.NONE else f" in float8 ({arrangement.float8})"
+    return f"compiled {arrangement.compile}{scaled}"
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:
