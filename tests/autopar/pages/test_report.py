@@ -143,7 +143,7 @@ document.title = chart.parentElement.querySelector("figcaption").textContent;
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("has_run", [pytest.param(False, marks=pytest.mark.more_cells), True])
 def test_a_browser_shows_it_without_errors_and_keys_go_through_the_marks(
     has_run: bool, tmp_path: Path
 ) -> None:
