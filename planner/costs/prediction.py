@@ -199,8 +199,8 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level whose parts are smaller than the whole; ZeRO-0 if one rank has them."""
-        return self.zero if self.shard > 1 else Zero.NONE
+        """The ZeRO level whose parts are smaller than the whole, or elsewhere; else ZeRO-0."""
+        return self.zero if self.shard > 1 or self.shards_on_host else Zero.NONE
 
     @property
     def reduces_each(self) -> bool:
@@ -212,8 +212,11 @@ class Arrangement:
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether fully_shard keeps its parts of the parameters in host memory, too."""
-        return self.offload.has_states and self.divided.shards_modules
+        """Whether fully_shard keeps its parts of the parameters in the host's memory, too.
+
+        On a single device these are whole layers, which are fetched one after another.
+        """
+        return self.offload.has_states and self.zero.shards_modules
 
     @property
     def optimizer_ranks(self) -> int:
