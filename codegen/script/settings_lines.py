@@ -157,6 +157,9 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     if arranged.data > 1:
         yield from _data_parallel(arranged)
+    elif arranged.shards_on_host:
+        fetched = "parameters are in the host's memory, and are fetched layer by layer"
+        yield ScriptSetting("ZERO", literal(arranged.zero.value), fetched)
     if has_own_buckets(arranged):
         bucket = "gradients are sent in buckets of this size, during the backward"
         yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)

@@ -377,7 +377,7 @@ def _start(arranged: Arrangement) -> Source:
 
 
 def _zero(arranged: Arrangement) -> list[str]:
-    return ["zero=ZERO"] if arranged.data > 1 else []
+    return ["zero=ZERO"] if arranged.data > 1 or arranged.shards_on_host else []
 
 
 def _optimizer(plan: Plan) -> Source:

@@ -200,8 +200,8 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level, or ZeRO-0 if a single rank would have all parts."""
-        return self.zero if self.shard > 1 else Zero.NONE
+        """The ZeRO level; ZeRO-0 if a single rank has all parts, and none of them on the host."""
+        return self.zero if self.shard > 1 or self.shards_on_host else Zero.NONE
 
     @property
     def reduces_each(self) -> bool:
@@ -213,8 +213,11 @@ class Arrangement:
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether fully_shard keeps its parts of the parameters in host memory, too."""
-        return self.offload.has_states and self.divided.shards_modules
+        """Whether fully_shard keeps its parts of the parameters in the host's memory, too.
+
+        On a single device these are whole layers, which are fetched one after another.
+        """
+        return self.offload.has_states and self.zero.shards_modules
 
     @property
     def optimizer_ranks(self) -> int:

@@ -197,7 +197,7 @@ def wrap(
         compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
         widen_norms(module)
     sharding = sharding_of(zero)
-    if sharding.shards_modules and mesh.data.size > 1:
+    if sharding.shards_modules and (mesh.data.size > 1 or offload):
         _lay_in_order(module)
         # The planner found the layers whose outputs others write to, and these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

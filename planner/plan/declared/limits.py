@@ -30,7 +30,7 @@ _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints without fully_shard, if a parameter is a scalar."""
     scalar = next((one.name for one in graph.parameters if not one.shape), None)
-    if scalar is None or constraints.data == 1:
+    if scalar is None:
         return constraints
     levels = tuple(level for level in constraints.zero_levels if level in _WHOLE_MODULES)
     if not levels:

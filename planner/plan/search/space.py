@@ -291,10 +291,10 @@ def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
     the gradients of split backwards pass no hook.
     """
     if not arrangement.offload.has_states:
-        return False
+        return arrangement.data == 1 and arrangement.zero.divides_optimizer
     zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
     is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
-    is_whole = zero.shards_modules and arrangement.shard == 1
+    is_whole = zero.shards_modules and arrangement.shard == 1 < arrangement.data
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return (is_free and is_beaten) or is_whole or splits
 
@@ -349,7 +349,7 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
     for zero in choices.zero_levels:
         if zero.keeps_gathered and not is_plain:
             continue
-        if not zero.divides_optimizer:
+        if not zero.divides_optimizer or _fetches_layers(point, zero, choices):
             yield zero, point.data
         elif point.data > 1:
             degrees = {point.data}
@@ -363,3 +363,9 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
             if choices.shard is not None:
                 degrees = {choices.shard} if point.data % choices.shard == 0 else set()
             yield from ((zero, degree) for degree in sorted(degrees, reverse=True))
+
+
+def _fetches_layers(point: Arrangement, zero: Zero, choices: Choices) -> bool:
+    """Whether a single device may have its parameters on the host, and fetch each layer."""
+    may_offload = any(one.has_states for one in choices.offloads)
+    return point.ranks == 1 and zero.divides_parameters and may_offload

@@ -102,8 +102,14 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
-        arrangement.offload.words,
+        offload_words(arrangement),
     )
+
+
+def offload_words(arrangement: Arrangement) -> str:
+    """Return what lies on the host, or nothing."""
+    parameters = "parameters and " if arrangement.shards_on_host else ""
+    return f"{parameters}{arrangement.offload.words}" if arrangement.offload.has_states else ""
 
 
 def compile_words(arrangement: Arrangement) -> str:
