@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
+
 from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
@@ -168,7 +171,7 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """Print a note if the planner chose to compile layers: what a step gains by it.
+    """If the planner itself chose to compile layers, print how much faster that makes a step.
 
     If float8 is asked for, compiling is part of it; another note says what float8 gains.
     """
@@ -191,6 +194,22 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
     )
 
 
+def note_breaks(plan: Plan) -> None:
+    """Print a note on each line at which torch.compile would stop, with the layers left as is."""
+    if plan.arrangement.compile is Compile.NONE:
+        return
+    for one in plan.graph.breaks:
+        first, *more = one.paths
+        layers = f"{first} and {len(more)} like it" if more else first
+        file, _, number = one.where.rpartition(":")
+        code = linecache.getline(file, int(number or 0)).strip()
+        place = f" ({Path(file).name}, line {number}: {code})" if code else ""
+        print_note(
+            f"torch.compile cannot take {layers} whole{place}: {one.why} So the script leaves them "
+            "as they are, and they are priced so."
+        )
+
+
 def note_offload(plan: Plan) -> None:
     """Print a note if the planner chose to step the optimizer on the host, with its time."""
     is_asked = any(one.field == "offloads" for one in plan.constraints)
@@ -200,8 +219,8 @@ def note_offload(plan: Plan) -> None:
     (held,) = host_words(plan)
     print_note(
         f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
-        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
-        "fast it is, says the cluster file. --offload none leaves it on the device."
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
+        "device has there, and how fast that is. --offload none leaves it on the device."
     )
 
 

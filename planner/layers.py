@@ -15,9 +15,9 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
 from autopar.planner.precision import FLOAT8_MULTIPLE
-from autopar.planner.rules.rule import is_random
+from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Leaf, substituted
-from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +122,22 @@ class Layers:
     layers: tuple[Layer, ...]
     classes: tuple[LayerClass, ...]
     runs: tuple[EqualLayers, ...]
+
+
+def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
+    """Return the ops of a layer that torch.compile takes: those of its module.
+
+    There must be several, which it may fuse, or a matrix product, which it may pad. A layer whose
+    code torch.compile cannot trace is not compiled.
+    """
+    call = graph.calls.get(layer.call)
+    if call is None or not call.path or call.path in graph.broken:
+        return ()
+    inside = tuple(op for op in layer.ops if layer.call in graph.index.around(op.call))
+    is_product = any(
+        rule_of(op.target).contracts and kind_of(op) is not OpKind.CONVOLUTION for op in inside
+    )
+    return inside if len(inside) > 1 or is_product else ()
 
 
 def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
@@ -279,7 +295,7 @@ def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
     trained = {one.name for one in graph.parameters if one.trainable}
     last, calls = last_products(graph), graph.calls
     found = {}
-    for op in (op for layer in layers.layers if is_compiled(layer, graph) for op in layer.ops):
+    for op in (op for layer in layers.layers for op in compiled_ops(layer, graph)):
         module = calls.get(op.call or "")
         if module is None or module.class_name != LINEAR or op.name in last:
             continue
@@ -291,11 +307,6 @@ def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
         ):
             found[op.name] = module.path
     return found
-
-
-def is_compiled(layer: Layer, graph: Graph) -> bool:
-    """Whether torch.compile takes a layer: it is a module with more than one op."""
-    return len(layer.ops) > 1 and layer.call in graph.calls and bool(graph.calls[layer.call].path)
 
 
 def last_products(graph: Graph) -> frozenset[str]:

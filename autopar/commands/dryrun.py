@@ -102,7 +102,12 @@ def rehearse_plan(
     model: MOVED_MODEL = None,
     rank: Annotated[
         int | None,
-        whole("--rank", least=0, metavar="R", text="A pipeline rank. Default: one of each stage."),
+        whole(
+            "--rank",
+            least=0,
+            metavar="R",
+            text="A pipeline rank. Default: of ranks with equal predictions, the first.",
+        ),
     ] = None,
     steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,
     cache: CACHE = True,

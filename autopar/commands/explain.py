@@ -43,8 +43,7 @@ from autopar.planner.plan.telling.timeline import (
 from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
-from autopar.runs.run_metrics import Analysis, analyze_run
-from autopar.runs.run_record import METRICS, read_record
+from autopar.runs.run_metrics import Analysis, analyze_run, metrics_of
 from autopar.runtime.ranks.metrics import PROFILES
 
 TRACE_BEGINNING = '{"otherData": {"writer": "autopar"}, "displayTimeUnit": "ms", "traceEvents": ['
@@ -123,9 +122,7 @@ def trace_plan(
 
 def _profiles_of(run: Path) -> Path:
     """Return the folder of profiles beside the metrics of a run."""
-    record = read_record(run)
-    metrics = run / METRICS if run.is_dir() else run
-    return (metrics if record is None else record.metrics_in(run)).parent / PROFILES
+    return metrics_of(run).parent / PROFILES
 
 
 def explain_plan(

@@ -23,11 +23,11 @@ from autopar.planner.plan.telling.timeline import (
     numbers_of_stages,
     stages_of_rank,
 )
-from autopar.runs.run_record import read_record
+from autopar.runs.run_record import METRICS, read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # so many bytes at the end of a file contain the last step
+_END_BYTES = 2**16  # of a file's end: enough to contain the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
@@ -58,6 +58,7 @@ class StepRecord(_Record):
     mfu: FigureNumber | None = None
     against_plan: FigureNumber | None = None
     seconds_left: Reading = None
+    compile_seconds: Reading = None
 
 
 class _PartRecord(_Record):
@@ -253,13 +254,20 @@ class AnalyzedRun:
     analysis: Analysis
 
 
+def metrics_of(run: Path) -> Path:
+    """Return the metrics of a run, given by its folder, a job's folder, or the file itself."""
+    record = read_record(run)
+    if record is not None:
+        return record.metrics_in(run)
+    return run / METRICS if run.is_dir() else run
+
+
 def analyze_run(plan: StoredPlan, run: Path) -> AnalyzedRun:
     """Compare a plan with a run, given by its folder or its metrics file."""
-    record = read_record(run)
     copy = run / PLAN_NAME
     if copy.is_file() and read_plan(copy) != plan:
         raise InputError(f"the run {run} used another plan", fix=f"compare it with {copy}")
-    path = record.metrics_in(run) if record is not None else run
+    path = metrics_of(run)
     if not path.is_file():
         raise InputError(
             f"{run} is no run, and no file of metrics",

@@ -57,9 +57,9 @@ class Tool:
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
-    splits: str = "all matrices of blocks, the embedding and the head"  # between tensor ranks
-    mixed: str = "all blocks"  # that it recomputes where the plan recomputes some
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
+    splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
+    mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes just the plan's
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -76,7 +76,7 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
 
 
 def _mode(facts: ToolFacts) -> Recompute:
-    """Return the mode of the blocks, or of several the one that saves the most memory."""
+    """Return the mode of the blocks; of several modes, the one that keeps the least memory."""
     order = list(Recompute)
     again = (mode for mode in facts.modes if mode.runs_again)
     return max(again, key=order.index, default=Recompute.NONE)
@@ -311,12 +311,12 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; the method "block" recomputes equally many in each stage."""
+    """Return the flags of the mode; "block" recomputes equally many blocks in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
         return {"recompute-granularity": "selective"}
-    most = max(stage.modes.count(mode) for stage in facts.stages)
+    most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
     is_all = all(one is mode for one in facts.modes)
     method = "uniform" if is_all else "block"
     return {

@@ -24,7 +24,7 @@ from autopar.runtime.ranks.randomness import undrawn
 
 LAST_LINES = 15  # of a failed script's output
 _KILLED = re.compile(r"exitcode\s*: -9\b")  # in torchrun's message about the first failure
-_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of runtime.refusal
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of `ExitReason`
 _HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # the beginning of faulthandler's output
 _TRACEBACK = "Traceback (most recent call last)"
 

@@ -36,7 +36,7 @@ from autopar.planner.findings.writes import writing_calls
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
-from autopar.planner.layers import LINEAR, last_products
+from autopar.planner.layers import LINEAR, compiled_ops, last_products
 from autopar.planner.plan.plan import Plan, PlannedStage
 from autopar.planner.precision import Float8
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
@@ -45,7 +45,7 @@ from autopar.runtime.model.parts import is_held
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTables:
-    """The tables of a pipelined script; `ties` is empty if stages share no weights."""
+    """The tables of a pipelined script; `ties` is empty if stages share no trainable weights."""
 
     stages: Source
     ties: Source
@@ -127,7 +127,10 @@ def _common_steps(name: str, stage: StageClass) -> int:
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
-    """Whether all sent tensors have sizes that are constant, or multiples of the rows."""
+    """Whether the sizes of all sent tensors are constants, or multiples of the rows.
+
+    False if tensor ranks split rows, or if the number of rows decides how a tensor is cut.
+    """
     gives = [one for stage in opened.stages for one in stage.gives]
     sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
     are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)
@@ -210,12 +213,12 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 
 
 def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the layers to compile: those with several ops, which torch.compile may fuse."""
+    """Return the layers to compile."""
     layers = zip(subject.layers.layers, _paths(subject), plan.layer_modes, strict=True)
     return [
         path
         for layer, path, mode in layers
-        if path and len(layer.ops) > 1 and not mode.makes_chunks
+        if path and compiled_ops(layer, subject.graph) and not mode.makes_chunks
     ]
 
 

@@ -348,7 +348,10 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads rows; if ops mix rows, no row is repeated to fill a batch."""
+    """Return the call that reads rows.
+
+    If ops mix rows, or the model takes only one number of rows, no row is repeated to fill a batch.
+    """
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

@@ -175,6 +175,15 @@ def _gathered(pairs: Iterable[tuple[str, T]]) -> Mapping[str, tuple[T, ...]]:
     return MappingProxyType(_Several({name: tuple(own) for name, own in found.items()}))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """A line that torch.compile cannot trace, and the modules (layers) that run it."""
+
+    paths: tuple[str, ...]
+    where: str  # file:line
+    why: str  # as torch says it
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots, because it carries its index
 class Graph:
     """A model with its loss; one trace serves every batch size.
@@ -205,6 +214,7 @@ class Graph:
     own_gradients: tuple[OwnGradient, ...] = ()
     # paths of trainable parts in evaluation mode, if the graph would differ in training mode
     in_eval_mode: tuple[str, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()  # of layers, which are therefore not compiled
 
     def learns(self, op: Op) -> bool:
         """Whether gradients flow through an op, because one of its results requires a gradient."""
@@ -218,6 +228,11 @@ class Graph:
             if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
                 return tensor.shape[1].at(1)
         return 1
+
+    @cached_property
+    def broken(self) -> frozenset[str]:
+        """The paths of layers that torch.compile cannot take whole."""
+        return frozenset(path for one in self.breaks for path in one.paths)
 
     @cached_property
     def index(self) -> Index:

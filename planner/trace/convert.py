@@ -36,8 +36,7 @@ from autopar.planner.trace.nodes import (
     writers_of,
     written_arguments,
 )
-from autopar.planner.trace.picking import mask_of, refuse_counted
-from autopar.planner.trace.scatter import with_scatters
+from autopar.planner.trace.scatter import mask_of, refuse_counted, with_scatters
 from autopar.planner.trace.symbols import Ledger, ModelNames, Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 

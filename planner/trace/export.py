@@ -23,7 +23,6 @@ from autopar.planner.model.outside import state_scope
 from autopar.planner.trace.build import TracedSubject
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import failing_place
-from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import TraceRecording, recorded
 from autopar.planner.trace.replaced_calls import (
     ctc_traced,
@@ -54,6 +53,7 @@ from autopar.planner.trace.scalar_questions import (
     note_drawn,
     tensor_of_numbers,
 )
+from autopar.planner.trace.scatter import picked
 from autopar.planner.trace.traps import no_foreign_randomness
 from autopar.planner.trace.unlike_types import (
     NoKernelError,
@@ -112,7 +112,7 @@ def export(
     traces, outside = Traces(), state_scope(subject.path, subject.model)
     try:
         with (
-            _quiet(),
+            quiet(),
             contained(subject.path),
             no_foreign_randomness(subject.model),
             recorded(subject.model, outside, fold=fold) as recording,
@@ -211,7 +211,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress the exporter's output: on failure it prints the whole graph."""
     sink = io.StringIO()
     level = logging.root.manager.disable

@@ -49,7 +49,7 @@ from autopar.runtime.weights.loading import WeightsOrigin
 class Keeper:
     """The object through which a script saves and resumes its training.
 
-    `step` and `rows` count what was trained before this run: 0, or the position of the checkpoint.
+    `step` and `rows` are the position at which this run begins: 0, or that of the checkpoint.
     `steps` is the last step of the training; --epochs is converted to steps.
     """
 

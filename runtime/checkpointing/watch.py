@@ -127,7 +127,7 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
 
 _POLL_SECONDS = 0.5
 _LEAST_SECONDS = 5.0  # time for all ranks to write their places
-_RANKS_PER_SECOND = 50  # so many ranks can connect to the store and write
+_RANKS_PER_SECOND = 50  # that can connect to the store and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

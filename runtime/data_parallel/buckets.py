@@ -221,7 +221,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """Use the memory of a large parameter's gradient as the buffer, if it leaves anyway."""
+        """If gradients go to the host, use that of a bucket's only parameter as the buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return
@@ -237,7 +237,10 @@ class Bucket:
                 parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for the mean, and add the part from an earlier reduction of this step."""
+        """Wait for the mean; move it to the host, or add the part of an earlier reduction to it.
+
+        A step has several reductions if gradients are reduced in every backward.
+        """
         assert self.coming is not None
         part = self.coming.value()
         self.coming = None

@@ -37,9 +37,9 @@ from autopar.runtime.weights.stored_tensors import in_float64
 # same weights and no random numbers; they differ by the order of sums and by roundings. In fp32,
 # sums of thousands of terms over tens of layers make some hundred roundings, and a model that
 # computes in fp64 may round to fp32 somewhere. In 16 bits, sums are made in fp32 and each layer
-# rounds its output; in a mean over all targets this mostly cancels. One 16-bit rounding (8 bits of
-# mantissa) is twenty times the largest difference seen. Float8 rounds factors to 4 bits, which is a
-# fortieth of what is allowed in the losses of 50 steps of a small Llama.
+# rounds its output; in a mean over all targets this mostly cancels. One rounding to bf16 (8
+# significant bits) is twenty times the largest difference seen. Float8 rounds factors to 4 bits,
+# which changes the losses of 50 steps of a small Llama by a fortieth of what is allowed.
 _FULL = 500 * torch.finfo(torch.float32).eps
 ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
     {

@@ -81,7 +81,7 @@ def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Whether a list has a name, itself or with stars."""
+    """Whether a list has a name, itself or with stars in place of some of its numbers."""
     return name in listed or any(one in listed for one in starred(name))
 
 

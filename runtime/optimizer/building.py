@@ -196,8 +196,9 @@ def _use_pieces(
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
-            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
+            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            "element by element (AdamW, SGD)"
         )
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
@@ -235,7 +236,7 @@ def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tupl
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Make the optimizer step this rank's parts, fetch them from the host, and all-gather them."""
+    """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 

@@ -201,7 +201,7 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # the shapes of the receive buffers, by microbatch
+        self._sized: Sequence[Shapes] = ()  # those that `resize` has set
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward is running
@@ -232,7 +232,7 @@ class Stage(TorchStage):
         return result
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
-        """Set the shapes to receive, after torch has created the receive buffers."""
+        """Replace the shapes in torch's descriptions of received tensors, for each microbatch."""
         self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)

@@ -42,9 +42,9 @@ from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
 from autopar.planner.layers import (
     Layers,
     Residence,
+    compiled_ops,
     find_layers,
     float8_linears,
-    is_compiled,
     residence,
 )
 from autopar.planner.precision import FLOAT8_MULTIPLE, Float8, Kernels, Precision, item_bytes
@@ -138,17 +138,13 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers that it takes: modules with more than one op."""
+        """What torch.compile makes of the layers that it takes."""
         if not self.compiles:
             return Fusion()
-        around = self.graph.index.around
+        taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
         return find_fusion(
             self.graph,
-            [
-                [op for op in one.ops if one.call in around(op.call)]
-                for one in self.layers.layers
-                if is_compiled(one, self.graph)
-            ],
+            [ops for ops in taken if ops],
             root=self.memory.root,
             kept=self._seen,
             size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),

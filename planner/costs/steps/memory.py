@@ -74,15 +74,16 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
 
         learning_l + fp32 and 16-bit gradient of a weight + leaving − Σ_{i > l} saved_i
     """
-    leaving = _leaving_bytes(load.gradient_bytes, arrangement)
-    most, freed = Most(0, leaving, *_layer_that_needs_most(load, arrangement)), 0
+    most, freed, made = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
         return most
     for work in reversed(load.works):
         cost = work.cost
         coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
         waiting = _waiting_bytes(cost, arrangement)
+        leaving = _leaving_bytes(made, arrangement)
         most = max(most, _learning(cost, -freed, leaving, waiting + coming), key=sum)
+        made += work.count * cost.gradient_bytes
         freed += work.count * cost.saved_bytes
     return most
 
@@ -224,7 +225,7 @@ def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
     """Return the bytes of computed gradients that are not in buckets, or in one that leaves."""
     if arrangement.offload.has_states:
-        return min(made_bytes, _LEAVING * bucket_bytes)
+        return _LEAVING * min(made_bytes, bucket_bytes)
     return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes
 
 

@@ -53,8 +53,8 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
 
         own part of: states + fp32 weights + gradients
 
-    With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
-    parameters there, too. Leaves out the gradients that arrive to be added, a few buckets.
+    With 16-bit weights, states include the fp32 weights. Gradients that arrive to be added to
+    others take a little more. fully_shard has its parts of frozen parameters there, too.
     """
     if not arrangement.offload.has_states:
         return 0
@@ -63,7 +63,12 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
         states += _sharded_bytes(held.parameter_bytes, held.trainable, arrangement)
     else:
         states += held.gradient_bytes * (not arrangement.precision.is_half)
+        if arrangement.microbatches > 1:
+            states += min(held.gradient_bytes, _ARRIVING_BYTES * arrangement.optimizer_ranks)
     return _part(states, arrangement.optimizer_ranks, is_divided=True)
+
+
+_ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
 
 
 def state_by_category(loads: Sequence[Held], arrangement: Arrangement) -> tuple[int, int, int]:

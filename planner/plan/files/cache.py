@@ -23,6 +23,7 @@ from importlib.metadata import (
     packages_distributions,
     version,
 )
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -253,44 +254,43 @@ class Question:
     arguments: tuple[str, ...]
     precision: Precision
     rows: int | None  # of a microbatch, for a model that accepts only one number
+    compiles: bool  # whether it was tried which layers torch.compile can trace
 
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""
-        for asked in dict.fromkeys((replace(self, rows=None), self)):
+        for asked in self._asked():
             found = cache.find(CachedModel, asked)
-            if found and (asked == self or found.graph.fixed_batch in (None, self.rows)):
+            if found and (asked.rows == self.rows or found.graph.fixed_batch in (None, self.rows)):
                 return _traced(found)
         return None
 
+    def _asked(self) -> Iterator[Question]:
+        """Yield the questions whose answers may do, first those for any number of rows."""
+        for rows, compiles in dict.fromkeys(product((None, self.rows), (self.compiles, True))):
+            yield replace(self, rows=rows, compiles=compiles)
+
     def keep(self, traced: TracedModel, cache: Cache) -> None:
         """Keep a traced model, for any number of rows if it accepts them."""
+        graph, notes = graph_document(traced.graph), traced.notes
         content = CachedModel(
-            model=traced.model,
-            graph=graph_document(traced.graph),
-            optimizer=traced.optimizer,
-            notes=traced.notes,
+            model=traced.model, graph=graph, optimizer=traced.optimizer, notes=notes
         )
         asked = self if traced.graph.fixed_batch is not None else replace(self, rows=None)
         cache.keep(content, asked, model=self.path)
 
     def forget(self, cache: Cache) -> None:
         """Remove a traced model that does not fit its model file."""
-        for asked in (replace(self, rows=None), self):
+        for asked in self._asked():
             cache.forget(CachedModel, asked)
 
 
 def _traced(found: CachedModel) -> TracedModel | None:
-    try:
-        graph = graph_of(found.graph)
-    except (ValueError, RecursionError):
-        return None
-    return TracedModel(
-        model=found.model,
-        graph=graph,
-        optimizer=found.optimizer,
-        notes=found.notes,
-        is_recalled=True,
-    )
+    with suppress(ValueError, RecursionError):
+        graph, notes = graph_of(found.graph), found.notes
+        return TracedModel(
+            model=found.model, graph=graph, optimizer=found.optimizer, notes=notes, is_recalled=True
+        )
+    return None
 
 
 def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:

@@ -34,6 +34,7 @@ from autopar.planner.plan.plan import (
     ClassLayouts,
     ConversionLine,
     Model,
+    PlannedCount,
     PlannedMachines,
     PlannedStage,
     Proof,
@@ -205,6 +206,7 @@ class PlanDocument:
     proof: Proof
     fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
+    curve: tuple[PlannedCount, ...] = ()
     cluster: ClusterDocument
 
 

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from autopar.planner.errors import SourceSpan
 from autopar.planner.files import FigureNumber, Rows, Share
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, GraphBreak
 from autopar.planner.graph.ops import (
     Buffer,
     Constant,
@@ -137,6 +137,14 @@ class OwnGradientRow(NamedTuple):
     where: str
 
 
+class GraphBreakRow(NamedTuple):
+    """A line that torch.compile cannot trace, as a list."""
+
+    paths: tuple[str, ...]
+    where: str
+    why: str
+
+
 class ConstantRow(NamedTuple):
     """A constant as a list."""
 
@@ -166,6 +174,7 @@ class GraphDocument:
     functions: tuple[FunctionRow, ...] = ()
     own_gradients: tuple[OwnGradientRow, ...] = ()
     in_eval_mode: tuple[str, ...] = ()
+    breaks: tuple[GraphBreakRow, ...] = ()
 
 
 def value_document(value: Value) -> JsonValue:
@@ -245,6 +254,7 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "calls": (CallRow, ModuleCall, "key"),
         "functions": (FunctionRow, FunctionCall, ""),
         "own_gradients": (OwnGradientRow, OwnGradient, ""),
+        "breaks": (GraphBreakRow, GraphBreak, ""),
     }
 )
 _VALUES = ("arguments", "keywords", "result", "values")  # fields with nested arguments

@@ -190,6 +190,11 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
         yield Compile.LAYERS
 
 
+def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
+    """Whether plans with compiled layers are looked at."""
+    return Compile.LAYERS in _compiles(cluster, constraints)
+
+
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
     """Return what may lie on the host: as declared; by default nothing on CPUs, all on GPUs."""
     is_open = constraints.offloads == tuple(Offload)

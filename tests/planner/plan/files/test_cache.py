@@ -60,6 +60,7 @@ def question(tmp_path: Path) -> Iterator[Question]:
         arguments=("size=1",),
         precision=Precision.BF16,
         rows=None,
+        compiles=False,
     )
     sys.path.remove(str(tmp_path))
     del sys.modules[parts_of_net.__name__]
@@ -127,6 +128,18 @@ def test_rows_matter_for_a_model_that_takes_one_number_of_them_alone(
     assert sixteen.find(store) is None
     sixteen.keep(fixed, store)  # the number stands in its code, so it was traced for 6 again
     assert sixteen.find(store) is not None
+
+
+def test_a_model_whose_layers_were_not_tried_is_no_answer_where_they_may_be_compiled(
+    store: Cache, question: Question
+) -> None:
+    tried = replace(question, compiles=True)
+    question.keep(traced(), store)
+    assert tried.find(store) is None
+    question.forget(store)
+    tried.keep(traced(), store)
+    assert question.find(store) is not None
+    assert tried.find(store) is not None
 
 
 @pytest.mark.parametrize(
