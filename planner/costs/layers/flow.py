@@ -336,7 +336,10 @@ def result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the bytes of an op's results and of gradients of its inputs; a loss needs more."""
+    """Return the bytes of an op's results and of gradients of its inputs.
+
+    A loss needs more, and so does a product in float8.
+    """
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -350,7 +353,7 @@ def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
     )
     if kind_of(one.op) is OpKind.CROSS_ENTROPY:
         gradients += _log_probability_bytes(flow, one, gradients)
-    return results + gradients
+    return results + gradients + pricer.float8_bytes(one.op, one.split)
 
 
 def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:

@@ -164,6 +164,18 @@ class OpPricer:
                 cast.add(source)
         return found
 
+    def float8_bytes(self, op: Op, split: OpSplit | None) -> int:
+        """Return the memory of a product's factors in float8 while its backward runs.
+
+        Of the result's gradient there are two copies, of the input and the weight one.
+        """
+        if op.name not in self.float8_ops:
+            return 0
+        shapes = self.shapes(op, split)
+        if self._scales(op, shapes) is Float8.NONE:
+            return 0
+        return 2 * shapes.numel(op.outputs[0]) + sum(map(shapes.numel, op.inputs[:2]))
+
     def launches(self, op: Op) -> tuple[int, int]:
         """Return the number of ops that the host dispatches for this one, forward and backward."""
         if op.name in self.fusion.views:

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.costs.kernels.kernels import gemm_seconds, memory_seconds
+from autopar.planner.costs.layers.flow import LayerFlow, layer_flow, working_bytes
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph.ops import Op
@@ -20,6 +21,8 @@ from tests.planner.costs.ops.op_factories import (
     layer_of,
     letter_along,
     op_of,
+    shape,
+    whole,
 )
 
 LLAMA = ("llama.py", "size=8b", "layers=2")
@@ -82,6 +85,27 @@ def test_one_scale_for_a_tensor_is_faster_than_one_for_each_row_and_both_than_bf
     ]
     assert seconds == sorted(seconds)
     assert seconds[2] / seconds[0] > 1.5
+
+
+def test_a_layer_has_room_for_the_factors_in_float8_of_its_largest_product() -> None:
+    plain, tensors = (prices(one) for one in (Float8.NONE, Float8.TENSORWISE))
+    without, room = (
+        max(working_bytes(flow, one) for one in flow.ops)
+        for flow in (flow_of(plain), flow_of(tensors))
+    )
+    # gate: the result and its gradient's two copies (2 + 2), the input's gradient and the input
+    # (2 + 1), the weight (1); in bf16 the product of gate and up, with both gradients, is the most
+    assert without == 3 * 2 * ROWS * FFN
+    assert room == max(without, 4 * ROWS * FFN + 3 * ROWS * WIDE + WIDE * FFN)
+    # down: its input's gradient is as wide as ffn
+    assert tensors.float8_bytes(linear(tensors, 6), None) == (
+        2 * ROWS * WIDE + ROWS * FFN + WIDE * FFN
+    )
+
+
+def flow_of(of: OpPricer) -> LayerFlow:
+    layer = layer_of(of, "Block")
+    return layer_flow(of, layer, whole(layer), degree=1, shape=shape(1), parameters={}, outside={})
 
 
 def test_nothing_is_in_float8_without_being_compiled() -> None:
