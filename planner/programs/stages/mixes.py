@@ -177,11 +177,32 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return a cut into stages of about equal time, at allowed borders; () if there is none."""
-    stages = question.shape.stages
+    """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none is.
+
+    A stage has at most four times as many layers as the mean stage, unless no cut is so even.
+    """
+    count, stages = len(question.classes), question.shape.stages
     sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
-    wanted = sums[-1] * np.arange(1, stages) / stages
-    return nearest_cut(question, np.interp(wanted, sums, np.arange(len(sums))).tolist())
+    is_place = np.array(question.is_border)
+    for longest in (4 * -(-count // stages), count):
+        least, befores = np.where(np.arange(count + 1) == 0, 0.0, np.inf), list[Numbers]()
+        for stage in range(1, stages + 1):
+            (first, last), best = question.windows[stage], np.full(count + 1, np.inf)
+            before, places = np.zeros(count + 1, dtype=np.int64), np.arange(first, last + 1)
+            for length in range(1, min(longest, count - stages + 1) + 1):
+                ends = places[places >= length]
+                total = least[ends - length] + (sums[ends] - sums[ends - length]) ** 2
+                is_less = (total < best[ends]) & is_place[ends]
+                best[ends[is_less]] = total[is_less]
+                before[ends[is_less]] = ends[is_less] - length
+            least = best
+            befores.append(before)
+        if least[count] < np.inf:
+            cut = [count]
+            for before in reversed(befores):
+                cut.append(int(before[cut[-1]]))
+            return tuple(reversed(cut))
+    return ()
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:
