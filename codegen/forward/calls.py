@@ -266,7 +266,9 @@ def call_line(unit: str, body: AvailableValues) -> Line:
     """Return the line that calls a module or an autograd Function."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
-    others = body.split.lengths.call(unit) or record
+    given = (*record.arguments, *(value for _, value in record.keywords))
+    has_size = any(map(_has_size, given))  # else no other lengths are needed, which take a trace
+    others = (body.split.lengths.call(unit) if has_size else None) or record
     by_name = dict(others.keywords)
     arguments = [
         (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))
