@@ -141,6 +141,19 @@ def test_the_even_cut_is_the_most_even_of_all(kind: ScheduleKind) -> None:
             assert squares(found) == pytest.approx(min(map(squares, every)))
 
 
+def test_a_quick_look_is_close_to_the_best_cut_where_stages_are_almost_as_many_as_layers() -> None:
+    """Moves of single borders lead nowhere there, so the cut to begin with must be good."""
+    every = (
+        random_case(seed, kind=ScheduleKind.INTERLEAVED_1F1B, most_layers=5, room=2.0)
+        for seed in range(60)
+    )
+    cases = [one for one in every if len(one.question.classes) == one.question.shape.stages + 1]
+    assert len(cases) > 20
+    for case in cases:
+        found = choose_stages(case.question, effort=QUICK)
+        assert found_seconds(found) <= 1.1 * brute_force(case).seconds
+
+
 def random_small(seed: int) -> StageCase:
     kinds, rooms = list(ScheduleKind), (2.0, 1.0, 0.8, 0.6, 0.45)
     return random_case(
