@@ -1,10 +1,12 @@
 """Measures the seconds and the memory of `autopar plan`, from a cold start, on models of all sizes.
 
     python benchmarks/plan_speed.py [gpt2-8 llama8b-64 … chain-1000] [-o FILE]
+    python benchmarks/plan_speed.py --scaling [-o FILE]
 
 Every case is a process of its own, with nothing of it remembered from before: imports, trace,
 search, plan.json and train.py. Beside the wall stands the processor's time, which a busy machine
 does not change much. The gap is how much faster a plan might be than the fastest one found.
+`--scaling` measures and draws one model on ever more devices, and an ever longer chain of layers.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from autopar.planner.plan.files.cache import PLACE
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "plan_speed.md"
+SCALED = RESULT.with_name("plan_scaling.md")
 MOST_BYTES = int(1.5 * 2**30)
 
 
@@ -36,7 +39,7 @@ class Case:
     model: str  # its file
     arguments: tuple[str, ...]
     gpus: int
-    global_batch: int
+    global_batch: int | None  # None: the default
     most_seconds: float
 
 
@@ -109,6 +112,33 @@ CASES = (
     ),
 )
 
+DEVICES = (8, 64, 512, 4_096, 16_384, 65_536)
+LAYERS = (125, 250, 500, 1_000, 2_000)
+SCALING = (
+    *(
+        Case(
+            name=f"llama8b-{gpus}",
+            model="models_zoo/llama.py",
+            arguments=("size=8b",),
+            gpus=gpus,
+            global_batch=None,
+            most_seconds=15.0,
+        )
+        for gpus in DEVICES
+    ),
+    *(
+        Case(
+            name=f"chain-{layers}",
+            model="benchmarks/chain.py",
+            arguments=(f"layers={layers}",),
+            gpus=2,
+            global_batch=16,
+            most_seconds=6.0 + layers / 125,
+        )
+        for layers in LAYERS
+    ),
+)
+
 
 def measured(case: Case) -> Taken:
     """Plan a case in a new process."""
@@ -116,7 +146,8 @@ def measured(case: Case) -> Taken:
         command = [
             sys.executable, "-m", "autopar", "plan", str(ROOT / case.model),
             *(part for one in case.arguments for part in ("--arg", one)), "--gpus", str(case.gpus),
-            "--global-batch", str(case.global_batch), "-o", folder,
+            *(("--global-batch", str(case.global_batch)) if case.global_batch else ()),
+            "-o", folder,
         ]  # fmt: skip
         output = Path(folder) / "output.txt"
         began = time.perf_counter()
@@ -174,23 +205,60 @@ def page(rows: Sequence[Taken]) -> str:
     )
 
 
+def scaling_page(rows: Sequence[Taken], picture: Path) -> str:
+    """Return the page about ever more devices and layers."""
+    many, long = rows[: len(DEVICES)], rows[len(DEVICES) :]
+    return (
+        "# How long `autopar plan` takes with more devices and more layers\n\n"
+        "Remade by `python benchmarks/plan_speed.py --scaling`, from a cold start.\n"
+        f"{os.cpu_count()} processors; load when done: {os.getloadavg()[0]:.1f}.\n\n"
+        f"![seconds by devices and by layers]({picture.name})\n\n"
+        f"## Llama 8B on 8 to 65,536 devices, the default batch\n\n{table(many)}\n\n"
+        f"## A chain of 125 to 2,000 linear layers on 2 devices\n\n{table(long)}\n"
+    )
+
+
+def draw(rows: Sequence[Taken], path: Path) -> None:
+    """Draw the processor's seconds by devices and by layers."""
+    import matplotlib as mpl  # only this picture needs it
+
+    mpl.use("Agg")  # a picture in a file, no window
+    from matplotlib import pyplot as plt
+
+    figure, (many, long) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    seconds = [one.processor_seconds for one in rows]
+    many.plot(DEVICES, seconds[: len(DEVICES)], marker="o")
+    many.set(xscale="log", xlabel="devices", ylabel="processor seconds", ylim=(0, None))
+    many.set_title("Llama 8B")
+    long.plot(LAYERS, seconds[len(DEVICES) :], marker="o")
+    long.set(xlabel="layers", xlim=(0, None), ylim=(0, None), title="a chain on 2 devices")
+    figure.savefig(path, dpi=100)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cases asked for, all where none is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [case.name for case in CASES]
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(names)}")
-    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    parser.add_argument("--scaling", action="store_true", help="more devices, and more layers")
+    parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.cases) - set(names))
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
     rows = []
-    for case in CASES:
-        if case.name in (given.cases or names):
-            rows.append(measured(case))
-            print(table(rows[-1:]).splitlines()[-1], rows[-1].fault, flush=True)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(page(rows), encoding="utf-8")
+    chosen = [case for case in CASES if case.name in (given.cases or names)]
+    for case in SCALING if given.scaling else chosen:
+        rows.append(measured(case))
+        print(table(rows[-1:]).splitlines()[-1], rows[-1].fault, flush=True)
+    output = given.output or (SCALED if given.scaling else RESULT)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    picture = output.with_suffix(".png")
+    if given.scaling:
+        draw(rows, picture)
+    output.write_text(
+        scaling_page(rows, picture) if given.scaling else page(rows), encoding="utf-8"
+    )
     return 0 if all(row.is_within for row in rows) else 1
 
 

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.console import Command, CommandGroup, print_json, print_note, results
+from autopar.command_line import Command, CommandGroup
+from autopar.console import print_json, print_note, results
 from autopar.planner.cluster.detected import (
     BEGINNING,
     MeasuredLink,

@@ -287,9 +287,9 @@ class BodyBuilder(AvailableValues):
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
         is_activation = given.origin in (TensorOrigin.OP, TensorOrigin.INPUT)
-        others = (self.split.lengths.shape(one.name) for one in (given, made))
-        keeps_all = given.shape == made.shape and len(set(others)) == 1
-        return keeps_all and is_activation and not self.reads_written(op)
+        if given.shape != made.shape or not is_activation or self.reads_written(op):
+            return False
+        return len({self.split.lengths.shape(one.name) for one in (given, made)}) == 1
 
     def _made(self, tensor: str) -> LocalTensor:
         return LocalTensor(tensor, self.split.made(tensor))

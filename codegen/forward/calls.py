@@ -267,7 +267,8 @@ def call_line(unit: str, body: AvailableValues) -> Line:
     """Return the line that calls a module or an autograd Function."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
-    others = body.split.lengths.call(unit) or record
+    has_size = any(map(_has_size, (*record.arguments, *dict(record.keywords).values())))
+    others = (body.split.lengths.call(unit) if has_size else None) or record  # lengths take a trace
     by_name = dict(others.keywords)
     arguments = [
         (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))

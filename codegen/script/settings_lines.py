@@ -92,9 +92,8 @@ def settings_of(plan: Plan) -> Iterator[ScriptSetting]:
         )
     kept = "file or folder of the trained weights, or none; --export"
     yield ScriptSetting("EXPORT", literal("model.safetensors"), kept)
-    yield ScriptSetting(
-        "CHECKPOINT", literal("none"), "folder of checkpoints, or none; --checkpoint"
-    )
+    folder = "folder of checkpoints, or none; --checkpoint"
+    yield ScriptSetting("CHECKPOINT", literal("none"), folder)
     yield ScriptSetting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
     yield ScriptSetting("KEEP", literal(3), "how many of the newest checkpoints stay; --keep")
     checked = "compare the first loss with plain PyTorch's; --check-first-step"
@@ -297,8 +296,8 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     elif plan.machines.nodes > 1:
-        yield f"Run it on each of {nodes} nodes, NODE from 0 as listed below; HOST is the first"
-        yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as listed below; HOST is the address of"
+        yield f"the first, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     if not plan.cluster.has_equal_nodes:
@@ -329,10 +328,8 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
         yield from _wrapped(f"{one.reason}: {times}{over}{took}", indent=4)
     rank, memory = plan.fullest
     limit = plan.limit_bytes(rank)
-    yield (
-        f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
-        f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"
-    )
+    taken = f"{bytes_text(memory.device_bytes)} of {bytes_text(limit)}"
+    yield f"Memory of the fullest device: {taken} ({memory.device_bytes / limit:.0%})"
     sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
     yield from _shares(sizes, memory.device_bytes, bytes_text)
     yield from (line for told in host_words(plan) for line in _wrapped(f"Beside it {told}"))

@@ -387,10 +387,7 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap.
-
-    Under ZeRO-1, gradients that other axes also add up get buckets of their own.
-    """
+    """Return the call of wrap; ZeRO-1 keeps gradients that other axes sum in their own buckets."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

@@ -47,14 +47,14 @@ _GROWING_OPTIONS = {
 }
 _NODES_OF_CBC = 100  # assumed for each program
 _PRIMAL, _DUAL = 4, 1  # values of HiGHS's option simplex_strategy
-_TOLERANCE = 1e-9
+_HEURISTICS = ("feasibility_jump", "rins", "rens")
 _HIGHS_OPTIONS = {
-    "mip_feasibility_tolerance": _TOLERANCE,
-    "primal_feasibility_tolerance": _TOLERANCE,
-    "dual_feasibility_tolerance": _TOLERANCE,
-    # Programs are small and their relaxations close: presolve takes longer than it saves.
+    **{f"{name}_feasibility_tolerance": 1e-9 for name in ("mip", "primal", "dual")},
+    # Programs are small and their relaxations close: presolve, these heuristics and cuts that no
+    # longer bind take longer than they save. Without the last two, fronts take 0.6 of the time.
     "presolve": "off",
-    "mip_heuristic_run_feasibility_jump": False,
+    **{f"mip_heuristic_run_{name}": False for name in _HEURISTICS},
+    "mip_lp_age_limit": 2,
 }
 
 

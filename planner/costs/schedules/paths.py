@@ -101,6 +101,7 @@ class Chains:
         return found if reductions is None else found + np.append(reductions, 0.0)[self._ends]
 
 
+@lru_cache(maxsize=256)
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     """Return chains that exist whatever the stages' seconds are: some through each rank.
 

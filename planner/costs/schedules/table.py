@@ -87,6 +87,12 @@ def rank_of(kind: ScheduleKind, stage: int, ranks: int) -> int:
 
 
 @lru_cache(maxsize=256)
+def stage_ranks(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    """Return the rank of each stage."""
+    return tuple(rank_of(kind, stage, shape.ranks) for stage in range(shape.stages))
+
+
+@lru_cache(maxsize=256)
 def _ranks(kind: ScheduleKind, ranks: int, stages_per_rank: int) -> Mapping[int, int]:
     """Return the rank of each stage, from the order of one microbatch."""
     shape = PipelineShape(ranks=ranks, stages_per_rank=stages_per_rank, microbatches=1)

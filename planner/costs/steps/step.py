@@ -21,7 +21,12 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds
-from autopar.planner.costs.schedules.table import in_flight, rank_moments, rank_of
+from autopar.planner.costs.schedules.table import (
+    in_flight,
+    rank_moments,
+    rank_of,
+    stage_ranks,
+)
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import (
@@ -87,7 +92,7 @@ def step_of(
 ) -> StepTerms:
     """Return the terms of a step, from the prices of its stages."""
     loads = tuple(price.load for price in prices)
-    ranks = [_rank(stage, arrangement) for stage in range(len(prices))]
+    ranks = stage_ranks(arrangement.schedule, pipeline_shape(arrangement))
     scheduled = tuple(price.seconds for price in prices)
     transfers = tuple(price.transfer_seconds for price in prices[:-1])
     pipeline = pipeline_seconds(

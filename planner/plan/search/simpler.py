@@ -105,12 +105,12 @@ def simplest_leaf(
     def entry(
         one: SearchNode[Item] | FoundLeaf[Leaf], floor: float
     ) -> Iterator[_Entry[Item, Leaf]]:
-        if isinstance(one, FoundLeaf):
-            of, value = simplicity.of_leaf(one.leaf), one.value
-        else:
-            of, value = simplicity.below(one.item), max(one.bound, floor)
-        if value <= within:
-            yield of, value, one.rank, next(numbers), one
+        value = one.value if isinstance(one, FoundLeaf) else max(one.bound, floor)
+        if value > within:  # asked first, because a complexity may need solved layouts
+            return
+        of_leaf, below = simplicity.of_leaf, simplicity.below
+        of = of_leaf(one.leaf) if isinstance(one, FoundLeaf) else below(one.item)
+        yield of, value, one.rank, next(numbers), one
 
     firsts: tuple[SearchNode[Item] | FoundLeaf[Leaf], ...] = (*found, *waiting)
     queue = [one for first in firsts for one in entry(first, 0.0)]

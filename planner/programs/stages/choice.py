@@ -323,6 +323,10 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
     """Return the best cut if each rank has one stage, which shortest paths bound."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
+    if chooser.aim < math.inf:  # prices of all intervals take longer than this bound
+        divided = _divided(chooser)
+        if divided.bound_seconds + chooser.once >= chooser.aim:
+            return chooser.answer(min(divided.bound_seconds + chooser.once, chooser.top))
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
         columns = chooser.columns.of_all(question.different_intervals(longest))

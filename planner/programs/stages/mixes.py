@@ -23,6 +23,7 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
+_ROUNDING = 1e-9
 _FEW = 64  # if there are more mixes, dominated ones are dropped after each class
 
 
@@ -177,11 +178,42 @@ def least_seconds(question: StageQuestion) -> Floats:
 
 
 def even_cut(question: StageQuestion) -> Cut:
-    """Return a cut into stages of about equal time, at allowed borders; () if there is none."""
-    stages = question.shape.stages
+    """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none is.
+
+    In a cut of k stages that is no worse than one of value Q, no stage differs from their mean μ by
+    more than d, because the others have at least the square of their mean:
+
+        d²  =  (Q − k · μ²) · (k − 1) ÷ k
+    """
+    count, stages = len(question.classes), question.shape.stages
     sums = np.concatenate([[0.0], np.cumsum(least_seconds(question))])
-    wanted = sums[-1] * np.arange(1, stages) / stages
-    return nearest_cut(question, np.interp(wanted, sums, np.arange(len(sums))).tolist())
+    mean = float(sums[-1]) / stages
+    near = nearest_cut(
+        question, np.interp(mean * np.arange(1, stages), sums, np.arange(count + 1)).tolist()
+    )
+    value = float((np.diff(sums[list(near)]) ** 2).sum()) if near else np.inf
+    most = mean + np.sqrt(max(0.0, value - stages * mean**2) * (stages - 1) / stages)
+    ends = np.searchsorted(sums, sums + most * (1.0 + _ROUNDING), side="right")
+    longest = int((ends - np.arange(count + 1)).max())
+    least = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
+    befores = []
+    for first, last in question.windows[1:]:
+        best, before = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        places = np.flatnonzero(question.is_border[first : last + 1]) + first
+        for length in range(1, min(longest, count - stages + 1) + 1):
+            to = places[places >= length]
+            total = least[to - length] + (sums[to] - sums[to - length]) ** 2
+            is_less = total < best[to]
+            best[to[is_less]] = total[is_less]
+            before[to[is_less]] = to[is_less] - length
+        least = best
+        befores.append(before)
+    if least[count] == np.inf:
+        return ()
+    cut = [count]
+    for before in reversed(befores):
+        cut.append(int(before[cut[-1]]))
+    return tuple(reversed(cut))
 
 
 def nearest_cut(question: StageQuestion, borders: Sequence[float]) -> Cut:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.orders import PipelineShape
-from autopar.planner.costs.schedules.table import Moments, rank_moments, rank_of
+from autopar.planner.costs.schedules.table import Moments, rank_moments, stage_ranks
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import RankGroups
 from autopar.planner.costs.steps.step import pipeline_shape
@@ -56,8 +56,7 @@ class StageQuestion:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        kind, ranks = self.arrangement.schedule, self.shape.ranks
-        return tuple(rank_of(kind, stage, ranks) for stage in range(self.shape.stages))
+        return stage_ranks(self.arrangement.schedule, self.shape)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:

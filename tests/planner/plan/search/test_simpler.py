@@ -119,6 +119,22 @@ def test_arrangements_are_ordered_by_kinds_printed_classes_and_sharding() -> Non
     assert len(set(order)) == len(order)
 
 
+def test_no_layouts_are_solved_to_tell_how_simple_a_plan_beyond_the_tolerance_is() -> None:
+    leaf = FoundLeaf(value=1.0, rank=(), leaf="fast")
+    far = SearchNode(bound=1.1, rank=(), item="slow")
+    asked: list[str] = []
+
+    def below(item: str) -> Complexity:
+        asked.append(item)
+        return (0,)
+
+    simplicity: Simplicity[str, str] = Simplicity(of_leaf=lambda _: (1,), below=below)
+    assert simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.05) is leaf
+    assert not asked
+    simplest_leaf([leaf], [far], lambda _: [], simplicity, within=1.2)
+    assert asked == ["slow"]
+
+
 def test_what_must_be_beaten_is_the_tolerance_or_what_is_as_simple() -> None:
     simple, usual, complex_ = (1, 0, 0, 0, 0), (2, 1, 0, 0, 0), (3, 2, 0, 0, 0)
     known = Known(tolerance=0.03).with_one(usual, 100.0).with_one(usual, 120.0)

@@ -6,12 +6,13 @@ import math
 import time
 from dataclasses import replace
 from functools import cache
-from itertools import count
+from itertools import combinations, count, pairwise
 from statistics import median
 
 import pytest
 
 from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.programs.stages.choice import (
@@ -22,7 +23,9 @@ from autopar.planner.programs.stages.choice import (
     StageAnswer,
     choose_stages,
 )
+from autopar.planner.programs.stages.mixes import even_cut, least_seconds
 from autopar.planner.programs.stages.modes import PricedCut
+from autopar.planner.programs.stages.question import Cut
 from autopar.planner.programs.stages.smallest import smallest_stages
 from tests.cells import cells
 from tests.planner.programs.stages.stage_cases import (
@@ -115,6 +118,40 @@ def test_one_stage_that_holds_least_is_found(zero: Zero) -> None:
             found = smallest_stages(case.question)
             assert found is not None
             assert held_bytes(case, found) == brute_force(case).least_bytes
+
+
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_the_even_cut_is_the_most_even_of_all(kind: ScheduleKind) -> None:
+    for seed in range(6):
+        question = random_case(seed, kind=kind, most_layers=9, room=1.0).question
+        banned = replace(question, is_cuttable=(seed % 2 == 0, *question.is_cuttable[1:]))
+        layers, stages, least = len(banned.classes), banned.shape.stages, least_seconds(banned)
+
+        def squares(cut: Cut, least: Floats = least) -> float:
+            return sum(float(least[first:stop].sum()) ** 2 for first, stop in pairwise(cut))
+
+        every = [
+            (0, *inner, layers)
+            for inner in combinations(range(1, layers), stages - 1)
+            if all(banned.is_border[place] for place in inner)
+        ]
+        found = even_cut(banned)
+        assert found in every or (not every and found == ())
+        if every:
+            assert squares(found) == pytest.approx(min(map(squares, every)))
+
+
+def test_a_quick_look_is_close_to_the_best_cut_where_stages_are_almost_as_many_as_layers() -> None:
+    """Moves of single borders lead nowhere there, so the cut to begin with must be good."""
+    every = (
+        random_case(seed, kind=ScheduleKind.INTERLEAVED_1F1B, most_layers=5, room=2.0)
+        for seed in range(60)
+    )
+    cases = [one for one in every if len(one.question.classes) == one.question.shape.stages + 1]
+    assert len(cases) > 20
+    for case in cases:
+        found = choose_stages(case.question, effort=QUICK)
+        assert found_seconds(found) <= 1.1 * brute_force(case).seconds
 
 
 def random_small(seed: int) -> StageCase:
