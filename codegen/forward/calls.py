@@ -213,9 +213,8 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> 
                 return None
     values = (function.arguments, tuple(value for _, value in function.keywords))
     given = dict.fromkeys(refs(values))
-    if any(
-        tensors[name].origin is not TensorOrigin.CONSTANT for name in wanted.keys() - given.keys()
-    ):
+    others = (tensors[name].origin for name in wanted.keys() - given.keys())
+    if any(origin is not TensorOrigin.CONSTANT for origin in others):
         return None
     found: _Needs = {}
     for name in given:

@@ -296,8 +296,8 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     elif plan.machines.nodes > 1:
-        yield f"Run it on each of {nodes} nodes, NODE from 0 as listed below; HOST is the address of"
-        yield f"the first, DEVICES how many a node has, {ranks} on all together:"
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as listed below; HOST is the first"
+        yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     if not plan.cluster.has_equal_nodes:
