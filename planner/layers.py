@@ -33,8 +33,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 
-    Only tensors computed from weights or random numbers cross. Every stage has the model's inputs,
-    and computes all other tensors that it needs from them.
+    Only tensors that a single stage computes cross (`computed_once`). Every stage has the model's
+    inputs, and computes all other tensors that it needs from them.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -290,7 +290,7 @@ def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
     """Map the ops of linear layers that can multiply in float8 to these layers' modules.
 
     These are trained nn.Linear modules inside compiled layers, with both sizes multiples of 16. The
-    last ones before the loss stay as they are, because a loss is sensitive to its logits.
+    last products before the loss stay in 16 bits, because a loss is sensitive to its logits.
     """
     trained = {one.name for one in graph.parameters if one.trainable}
     last, calls = last_products(graph), graph.calls

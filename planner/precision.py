@@ -52,11 +52,11 @@ class Precision(StrEnum):
 class Float8(StrEnum):
     """How compiled linear layers scale the factors of products in float8: torchao's recipes.
 
-    Kernels of their own cast the factors. They read elements of 16 bits, find the largest ones, and
-    write elements of 8 bits: once with rows and once with columns contiguous, because every factor
-    belongs to two of the three products of a layer. The columns have the bytes that these kernels
-    move per element, as counted by torchao (testing/training/roofline_utils.py). `rate` was fitted
-    to every second published run with scales for rows (docs/accuracy.md).
+    Separate kernels cast the factors. They read elements of 16 bits, find the largest ones, and
+    write elements of 8 bits: once with contiguous rows and once with contiguous columns, because
+    every factor belongs to two of a layer's three products. Names in `_bytes` have the bytes that
+    these kernels move per element, as counted by torchao (testing/training/roofline_utils.py).
+    `rate` was fitted to every second published run with scales for rows (docs/accuracy.md).
     """
 
     _value_: str
@@ -72,7 +72,7 @@ class Float8(StrEnum):
     ROWWISE = "rowwise", 8, 3, 7, 4, 0.7, "one for each row and column: more exact"
 
     def __new__(cls, name: str, *row: Any) -> Self:
-        """Return a kind of scaling with the columns of its row."""
+        """Return a kind of scaling whose attributes have the values of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
         one.input_bytes, one.weight_bytes, one.weight_bytes_again, *others = row
@@ -81,7 +81,7 @@ class Float8(StrEnum):
 
 
 FLOAT8_UNITS = "fp8"  # the dtype of the units that compute float8 products
-FLOAT8_MULTIPLE = 16  # of both sizes of a weight: the kernels of float8 products take no others
+FLOAT8_MULTIPLE = 16  # both sizes of a weight must be multiples: float8 kernels take no others
 
 
 def precision_words() -> str:

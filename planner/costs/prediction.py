@@ -163,7 +163,7 @@ def zero_words(levels: Iterable[Zero]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How ranks share the training; ranks are counted tensor first, then data, then pipeline.
+    """How ranks share the training; they are numbered tensor first, then data, then pipeline.
 
     `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
     sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
@@ -218,12 +218,12 @@ class Arrangement:
 
     @property
     def optimizer_ranks(self) -> int:
-        """The data ranks that divide the optimizer's states between them."""
+        """The number of data ranks that divide the optimizer's states between them."""
         return self.shard if self.zero.divides_optimizer else 1
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients lie in buckets; on their way to the host they do on one rank, too."""
+        """Whether gradients lie in buckets; if they go to the host, even on a single data rank."""
         return (self.data > 1 or self.offload.has_states) and not self.zero.shards_modules
 
     @property

@@ -194,10 +194,10 @@ class Resized:
 
 
 def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
-    """Return a plan's constraints with its global batch and precision, for other devices.
+    """Return a plan's constraints, its global batch, precision and float8, for other devices.
 
-    Demands that leave no degrees for so many devices are dropped one by one. The search reports any
-    other demand that cannot be met.
+    Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
+    devices. The search reports any other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, plan.model.batch
     same = {

@@ -105,7 +105,7 @@ def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:
-    """Whether an arrangement has the pins, regardless of default constraints."""
+    """Whether an arrangement has the pins, whatever the constraints' defaults are."""
     pinned = replace(
         pins,
         precision=arrangement.precision,

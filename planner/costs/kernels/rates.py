@@ -312,8 +312,8 @@ class Rates:
 
     `single` has the rates of fp32 matrix products: on plain fp32 units, PyTorch's default, unless
     the precision allows TF32. `convolution` has those of fp32 convolutions: on TF32 units, cuDNN's
-    default, if the device has any. `float8` has those of float8 products; where no training
-    asks for them, they are those of `own`.
+    default, if the device has any. `float8` has those of float8 products; without such products it
+    equals `own`.
     """
 
     own: Throughput  # at the plan's precision (--precision)

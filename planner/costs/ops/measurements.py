@@ -1,4 +1,4 @@
-"""Measured seconds of ops and of the host: the key of an op, and the host's usual times."""
+"""Keys and timings of measured ops, and the host's times, measured or usual."""
 
 from __future__ import annotations
 

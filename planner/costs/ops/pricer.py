@@ -138,7 +138,7 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers that it takes."""
+        """How torch.compile fuses ops of the layers that it compiles."""
         if not self.compiles:
             return Fusion()
         taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
@@ -152,7 +152,7 @@ class OpPricer:
 
     @cached_property
     def float8_ops(self) -> Mapping[str, bool]:
-        """The products in float8, and whether each is the first of its layer to cast its input."""
+        """The products in float8, and whether each casts its input, as the first in its layer."""
         if not self.compiles or self.float8 is Float8.NONE:
             return {}
         linears, found = float8_linears(self.graph, self.layers), dict[str, bool]()
@@ -333,7 +333,10 @@ class OpPricer:
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
 
     def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
-        """Return how factors are scaled; a shard's sizes may not suit, or its bias come later."""
+        """Return how an op scales its factors: not at all if the sizes of its shard do not suit.
+
+        Nor if its bias is added later, to the sum of all shards' results.
+        """
         if op.name not in self.float8_ops:
             return Float8.NONE
         rows, depth = shapes.shape(op.inputs[1])

@@ -24,7 +24,7 @@ _BACKWARD_KERNELS = 2  # a recurrent step's element-wise kernels in the backward
 def contraction_seconds(case: OpCase) -> OpSeconds:
     """Price matrix products; the kernel also adds the bias, whose gradient is a separate sum.
 
-    Kernels of their own cast factors to float8.
+    For float8, separate kernels cast the factors.
     """
     products = tuple(products_of(case.op, case.shapes))
     if not products:

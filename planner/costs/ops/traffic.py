@@ -179,8 +179,8 @@ def backward_bytes(case: OpCase) -> int:
 def cast_seconds(case: OpCase) -> OpSeconds:
     """Return the seconds of kernels that cast the factors of a linear layer to float8.
 
-    The columns of `Float8` have the bytes of an element. Leaves out that the kernel that makes a
-    factor may find its largest element.
+    `Float8` has the bytes that they move per element. Leaves out what fusion can save: the kernel
+    that makes a factor may also find its largest element.
     """
     if case.float8 is Float8.NONE:
         return OpSeconds(forward=0.0)

@@ -51,10 +51,11 @@ def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
 def host_bytes(held: Held, arrangement: Arrangement) -> int:
     """Return what a rank has in the host's memory.
 
-        own part of: states + fp32 weights + gradients
+        this rank's part of (states + fp32 weights + gradients)
 
-    With 16-bit weights, states include the fp32 weights. Gradients that arrive to be added to
-    others take a little more. fully_shard has its parts of frozen parameters there, too.
+    With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
+    parameters there, too. Without it, the gradients of several microbatches are added on the host,
+    and those that arrive take a little more.
     """
     if not arrangement.offload.has_states:
         return 0

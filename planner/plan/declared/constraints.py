@@ -233,7 +233,7 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
 
 
 def _compiled(constraints: Constraints) -> Constraints:
-    """Return constraints under which layers are compiled, as float8 products need it."""
+    """Return the constraints with compiled layers, which float8 needs; raise if they forbid it."""
     rivals = {"compile": constraints.compile is Compile.NONE,
               "precision": not constraints.precision.is_half}  # fmt: skip
     for field, is_rival in rivals.items():

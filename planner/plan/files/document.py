@@ -226,7 +226,7 @@ def write_plan(plan: StoredPlan, path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise for a path that cannot be written, or a file that is no plan of any version."""
+    """Raise for a path that cannot be written, or an existing file that is not a plan."""
     check_writable(path)
     if not path.exists():
         return

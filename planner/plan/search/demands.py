@@ -137,14 +137,14 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 def learning(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether it is trained or passes gradients on.
 
-    Other layers are computed where they are needed; a stage of such layers alone would be empty.
+    Other layers are computed wherever they are needed, so a stage with none but them is empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))
 
 
 def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
-    """Return the first and last layer of buffers that are written and used by several layers.
+    """Return the first and last layer that use a buffer, for buffers that the forward writes.
 
     Each stage would have its own copy, so these layers are not cut apart.
     """
@@ -180,7 +180,10 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared; by default, GPUs may compile layers or not."""
+    """Yield what may be compiled: as declared, or by default nothing.
+
+    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    """
     if constraints.compile is not None:
         yield constraints.compile
         return
@@ -191,12 +194,12 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
 
 
 def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
-    """Whether plans with compiled layers are looked at."""
+    """Whether the search looks at plans with compiled layers."""
     return Compile.LAYERS in _compiles(cluster, constraints)
 
 
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
-    """Return what may lie on the host: as declared; by default nothing on CPUs, all on GPUs."""
+    """Return what may lie on the host: as declared; by default any of it, on CPUs nothing."""
     is_open = constraints.offloads == tuple(Offload)
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return (Offload.NONE,) if is_cpu and is_open else constraints.offloads

@@ -185,7 +185,7 @@ class PriceBook:
         """Return the program for the cluster's slowest device, which the others wait for."""
         known = self._at(of)
         if known.program is None:
-            place = LayoutInput(
+            asked = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
@@ -196,7 +196,7 @@ class PriceBook:
                 microbatches=1,
                 structure=self.structure,
             )
-            known.program = LayoutProgram(place, _BUDGET)
+            known.program = LayoutProgram(asked, _BUDGET)
         return known.program
 
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:

@@ -1,4 +1,4 @@
-"""Compares two plans, and predicts the time that compiled layers would save."""
+"""Compares two plans, and predicts the time that compiled layers and float8 save."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def seconds_saved_by_float8(plan: Plan, axes: GraphAxes, layers: Layers) -> floa
 
 
 def _seconds_saved(plan: Plan, axes: GraphAxes, layers: Layers, without: Arrangement) -> float:
-    """Return how much longer a step is in another arrangement.
+    """Return how much longer a step would be in the arrangement `without`, in the same layouts.
 
     Counts forward and backward on a device, evenly spread over the stages, without recomputation.
     """

@@ -134,7 +134,7 @@ def op_name(target: str) -> str:
 
 
 class StepPart(StrEnum):
-    """The kind of a device's work, or waiting, in a part of the step."""
+    """What a device does in a part of the step: it works, or it waits."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"

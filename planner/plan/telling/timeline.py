@@ -186,8 +186,8 @@ class HeldBytes:
 def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
     """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
 
-    Between its least and its predicted peak, a rank's activations are proportional to the number of
-    microbatches that it holds, of all its stages together.
+    A rank always holds everything but activations. Of its predicted activations it holds a share:
+    the microbatches that it holds now ÷ the most that it holds at once, over all its stages.
     """
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in timeline.actions if one.rank == rank]
@@ -227,8 +227,8 @@ def trace_events(
 ) -> Iterator[dict[str, object]]:
     """Yield actions as events of Chrome's trace format, which Perfetto opens.
 
-    They are a process of this name, in which each pipeline rank is a thread; its events do not
-    overlap.
+    They are one process called `name`, with a thread for each pipeline rank. The events of a thread
+    do not overlap.
     """
     yield {"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}}
     for rank in sorted({one.rank for one in actions}):
@@ -274,7 +274,7 @@ class MeasuredStep:
 
 
 def measured_step(plan: StoredPlan, folder: Path) -> MeasuredStep:
-    """Return the last step in a folder of profiles, which has a folder for each."""
+    """Return the last step in a folder of profiles, which has a folder for each step."""
     steps = [one for one in folder.glob("*") if re.fullmatch(r"\d{1,15}", one.name, re.ASCII)]
     last = max(steps, key=lambda one: int(one.name), default=folder)
     files = sorted(last.glob("rank-*[0-9].json"))

@@ -107,7 +107,7 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
 
 
 def compile_words(arrangement: Arrangement) -> str:
-    """Return what is compiled, and how it multiplies in float8; or nothing."""
+    """Return "compiled layers", with the scales of float8 if used; "" if nothing is compiled."""
     if arrangement.compile is Compile.NONE:
         return ""
     scaled = "" if arrangement.float8 is Float8.NONE else f" in float8 ({arrangement.float8})"
