@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 import autopar
-from autopar.command_line import Command, CommandGroup
-from autopar.console import noting_slow_phases, print_error
+from autopar.console import Command, CommandGroup, noting_slow_phases, print_error
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
@@ -34,11 +33,12 @@ FUNCTIONS = {
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",
     "rehearse": "dryrun.rehearse_plan",
-    "profile": "profile.profile",
+    "profile": "dryrun.profile",
     "run": "run.run",
     "runs": "run.runs",
     "status": "status.status",
     "ckpt": "ckpt.ckpt",
+    "cluster": "cluster.cluster",
     "doctor": "doctor.doctor",
 }
 
@@ -90,7 +90,7 @@ class LazyGroup(CommandGroup):
 
     @contextmanager
     def _help_alone(self) -> Iterator[None]:
-        """Replace the commands inside by stand-ins that only have a help text."""
+        """While the code inside runs, replace the commands by stand-ins with only a help text."""
         whole = self.commands
         self.commands = {name: TyperCommand(name, help=_help_of(name)) for name in FUNCTIONS}
         try:
@@ -177,7 +177,7 @@ def main(command: typer.Typer = app) -> None:
         # errors of object stores are always EIO
         if error.errno in _UNWRITABLE and "://" not in where:
             found = f"the output cannot be written: {error.strerror}"
-            print_error(InputError(found, where=where, fix="make room where it goes"))
+            print_error(InputError(found, where=where, fix="free some space there"))
         elif where or error.errno in _IMPASSABLE:
             print_error(InputError(f"{error.strerror}", where=where))
         else:

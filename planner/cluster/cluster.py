@@ -33,7 +33,7 @@ class Topology(StrEnum):
 
 
 class Backend(StrEnum):
-    """The library that runs the collectives; NCCL also stands for RCCL, which has its protocols."""
+    """The library that runs the collectives; NCCL also stands for RCCL: its protocols are equal."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -68,7 +68,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between devices, sockets or nodes; with half a port per device, two share a port."""
+    """A link between devices, sockets or nodes; with 0.5 ports per device, two share a port."""
 
     name: str
     topology: Topology

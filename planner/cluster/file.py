@@ -279,7 +279,7 @@ _MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return the allowed numbers of first devices: a part of the first node, or whole nodes."""
+    """Return how many first devices may be taken: a part of the first node, or whole nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 
@@ -291,7 +291,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     sizes = prefix_sizes(cluster)
     if count not in sizes:
         raise InputError(
-            f"{count} of the {cluster.size} devices are not a number of whole nodes",
+            f"{count} of the {cluster.size} devices do not make whole nodes",
             expected=f"{_numbers_text(sizes)}",
             fix="take the first nodes as a whole, or a part of the first one",
         )

@@ -85,12 +85,12 @@ def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
     if cluster.has_equal_nodes:
         return (cluster,)
     counts = Counter(cluster.nodes)
-    kinds = sorted(counts, key=_place)
+    kinds = sorted(counts, key=_fastest_first)
     return tuple(_ordered(cluster, nodes) for nodes in _orders(kinds, counts))
 
 
-def _place(node: Machine) -> tuple[object, ...]:
-    """Return a sort key for unlike nodes: fast, then much memory, then many devices."""
+def _fastest_first(node: Machine) -> tuple[object, ...]:
+    """Return a sort key for unlike nodes: the fastest first, then by memory, then by devices."""
     device = node.device
     return -half_peak(device), -device.memory_bytes, -node.devices, device.name, repr(node)
 
@@ -153,7 +153,10 @@ def _nodes_per_rack(cluster: Cluster) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossedLevel:
-    """A level that a group crosses: `parts` units of the level below, `members` ranks in each."""
+    """A level of links that a group crosses.
+
+    The group has ranks in `parts` units of the level below, and `members` ranks in each.
+    """
 
     level: str
     parts: int
@@ -274,7 +277,7 @@ def _shape(
             parts_of.setdefault(here[rank], set()).add(below[rank][0])
         parts = max(len(units) for units in parts_of.values())
         if parts > 1:
-            members = _most_common_size(below[rank][0] for rank in group)
+            members = _largest_number(below[rank][0] for rank in group)
             devices = min(below[rank][1] for rank in group)
             crossed = dict.fromkeys(
                 level.units[unit] for unit in sorted(parts_of) if len(parts_of[unit]) > 1
@@ -308,7 +311,8 @@ def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
     )
 
 
-def _most_common_size(units: Iterable[int]) -> int:
+def _largest_number(units: Iterable[int]) -> int:
+    """Return how often the most frequent unit occurs."""
     sizes: dict[int, int] = {}
     for unit in units:
         sizes[unit] = sizes.get(unit, 0) + 1

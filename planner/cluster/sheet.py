@@ -51,7 +51,7 @@ DEVICE_KEYS = (
 )
 _HOST_KEYS = ("memory", "memory_bandwidth", "bandwidth")
 DEFAULT_HOST = "pcie4"
-# of a link for which none is given: NCCL reaches this share of NVLink's rate
+# for a link without a given efficiency: NCCL reaches this share of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -117,7 +117,7 @@ def _meant(key: str) -> str:
 def canonical_name(name: str) -> str:
     """Return a device name in small letters and dashes, without the vendor."""
     key = name.strip().casefold().replace("_", "-").replace(" ", "-")
-    for vendor in ("nvidia-", "amd-", "tesla-"):
+    for vendor in ("nvidia-", "amd-", "tesla-", "instinct-"):
         key = key.removeprefix(vendor)
     return key
 
@@ -258,13 +258,13 @@ def _frozen(value: Any) -> Any:
 
 @cache
 def device_tables() -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of devices.toml, from which a cluster file may start (`like = …`)."""
+    """Return the tables of devices.toml, from which a cluster file may start (`like = …`)."""
     return MappingProxyType(dict(_tables("devices.toml", "device")))
 
 
 @cache
 def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of links.toml for section "link" or "fabric"."""
+    """Return the tables of links.toml in section "link" or "fabric"."""
     return MappingProxyType(dict(_tables("links.toml", section)))
 
 
@@ -306,7 +306,7 @@ def with_host_memory(device: Device, machine_bytes: int, devices: int) -> Device
 
 
 def _may_have_gpus() -> bool:
-    """Whether a GPU driver has its device file here. Only on Linux are their names known."""
+    """Whether a GPU driver may be there: on Linux, only if a driver's device file exists."""
     return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 
@@ -317,7 +317,7 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     the one nearest in memory is taken then; if several are, the one whose name adds the fewest
     words.
     """
-    device = _by_name(name) or _by_words(name, memory_bytes)
+    device = device_like(name, memory_bytes)
     if device is None:
         raise InputError(
             f"this machine has a {name!r}, which autopar does not know",
@@ -328,6 +328,14 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     )
 
 
+def device_like(name: str, memory_bytes: int | None) -> Device | None:
+    """Return the known device with this name, or the nearest of its model.
+
+    Of those that are as near, it is the one with the least memory if `memory_bytes` is None.
+    """
+    return _by_name(name) or _by_words(name, memory_bytes)
+
+
 def _by_name(name: str) -> Device | None:
     try:
         return find_device(name)
@@ -335,15 +343,16 @@ def _by_name(name: str) -> Device | None:
         return None
 
 
-def _by_words(name: str, memory_bytes: int) -> Device | None:
+def _by_words(name: str, memory_bytes: int | None) -> Device | None:
     model = canonical_name(name).split("-")[0]
     words = set(canonical_name(name).split("-"))
     candidates = [one for key, one in device_sheet().items() if model in key.split("-")]
     return min(
         candidates,
         key=lambda one: (
-            round(abs(one.memory_bytes - memory_bytes) / (4 * GIBIBYTE)),
+            round(abs(one.memory_bytes - (memory_bytes or one.memory_bytes)) / (4 * GIBIBYTE)),
             len(set(one.name.split("-")) - words),
+            one.memory_bytes if memory_bytes is None else 0,
         ),
         default=None,
     )

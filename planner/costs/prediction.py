@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -46,7 +46,7 @@ class Recompute(StrEnum):
 
     _value_: str
     runs_again: bool
-    # the ops whose results are saved, so that they do not run again; None: only a layer's inputs
+    # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
@@ -55,7 +55,7 @@ class Recompute(StrEnum):
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
 
     NONE = "none", False, None, True, "", "", False
-    # inside compiled code, inductor would decide itself which products run again
+    # not compiled: inside compiled code, inductor decides by itself which products run again
     SELECTIVE = (
         *("selective", True, _is_product, False),
         *("RECOMPUTED_IN_PART", 'recompute(layer, "selective")', False),
@@ -94,27 +94,31 @@ class Offload(StrEnum):
     _value_: str
     has_states: bool  # gradients and optimizer states, where the optimizer steps on the CPU
     words: str
+    meaning: str  # in scripts
 
-    NONE = "none", False, ""
-    OPTIMIZER = "optimizer", True, "optimizer on the host"
+    NONE = "none", False, "", ""
+    OPTIMIZER = (
+        *("optimizer", True, "optimizer on the host"),
+        "gradients and optimizer states are in the host's memory, where it steps",
+    )
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a choice with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.has_states, one.words = row
+        one.has_states, one.words, one.meaning = row
         return one
 
 
 class Zero(IntEnum):
-    """What is divided between the ranks of the shard axis."""
+    """A ZeRO level: what is divided between the ranks of the shard axis."""
 
     _value_: int
     divides_optimizer: bool
-    divides_gradients: bool  # of a reduced gradient, a rank keeps its part alone
+    divides_gradients: bool  # a rank keeps only its part of a reduced gradient
     divides_parameters: bool  # each pass gathers them
     shards_modules: bool  # by torch's fully_shard, which has no buckets of gradients
-    reduces_each: bool  # gradients are reduced in every backward of a step, not in the last alone
+    reduces_each: bool  # gradients are reduced in every backward of a step, not only in the last
     words: str
 
     # level, divides optimizer states, gradients, parameters; shards modules; reduces each; words
@@ -182,9 +186,10 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
-    # index into the tried orders of unlike nodes; 0 in a plan, whose cluster is in the chosen order
+    # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
     @property
@@ -199,7 +204,7 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level whose parts are smaller than the whole, or elsewhere; else ZeRO-0."""
+        """The ZeRO level, or ZeRO-0 if a single rank has all parts, and has them on the device."""
         return self.zero if self.shard > 1 or self.shards_on_host else Zero.NONE
 
     @property
@@ -217,6 +222,13 @@ class Arrangement:
         On a single device these are whole layers, which are fetched one after another.
         """
         return self.offload.has_states and self.zero.shards_modules
+
+    @property
+    def zero_words(self) -> str:
+        """What the ZeRO level divides, or that a single device fetches its layers."""
+        if self.shards_on_host and self.data == 1:
+            return "parameters are in the host's memory, and are fetched layer by layer"
+        return self.zero.words
 
     @property
     def optimizer_ranks(self) -> int:
@@ -288,7 +300,7 @@ Modes = Mapping[Recompute, LayerCost]  # the cost of a layer in each mode
 class CommunicationTerm:
     """A kind of communication of the busiest rank in one step, and its reason."""
 
-    reason: str  # "data parallel gradients", "tensor parallel activations", …
+    reason: str  # "gradients summed over the data axis", …
     collective: str
     ranks: Degree
     count: Elements

@@ -165,6 +165,16 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCount:
+    """A number of devices that was planned for in one question, and its plan."""
+
+    arrangement: Arrangement
+    step_seconds: SomeSeconds
+    device_bytes: Bytes
+    usd_per_hour: FigureNumber | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLine:
     """An op that is split along an axis, and its result's layout."""
 
@@ -225,6 +235,7 @@ class StoredPlan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     fastest: RunnerUp | None = None  # if the plan is a simpler one within the tolerance
+    curve: tuple[PlannedCount, ...] = ()  # if several numbers of devices were planned
 
     @property
     def slower_by(self) -> float:
@@ -234,7 +245,7 @@ class StoredPlan:
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     def limit_bytes(self, rank: int) -> int:
-        """Return a pipeline rank's limit: the least of its devices."""
+        """Return a pipeline rank's memory limit: the least of its devices' limits."""
         limits = dict(self.machines.limits)
         if not limits:
             return self.machines.limit_bytes

@@ -235,9 +235,9 @@ class CheckpointSaving:
         return self._one is not None and not self._one.file.done()
 
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
-        """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
+        """Copy this rank's share and write it in a thread; the training waits since `begun`.
 
-        A rank without host memory for the copy writes at once; the others are not informed.
+        A rank without host memory for the copy writes at once; the others need not know this.
         """
         file: Future[Written | str] = Future()
         try:

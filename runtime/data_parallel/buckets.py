@@ -23,7 +23,7 @@ class Sharding:
     """
 
     shards_modules: bool = False
-    frees_after_forward: bool = False  # a unit's gathered parameters, which its backward gathers
+    frees_after_forward: bool = False  # a unit's parameters, which its backward gathers again
     steps_parts: bool = False  # each rank gets its part of every bucket, and its optimizer steps it
 
     @property
@@ -147,7 +147,7 @@ class Bucket:
     coming: ComingMean | None = None
     # a view for each span, by the parameter's index
     _parts: dict[int, Tensor] = field(default_factory=dict)
-    _reached: frozenset[int] = frozenset()  # indices of parameters whose gradients are in the part
+    _reached: frozenset[int] = frozenset()  # indices of parameters that have a reduced gradient
     _earlier: Tensor | None = None  # the part from an earlier reduction of the same step
     _home: HostPart | None = None
 
@@ -221,7 +221,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """Use the memory of a large parameter's gradient as the buffer, if it leaves anyway."""
+        """If gradients go to the host, use that of a bucket's only parameter as the buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return
@@ -237,7 +237,10 @@ class Bucket:
                 parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for the mean, and add the part from an earlier reduction of this step."""
+        """Wait for the mean; move it to the host, or add the part of an earlier reduction to it.
+
+        A step has several reductions if gradients are reduced in every backward.
+        """
         assert self.coming is not None
         part = self.coming.value()
         self.coming = None

@@ -42,8 +42,9 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's dicts and lists."""
-    own, given = module.forward, list[Any]()  # the arguments of a call, after the hooks have run
+    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's own containers."""
+    # `given`: a call's arguments before fully_shard's hooks copy them; empty in forward(x)
+    own, given = module.forward, list[Any]()
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(args, kwargs)]
@@ -78,10 +79,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to the tensors that replace them inside.
+    """Copy classes and attributes of parameters to those that replace them inside the `with`.
 
-    Sharded parameters get them afterwards, for the optimizer. Gathered ones get them before a
-    forward.
+    Sharded parameters get them at the end of the `with`, for the optimizer. Gathered ones get them
+    before each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield

@@ -116,8 +116,8 @@ def adamw(
 ) -> AdamW:
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A parameter has as many dims on every rank as in the model. Later, shards replace it in its
-    parameter group.
+    A shard has as many dims as its parameter, so the groups are the same on all ranks. Pieces of
+    parameters replace them in their groups later.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
@@ -199,8 +199,9 @@ def _use_pieces(
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
-            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
+            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            "element by element (AdamW, SGD)"
         )
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
@@ -250,7 +251,7 @@ def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tupl
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Make the optimizer step this rank's parts, fetch them from the host, and all-gather them."""
+    """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 

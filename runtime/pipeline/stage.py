@@ -201,7 +201,7 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # the shapes of the receive buffers, by microbatch
+        self._sized: Sequence[Shapes] = ()  # those that `resize` has set
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward is running
@@ -215,7 +215,7 @@ class Stage(TorchStage):
             self._buckets.finishes_with_backward = False
 
     def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Store a step's batches, and the factors from which the backwards of losses start.
+        """Store a step's batches, and the weights of their losses; backwards start from these.
 
         Passing batches through the schedule would search each tensor for gradients, and multiplying
         a loss by its weight would add four autograd ops.
@@ -232,7 +232,7 @@ class Stage(TorchStage):
         return result
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
-        """Set the shapes to receive, after torch has created the receive buffers."""
+        """Replace the shapes in torch's descriptions of received tensors, for each microbatch."""
         self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)

@@ -129,7 +129,7 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
     return work
 
 
-_MOST_COPIES = 2  # under way to the host: the memory that they are copied from is still taken
+_MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
 
 
 _MOST_ADDED = 2**23  # elements of a gradient at once, so that few of them arrive beside their sum
@@ -301,8 +301,8 @@ def agreed(
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
     One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row. If a dataset drew different random numbers on each rank, the ranks would train
-    on rows that do not exist.
+    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
+    different versions of a row.
     """
     first = next(batches)
     for axis in sharers:

@@ -58,13 +58,13 @@ class _InStore:
         self._path = path
         self._begin = 8 + int.from_bytes(path.read_bytes(0, 8), "little")
         if self._begin > _MOST_HEADER_BYTES:
-            raise SafetensorError("its header is none")
+            raise SafetensorError("its header is not valid")
         try:
             header = parsed(path.read_bytes(8, self._begin))
             header.pop("__metadata__", None)
             self._tensors = {name: _Tensor.read(one) for name, one in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise SafetensorError("its header is none") from None
+            raise SafetensorError("its header is not valid") from None
         ends = [one.end for one in self._tensors.values()]
         if size_of(path) != self._begin + max(ends, default=0):
             raise SafetensorError("it has another size than its header says")

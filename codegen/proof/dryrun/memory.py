@@ -1,9 +1,9 @@
-"""Counts the memory of a dry run, with stand-ins for kernels, and categories of storages.
+"""Counts the memory of a dry run by category, as if its ops ran as CUDA kernels.
 
-Ops allocate and save on the CPU what CUDA kernels would. Some ops are one kernel in CUDA and
-several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice), dropout
-(the mask in the values' dtype) and attention with dropout (all scores). Temporary workspaces of
-kernels are not included.
+Some ops are one kernel in CUDA and several on a CPU, which save more for the backward: an RMS norm
+(its input in fp32, twice), dropout (the mask in the values' dtype) and attention with dropout (all
+scores). Stand-ins for these save what the CUDA kernel saves. Temporary workspaces of kernels are
+not counted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def categories_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Map storages to categories; if several claim a storage, the last one below gets it."""
+    """Map storages to categories; a storage with several gets the one that is claimed last."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:
         _claim(owners, "optimizer", _optimizer_tensors(optimizer))
@@ -181,8 +181,8 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 # storage → category, for storages that a category claims (see categories_of)
 Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
-# Categories are looked up again only if a new peak exceeds that of the last look-up by this
-# ratio: a look-up visits all live storages. Later storages count in their default categories.
+# Categories are looked up again only if a new peak exceeds that of the last look-up by this ratio,
+# because a look-up visits all live storages. Until then, a new storage has its default category.
 LOOK_UP_EVERY = 1.005
 
 
@@ -203,10 +203,10 @@ class _Live:
 
 
 class LiveMemory:
-    """Counts the bytes of all live storages, and apart from them those in the host's memory.
+    """Counts the bytes of all live storages; those in the host's memory are counted separately.
 
-    A tensor that is made from one in the host's memory lies there, too. Dry runs have only CPU
-    tensors, so these are told by where they come from.
+    Dry runs have only CPU tensors. A tensor counts as lying in the host's memory if it was put
+    there (`put_on_host`), or made by an op from such a tensor.
     """
 
     def __init__(self) -> None:

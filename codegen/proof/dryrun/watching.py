@@ -4,8 +4,8 @@ Finds the peak memory and the collectives of one rank's training step, without c
 AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
 so one rank's step among thousands takes seconds.
 
-Sizes that depend on data get the plan's expected values: AUTOPAR_DRYRUN_PICKED has pairs of a
-mask's number of entries and their true share; other masks select everything.
+Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED has pairs: the
+number of a mask's entries, and the expected share of true ones. Other masks select everything.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ _FUNCTIONAL = {  # kinds by the names of functional collectives
 
 @contextmanager
 def recording() -> Iterator[DryRunRecording]:
-    """Make tensors inside without values, and record their memory and the collectives."""
+    """Record memory and collectives of the code inside, whose tensors have shapes but no values."""
     memory = LiveMemory()
     record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -271,7 +271,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Create the states and buffers that a first step leaves: the optimizer's, and of gradients."""
+    """Create what a first step would leave: the optimizer's states, and buffers of gradients."""
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:

@@ -20,7 +20,8 @@ def gemm_seconds(
     """Return the seconds of `batch` products of m × k by k × n.
 
     tiles    = batch · ⌈m/r⌉ · ⌈n/c⌉                for the fastest of a few tile shapes r × c
-    w, t     = tiles ÷ multiprocessors, k · seconds of a tile per depth
+    w        = tiles ÷ multiprocessors
+    t        = k · seconds of a tile for one step along k
     clock    = ⌈w⌉ · overhead of a wave + min(⌈w⌉·t, w·t + balance)
     power    = 2·batch·m·n·k ÷ sustained rate
     traffic  = bytes of operands and result ÷ streaming bandwidth
@@ -89,7 +90,7 @@ class ConvolutionShape:
 
     @property
     def taps(self) -> int:
-        """Positions of the kernel."""
+        """Positions in the kernel, such as height · width."""
         return prod(self.kernel_size)
 
 
@@ -188,7 +189,7 @@ def causal_visible(length: int, block: int) -> float:
 
 
 def whole_blocks(length: int, block: int) -> int:
-    """Return how many queries or keys a GPU kernel computes: whole blocks, if more than one."""
+    """Return the queries or keys that a GPU kernel computes: past one block, whole blocks."""
     return -(-length // block) * block if length > block else length
 
 
@@ -197,13 +198,13 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
 
     FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
     kernel   = (FLOPs ÷ multiprocessors + FLOPs of `tail` query rows) ÷ rate of a multiprocessor
-    rate     = peak · a · d ÷ (d + d₀) [· w past 128]      d₀: the time of exp, in head dimensions
+    rate     = peak · a · d ÷ (d + d₀) [· w if d > 128]    d₀: the time of exp, in head dimensions
     seconds  = launch + max(kernel, FLOPs ÷ sustained, bytes ÷ bandwidth)
 
-    Source: FlashAttention-2 (Dao 2023) for the blocks; a, tail and w fitted on SimuMax's tables,
-    which count the FLOPs of the full square for a causal kernel, too. d₀ is an estimate, as the
-    tables only have dims 128 and 192. Grouped queries change only the bytes. Leaves out dropout
-    (about 10 % when on) and ragged batches.
+    Source: FlashAttention-2 (Dao 2023) for the blocks. The shares a and w, and tail, are fitted on
+    SimuMax's tables, which count the FLOPs of the full square for a causal kernel, too. d₀ is an
+    estimate, as the tables only have dims 128 and 192. Grouped queries change only the bytes.
+    Leaves out dropout (about 10 % when on) and ragged batches.
     """
     facts, shared = rates.architecture, rates.attention
     wide = shared.wide_forward if shape.head_dim > shared.wide_head_dim else 1.0
@@ -243,7 +244,10 @@ def _fused_seconds(
     work: float,
     moved: float,
 ) -> float:
-    """Return the seconds of a fused kernel: `work` times a forward's FLOPs, `share` of peak."""
+    """Return the seconds of a fused kernel.
+
+    `work` is the ratio of its FLOPs to a forward's, `share` the share of peak that it reaches.
+    """
     facts = rates.architecture
     dim = shape.mean_dim
     row_flops = 4.0 * work * dim * shape.key_length
@@ -268,11 +272,11 @@ def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0
     seconds  = launch + bytes · (r ÷ cache speed + (1 − r) ÷ (stream bandwidth · access))
     resident = r = clamp(2 − bytes ÷ cache, 0, 1)
 
-    The launch is also the ramp: half the bandwidth is reached at launch · bandwidth bytes (4 MB on
-    an A100). A tensor that fits in the last-level cache is usually still there from the op that
-    wrote it. Source: HBM fits of SimuMax for the stream and access fractions; the cache speed is a
-    rounded measurement of L2 bandwidth. Leaves out: strided access (pass `access`), atomics, and
-    that the op before may have evicted the cache.
+    The launch time also stands for the ramp: half the bandwidth is reached at launch · bandwidth
+    bytes (4 MB on an A100). A tensor that fits in the last-level cache is usually still there from
+    the op that wrote it. Source: HBM fits of SimuMax for the stream and access fractions; the cache
+    speed is a rounded measurement of L2 bandwidth. Leaves out: strided access (pass `access`),
+    atomics, and that other ops may have evicted the tensor from the cache.
     """
     stream_seconds = moved_bytes / (rates.stream_bytes_per_second * access)
     resident = min(1.0, max(0.0, 2.0 - moved_bytes / rates.cache_bytes))

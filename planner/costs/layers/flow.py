@@ -89,8 +89,8 @@ def _waiting_bytes(
 ) -> int:
     """Return the bytes of shared weights' gradients that wait while this layer runs.
 
-    The layer's own gradient is added to the waiting one in place. In fp32 it is added out of place,
-    because a product's gradient is a view.
+    In 16 bits, the layer's own gradient is added to the waiting one in place. In fp32 the sum is a
+    new tensor, because a product's gradient is a view.
     """
     known = flow.pricer.parameters
     sizes = {
@@ -137,7 +137,7 @@ def called_again(flow: LayerFlow) -> Again:
     }
     return Again(
         ops=flow.ops[: keeping[-1] + bool(keeps_result)],
-        conversions=_of(flow, needed),
+        conversions=_converted(flow, needed),
     )
 
 
@@ -154,10 +154,12 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
         names.update(one.op.inputs)
-    return Again(ops=tuple(reversed(again)), conversions=_of(flow, needed))
+    return Again(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
 
 
-def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[LayerConversion, ...]:
+def _converted(
+    flow: LayerFlow, needed: Collection[tuple[str, Layout]]
+) -> tuple[LayerConversion, ...]:
     return tuple(c for c in flow.conversions if (c.tensor, c.needed) in needed)
 
 

@@ -91,7 +91,10 @@ def kept_places(flow: LayerFlow) -> dict[Place, int]:
 
 
 def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
-    """Yield op index, place and bytes of everything that ops keep; −1 if it outlives the layer."""
+    """Yield (index of the op, place, bytes) of everything that ops keep.
+
+    The index is −1 if other layers use the memory, too: this layer's backward does not free it.
+    """
     pricer = flow.pricer
     for place, size in (_taken_over(flow) | _lent(flow)).items():
         if pricer.is_kept(place[0]):

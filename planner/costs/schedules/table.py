@@ -53,7 +53,7 @@ class ScheduleFacts:
     """The order of a schedule, and facts that the order does not show."""
 
     order: Callable[[PipelineShape], Schedule]
-    stages_per_rank: int | None = None  # the only number that torch runs
+    stages_per_rank: int | None = None  # the only number with which torch runs it; None: any
     # as in torch: with one stage per rank, a tensor is received only when it is needed
     transfer: Transfer
     splits_backward: bool

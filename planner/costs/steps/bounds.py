@@ -34,7 +34,7 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 class Shared:
     """Bytes of the parameters and gradients of some layers: in total, and of each equal layer.
 
-    `borders` of their stages begin with an equal layer, and as many end with one.
+    The number of their stages that begin with an equal layer is `borders`; as many end with one.
     """
 
     parameter_bytes: int
@@ -130,7 +130,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Whether a pass may take no more seconds than its collectives alone."""
+        """Whether the collectives of a pass may take as long as its computing, or longer."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0

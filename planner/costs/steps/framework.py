@@ -25,7 +25,7 @@ from autopar.planner.precision import GRADIENT_BYTES, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """Host time per layer of the frameworks in published runs."""
+    """Host times of the frameworks in published runs; see framework.toml."""
 
     op_seconds: float
     collective_seconds: float
@@ -37,8 +37,8 @@ class HostWork:
 class FrameworkConstants:
     """The constants of framework.toml.
 
-    If the hosts of all devices were measured, the times are theirs, and the optimizer has a
-    measured time per element.
+    If the hosts of all devices were measured, their times replace those of the file, and the
+    optimizer has a measured time per element.
     """
 
     step_seconds: float
@@ -55,7 +55,7 @@ class FrameworkConstants:
     host_link_share: float  # the same of the link between host and device
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
-    # ZeRO-1 gathers beside the next forward; emitted scripts wait before it
+    # ZeRO-1 gathers beside the next forward; printed scripts finish gathering before it
     gathers_ahead: bool = False
     # products add gradients to fp32 sums and the optimizer's kernel casts, as Megatron's do
     fuses_gradients: bool = False
@@ -281,7 +281,7 @@ def from_host_byte_seconds(
 
 
 def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
-    """Return the bytes that a step moves per parameter beside its fp32 state and gradient."""
+    """Return the bytes that a step moves per parameter besides its fp32 state and gradient."""
     if not precision.is_half:
         return 0
     weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES

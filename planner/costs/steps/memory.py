@@ -1,4 +1,4 @@
-"""Turns the layers of a stage into the peak of a backward, beside parameters and states.
+"""Turns the layers of a stage into the peak of a backward, besides parameters and states.
 
 A backward runs the layers from the last to the first. After each layer it frees what the layer
 saved, and leaves the gradients of its weights:
@@ -30,7 +30,7 @@ from autopar.planner.costs.steps.state import (
 
 
 class Most(NamedTuple):
-    """The peak of a rank in a backward, beside parameters and states.
+    """The peak of a rank in a backward, besides parameters and states.
 
     `unsharded` are gathered parameters, and gradients that are not reduced yet.
     """
@@ -66,7 +66,7 @@ def most_of_microbatches(
 
 
 def _work(load: StageLoad, arrangement: Arrangement) -> Most:
-    """Return a backward's memory beside all that the stage saved, minus what it has freed.
+    """Return the memory of a backward besides what the stage saved, minus what it has freed.
 
     The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
     gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
@@ -123,7 +123,7 @@ def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
-    """Return the parameters of the layer that ZeRO-3 has gathered while this one runs."""
+    """Return the parameters of the next layer, which ZeRO-3 has gathered while this one runs."""
     return arrangement.divided.divides_parameters * work.next_parameter_bytes
 
 
@@ -150,14 +150,14 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnePassMoment:
-    """A layer's turn in the only backward of a step: the memory beside activations."""
+    """A layer's turn in the only backward of a step: the memory besides activations."""
 
     work: LayerWork
-    done: int  # equal layers done before it
-    made_bytes: int  # gradients of later layers, if allocated separately
-    after_bytes: int  # the same with this layer's own
+    done: int  # equal layers that have run before it in this backward
+    made_bytes: int  # gradients of later layers, if they are not in buckets
+    after_bytes: int  # the same, with this layer's own
     unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
-    coming_bytes: int  # its own gradients while computed, beside the part that stays
+    coming_bytes: int  # its own gradients while computed, besides the part that stays
 
     def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
         """Return the peaks while the layer runs in a mode, given the saved bytes."""
@@ -176,10 +176,10 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    While a layer computes gradients, it needs memory beside the part that stays: with ZeRO-2 and 3
-    whole gradients, otherwise one weight's gradient in 16 bits, and in fp32 if another layer counts
-    that weight. Buckets stay allocated, and new gradients lie beside them until a bucket is
-    complete.
+    While a layer computes gradients, it needs more memory than for the part that stays: with ZeRO-2
+    and 3 for whole gradients, otherwise for one weight's gradient in 16 bits, and in fp32 if
+    another layer counts that weight. Buckets stay allocated, and new gradients lie outside of them
+    until a bucket is complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
@@ -204,7 +204,7 @@ def moments_of_one_pass(
 
 
 def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return a layer's gradients while they are computed, beside the part that stays."""
+    """Return a layer's gradients while they are computed, besides the part that stays."""
     if arrangement.divided.shards_modules:
         return cost.gradient_bytes + cost.early_gradient_bytes
     held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
@@ -217,7 +217,7 @@ def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients of shared weights that wait; fully_shard has the weights' dtype."""
+    """Return the gradients of shared weights that wait; in fully_shard, in the weights' dtype."""
     is_narrow = arrangement.divided.shards_modules and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 

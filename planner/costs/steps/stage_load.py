@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Consecutive layers of equal load and statistics, as the data axis sees them."""
+    """Consecutive equal layers: what the collectives of the data axis depend on."""
 
     load: LayerLoad
     statistics: Statistics
@@ -35,7 +35,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """The memory of equal layers while they run; with ZeRO-3 the next one is gathered already."""
+    """Equal layers in a backward; under ZeRO-3 the next layer's parameters are gathered already."""
 
     cost: LayerCost
     count: int
@@ -110,7 +110,7 @@ _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
-    """Return the sums over the layers of a stage; a run of one object is summed at once."""
+    """Return the sums over the layers of a stage; equal layers in a row are one object."""
     runs = tuple(_runs(layers))
 
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
@@ -220,7 +220,7 @@ def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
 
 @lru_cache(maxsize=1024)
 def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
-    """Return the groups: tensor ranks are neighbours, then shards, replicas, and the pipeline."""
+    """Return the groups: ranks are numbered by tensor first, then shard, replica and pipeline."""
     tensor, data, pipeline, shard = (
         degrees.tensor,
         degrees.data,

@@ -1,7 +1,7 @@
 """Prices a single stage, including the collectives of its data ranks.
 
     ZeRO 0      all-reduce of the gradients by buckets, beside the last backward
-    ZeRO 1      reduce-scatter likewise; updated parameters are gathered before everything else
+    ZeRO 1      reduce-scatter likewise; updated parameters are gathered before the first forward
     ZeRO 2      as 1, but layer by layer, the gathers beside the first forward, and every microbatch
                 scatters, since no rank keeps whole gradients
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
@@ -70,7 +70,7 @@ class DataGroups:
     gradient_share: float  # the fraction of a gradient's bytes that is sent: a half in 16 bits
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
-    gathers_ahead: bool = False  # of ZeRO-1: beside the next forward
+    gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
     reduces_each: bool = False  # in every backward of a step
     to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
     from_host_byte_seconds: float = 0.0  # of this rank's part of a layer
@@ -84,8 +84,8 @@ class DataSeconds:
     each_backward: float
     last_backward: float  # added to the last backward
     first_forward: float  # added to the first forward
-    gathers_alone: float  # of a step with m microbatches
-    reductions_alone: float
+    gathers_alone: float  # all gathers of a step
+    reductions_alone: float  # all reductions of a step
     gathers: int  # number of collectives in a step
     reductions: int
     synchronising: Synchronising = NO_WAIT  # of one microbatch; not included above
@@ -207,7 +207,7 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    # fully_shard's units are layers
+    # fully_shard reduces layer by layer
     bucket = 0 if groups.zero.shards_modules else groups.bucket_bytes
     slowdown = groups.slowdown if groups.data.ranks > 1 else 0.0  # copies take no multiprocessors
     backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=bucket, slowdown=slowdown)

@@ -1,6 +1,6 @@
 """Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
-    step = first gather + pipeline(m microbatches) + last reduction + sums over the tensor axis
+    step = first gather + pipeline(m microbatches) + last reduction + sum of tied weights' gradients
            + optimizer + framework
 
 Stages are given in their order in the model; the schedule determines which rank runs which. Each
@@ -170,8 +170,8 @@ def _last_reduction_seconds(
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
     A rank begins to reduce after its own last backward; ranks of the last stages begin first. The
-    reductions include sums over the tensor axis, of gradients of parameters that every tensor rank
-    has whole, but computes for its part of the sequence.
+    reductions include sums over the tensor axis: of the gradients of parameters that every tensor
+    rank has whole, but uses for only its part of the sequence.
     """
     ends = list(pipeline.rank_ends_seconds)
     for rank, price in zip(ranks, prices, strict=True):

@@ -212,8 +212,8 @@ class Bounds:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
-        # If every backward sends gradients, other layouts may be faster with these messages than
-        # the fastest layouts inside the layers.
+        # If every backward sends gradients, layouts that are not the fastest inside the layers may
+        # be the fastest together with these messages.
         is_sent = arrangement.reduces_each and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement)

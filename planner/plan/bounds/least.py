@@ -53,7 +53,7 @@ class Ladder:
     """The bytes that a microbatch saves without recomputation, and steps that reduce them.
 
     The cheapest steps come first. `transient_bytes` is the most that a layer needs while it runs,
-    beside saved tensors, if each layer is in its mode that needs least. `last_transient_bytes` is
+    besides saved tensors, if each layer has the mode that needs least. `last_transient_bytes` is
     the need of the last layer, whose backward is the first, before any saved tensor is freed.
     """
 

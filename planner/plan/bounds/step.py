@@ -42,7 +42,7 @@ class LeastTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How many other layers are before, behind and between the repeated ones."""
+    """How many other layers are before, after and between the repeated ones."""
 
     leading: int
     trailing: int

@@ -1,4 +1,4 @@
-"""Limits that a model sets to its plans: whole batches, single rows, scalars, its optimizer."""
+"""Limits that a model puts on its plans: whole batches, single rows, scalars, its optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with dp=1 and one microbatch, if rows are mixed and not split by pins.
+    """Return the constraints with dp=1 and one microbatch, if rows are mixed and pins allow it.
 
     The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
     each other. The global batch must be known.
@@ -198,7 +198,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     elif traits.groups_by_position:
-        why = "build_optimizer groups parameters by their places"
+        why = "build_optimizer groups parameters by their positions in the model"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
@@ -207,7 +207,7 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
-        yield _declared("copies", "steps_once", True, "no copies that are stepped apart", why)
+        yield _declared("copies", "steps_once", True, "no copies that are updated apart", why)
 
 
 def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:
@@ -279,8 +279,8 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. A smaller batch is a multiple of d, the largest
-    divisor of that number that is at most as large as the batch.
+    It is a multiple of the number of devices. If it is smaller than that, it is a multiple of the
+    largest divisor of that number that is not larger than the batch.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Precision, precision_words
+from autopar.planner.precision import Float8, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -32,24 +32,24 @@ class DemandSetting:
 
     place: str  # in a constraints file: "limits.tp", or "objective" at its top
     field: str  # of Constraints
-    read: Callable[[object, str], Any]  # a value of a TOML file or an option, and where it stands
+    read: Callable[[object, str], Any]  # parses a value; the text is its place, for messages
     text: str  # explains it in --help and in the docs
     example: str  # a value as TOML has it
     metavar: str = ""  # of the option
-    say: str = "{name}={value}"
+    say: str = "{name}={value}"  # how messages name the constraint
 
 
 def declare(place: str, raw: object, *, origin: str, where: str) -> Declared:
     """Return a constraint parsed from a TOML value or an option's text."""
     setting = SETTINGS[place]
     value = setting.read(raw, where)
-    text = setting.say.format(name=place.rpartition(".")[2], value=_told(raw))
+    text = setting.say.format(name=place.rpartition(".")[2], value=_as_text(raw))
     return Declared(place=place, field=setting.field, value=value, text=text, origin=origin)
 
 
-def _told(raw: object) -> str:
+def _as_text(raw: object) -> str:
     if isinstance(raw, list):
-        return ", ".join(map(_told, raw))
+        return ", ".join(map(_as_text, raw))
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
@@ -195,6 +195,11 @@ class DemandOptions(TypedDict, total=False):
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
         text="layers: by torch.compile, each for itself; none; by default GPUs do what is faster",
+    )]
+    float8: Annotated[str | None, DemandSetting(
+        place="float8", field="float8", read=_named(Float8),
+        say="float8 {value}", metavar="SCALES", example='"tensorwise"',
+        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, or none (default)",
     )]
     offload: Annotated[str | None, DemandSetting(
         place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),

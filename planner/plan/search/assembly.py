@@ -110,12 +110,12 @@ def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candid
     """Return the best other candidates that differ in more than the microbatch."""
     fastest, *others = (found.leaf for found in outcome.found)
     seen = {kind_of(best), kind_of(fastest)}
-    told: list[Candidate] = []
+    listed: list[Candidate] = []
     for other in others:
-        if kind_of(other) not in seen and len(told) < MOST_TOLD:
+        if kind_of(other) not in seen and len(listed) < MOST_TOLD:
             seen.add(kind_of(other))
-            told.append(other)
-    return told
+            listed.append(other)
+    return listed
 
 
 def kind_of(candidate: Candidate) -> tuple[object, ...]:

@@ -34,6 +34,7 @@ from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planner.precision import FLOAT8_UNITS, Float8
 from autopar.planner.programs.layouts.rules import Ban, LayoutPin, LayoutRules
 from autopar.planner.programs.stages.question import PinnedLayer
 
@@ -85,6 +86,20 @@ def check_memory(cluster: Cluster, constraints: Constraints) -> None:
     )
 
 
+def check_float8(cluster: Cluster, constraints: Constraints) -> None:
+    """Raise if layers should multiply in float8 on a device without such units."""
+    devices = (node.device for node in cluster.nodes if constraints.float8 is not Float8.NONE)
+    without = [one.name for one in devices if FLOAT8_UNITS not in dict(one.peaks)]
+    if without:
+        declared = next(one for one in reversed(constraints.declared) if one.field == "float8")
+        raise InputError(
+            f"{without[0]} has no units for products in float8",
+            where=declared.origin,
+            expected="a device that has them, such as l4, l40s, h100-sxm, b200-sxm or mi300x",
+            fix=f"leave out {declared.text}, or choose such a device with --device",
+        )
+
+
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     """Return the memory limit of each kind of device."""
     limits = {}
@@ -120,7 +135,7 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def learning(subject: SearchSubject) -> Iterator[bool]:
-    """Yield for each layer whether it is trained, or passes on gradients.
+    """Yield for each layer whether it is trained or passes gradients on.
 
     Other layers are computed where they are needed; a stage of such layers alone would be empty.
     """
@@ -175,6 +190,11 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
         yield Compile.LAYERS
 
 
+def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
+    """Whether plans with compiled layers are looked at."""
+    return Compile.LAYERS in _compiles(cluster, constraints)
+
+
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
     """Return what may lie on the host: as declared; by default nothing on CPUs, all on GPUs."""
     is_open = constraints.offloads == tuple(Offload)
@@ -213,8 +233,8 @@ def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozens
                 f"{without[mode].why}",
                 where=without[mode].where,
                 expected="modules that can run again in their backward",
-                fix="name others in the rule, or another mode behind it: recompute none always "
-                "works",
+                fix="name other modules in the rule, or add a rule after it with another mode: "
+                "recompute none always works",
             )
         yield frozenset({mode})
 
@@ -282,7 +302,7 @@ def _beside(shared: Sequence[str]) -> str:
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:
     fields = {one.field for one in conflict}
-    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices, to the pipeline
+    leaves_the_rest = {"data", "tensor"} <= fields  # the other devices are for the pipeline
     return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
 
 

@@ -122,7 +122,10 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement; its stages are still open. `thriftier` ones need less memory at most."""
+    """A whole arrangement; its stages are still open.
+
+    The `thriftier` arrangements can be better only by needing less memory.
+    """
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
@@ -139,7 +142,7 @@ SearchItem = SearchPoint | Variant
 
 
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but levels that reduce each gradient together with their ZeRO-1.
+    """Return each variant alone, except ZeRO-2 and 3: they join the family of their ZeRO-1.
 
     They communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be better.
     The same holds for an optimizer on the host, which steps more slowly, beside any other variant.
@@ -233,6 +236,7 @@ class Points:
                 microbatches=count,
                 precision=self.constraints.precision,
                 compile_=compile_,
+                float8=self.constraints.float8,
             )
             rows = each if len(set(each)) > 1 else ()
             yield from in_orders(replace(point, rows=rows), self.orders, self.choices)

@@ -23,10 +23,10 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 ROWS = "batch"  # the name of the rows' axis
 
 
@@ -133,7 +133,7 @@ def _contradiction(
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
-    return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
+    return InfeasibleError(found, expected=f"legal are {_listed(nearest_degrees(legal, wanted))}")
 
 
 def _why(batch: BatchFacts) -> str:
@@ -147,9 +147,9 @@ def _why(batch: BatchFacts) -> str:
     )
 
 
-def _told(legal: Sequence[Degrees]) -> str:
-    more = f"; and {len(legal) - _MOST_TOLD} more" if len(legal) > _MOST_TOLD else ""
-    return "; ".join(map(degrees_text, legal[:_MOST_TOLD])) + more
+def _listed(legal: Sequence[Degrees]) -> str:
+    more = f"; and {len(legal) - _MOST_LISTED} more" if len(legal) > _MOST_LISTED else ""
+    return "; ".join(map(degrees_text, legal[:_MOST_LISTED])) + more
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:
@@ -216,9 +216,10 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the rows of each data rank's microbatch, and the number of these, smallest first.
+    """Yield the rows of a microbatch on each data rank, and the number of microbatches.
 
-    Only if the rows cannot be distributed evenly; then they are as even as possible.
+    The smallest microbatches come first. Their rows are as even as possible. If they can be equal,
+    nothing is yielded.
     """
     for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
         least, more = divmod(global_batch // microbatches, data)
@@ -228,7 +229,7 @@ def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple
 
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
-    precision: Precision, compile_: Compile,
+    precision: Precision, compile_: Compile, float8: Float8 = Float8.NONE,
 ) -> Arrangement:  # fmt: skip
     """Return a point in its simplest variant."""
     return Arrangement(
@@ -245,6 +246,7 @@ def simplest(
         compressed_gradients=False,
         precision=precision,
         compile=compile_,
+        float8=float8,
     )
 
 
@@ -271,7 +273,8 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
     """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
-    No hook sees gradients until the last microbatch is done. So both stay whole.
+    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
+    whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.shards_modules

@@ -39,7 +39,7 @@ CLOSE_BYTES = 2**20  # more than the rounding of a bound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What every candidate must respect, beside its arrangement."""
+    """What every candidate must respect, besides its arrangement."""
 
     limit_bytes: Mapping[str, int]  # per device name
     host_limit_bytes: int  # of each device's share of its host's memory
@@ -123,7 +123,7 @@ class Questions:
 
 
 def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
-    """Return everything that layouts and costs inside layers depend on, beside the devices."""
+    """Return everything that layouts and costs inside layers depend on, besides the devices."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
@@ -147,7 +147,7 @@ class Candidate:
     solution: int
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
-    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
+    lines: LinePrice | None = None  # see `Inside`
 
     @property
     def inside(self) -> Inside:
@@ -247,7 +247,7 @@ class ArrangementSolver:
         return self._choosers[key]
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
-        """Yield the layout solutions: the fastest, then the others if needed."""
+        """Yield the layout solutions: the fastest first, then the others by their bounds."""
         yield 0
         solutions = self.costing.solutions(arrangement)
         yield from sorted(range(1, len(solutions)), key=least)
@@ -307,14 +307,14 @@ class ArrangementSolver:
             return self._predicted_again(replace(candidate, stages=stages))
 
         def accepts(stages: tuple[PlannedStage, ...]) -> bool:
-            if not self._may_be(stages):
+            if not self._is_allowed(stages):
                 return False
             one = with_stages(stages)
             return one.prediction.step_seconds <= longest and self._fits(one)
 
         return with_stages(even_stages(candidate.stages, accepts))
 
-    def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
+    def _is_allowed(self, stages: Sequence[PlannedStage]) -> bool:
         """Whether stages may be cut like this, and all pinned layers lie in their stages."""
         cuttable, pins = self.demands.is_cuttable, self.demands.pins
         return all(cuttable[one.first - 1] for one in stages[1:]) and all(

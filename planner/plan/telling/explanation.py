@@ -165,7 +165,7 @@ MEMORY_CATEGORIES = (
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
 )
-_TIGHT = 0.9  # of the limit: above it, memory has excluded faster plans
+_TIGHT = 0.9  # of the limit: above it, memory may have excluded faster plans
 _HELP: Mapping[StepPart, str] = MappingProxyType(
     {
         StepPart.COMPUTE: "a faster device would help, a faster network would not",
@@ -200,7 +200,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything that `autopar explain` prints beside the plan's own figures."""
+    """Everything that `autopar explain` prints besides the plan's own figures."""
 
     shares: tuple[StepShare, ...]
     bound: StepPart
@@ -311,8 +311,8 @@ def part_words(prediction: Prediction, part: StepPart) -> str:
     ]
     names = [term.name for term, _ in own]
     added = " + ".join(names)
-    told = added if part.value in names else f"{part} ({added})"
-    return f"{told} takes {sum(percent for _, percent in own)}% of the step"
+    words = added if part.value in names else f"{part} ({added})"
+    return f"{words} takes {sum(percent for _, percent in own)}% of the step"
 
 
 def _help(prediction: Prediction, part: StepPart) -> str:

@@ -267,7 +267,7 @@ def test_a_rule_that_cannot_be_kept_is_refused(value: SplitRule, telling: str) -
 def test_a_split_that_is_required_and_forbidden_is_a_contradiction(modules: str) -> None:
     wanted = rule(SplitRule(modules="h.*.mlp", axis="ffn", is_required=True))
     unwanted = rule(SplitRule(modules=modules, axis="ffn", is_required=False))
-    with pytest.raises(InfeasibleError, match=r"ffn is to be split in 'h\.\*\.mlp', and never"):
+    with pytest.raises(InfeasibleError, match=r"splits ffn in 'h\.\*\.mlp', another never"):
         tiny(2, wanted, unwanted, pins__tp=2)
 
 
