@@ -154,17 +154,13 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
         yield ScriptSetting("MICROBATCH", literal(arranged.microbatch), f"rows of a microbatch{on}")
     count = "per step; gradients are accumulated over them"
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
-    if arranged.data > 1:
+    if arranged.data > 1 or arranged.shards_on_host:
         yield from _data_parallel(arranged)
-    elif arranged.shards_on_host:
-        fetched = "parameters are in the host's memory, and are fetched layer by layer"
-        yield ScriptSetting("ZERO", literal(arranged.zero.value), fetched)
     if has_own_buckets(arranged):
         bucket = "gradients are sent in buckets of this size, during the backward"
         yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.offload.has_states:
-        there = "gradients and optimizer states are in the host's memory, where it steps"
-        yield ScriptSetting("OFFLOAD", literal(True), there)
+        yield ScriptSetting("OFFLOAD", literal(True), arranged.offload.meaning)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
@@ -213,7 +209,7 @@ def _each(rows: tuple[int, ...]) -> Source:
 
 def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     """Yield settings of data parallelism; except ZERO, only those that differ from the default."""
-    yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero.words)
+    yield ScriptSetting("ZERO", literal(arranged.zero.value), arranged.zero_words)
     if has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)

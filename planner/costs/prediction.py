@@ -94,15 +94,19 @@ class Offload(StrEnum):
     _value_: str
     has_states: bool  # gradients and optimizer states, where the optimizer steps on the CPU
     words: str
+    meaning: str  # in scripts
 
-    NONE = "none", False, ""
-    OPTIMIZER = "optimizer", True, "optimizer on the host"
+    NONE = "none", False, "", ""
+    OPTIMIZER = (
+        *("optimizer", True, "optimizer on the host"),
+        "gradients and optimizer states are in the host's memory, where it steps",
+    )
 
     def __new__(cls, name: str, *row: Any) -> Self:
         """Return a choice with the columns of its row."""
         one = str.__new__(cls, name)
         one._value_ = name
-        one.has_states, one.words = row
+        one.has_states, one.words, one.meaning = row
         return one
 
 
@@ -218,6 +222,13 @@ class Arrangement:
         On a single device these are whole layers, which are fetched one after another.
         """
         return self.offload.has_states and self.zero.shards_modules
+
+    @property
+    def zero_words(self) -> str:
+        """What the ZeRO level divides, or that a single device fetches its layers."""
+        if self.shards_on_host and self.data == 1:
+            return "parameters are in the host's memory, and are fetched layer by layer"
+        return self.zero.words
 
     @property
     def optimizer_ranks(self) -> int:
