@@ -86,7 +86,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
     tables = _script_tables(plan, subject)
     return ScriptView(
         head=_head(plan, subject, calls, tables, file_name=destination.name),
-        build=_build(plan, tables),
+        build=_build(plan, subject, tables),
         step=_step(plan, subject, calls, tables),
         training=_training(plan, subject, tables),
     )
@@ -150,7 +150,7 @@ def _head(
     )
 
 
-def _build(plan: Plan, tables: ScriptTables) -> BuildView:
+def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildView:
     is_pipelined = _is_pipelined(plan)
     return BuildView(
         is_pipelined=is_pipelined,
@@ -161,10 +161,18 @@ def _build(plan: Plan, tables: ScriptTables) -> BuildView:
         has_unread=bool(tables.unread),
         has_writing=tables.has_writing,
         has_steady=bool(tables.once),
-        compiles=plan.arrangement.compile is Compile.LAYERS,
+        compiling=_compiling(plan, subject),
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, tables),
     )
+
+
+def _compiling(plan: Plan, subject: PlannedSubject) -> Source:
+    if plan.arrangement.compile is not Compile.LAYERS:
+        return Source()
+    model = identifier("part" if _is_pipelined(plan) else "model")
+    varies = subject.file.build_collate is not None  # it pads rows to the longest one
+    return Source(f"compile_layers({model}, COMPILED{', lengths_vary=True' * varies})")
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:

@@ -258,12 +258,13 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return [module for module in modules if any(True for _ in places(module))]
 
 
-def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
+def compile_layers(model: nn.Module, names: Sequence[str], *, lengths_vary: bool = False) -> None:
     """Compile the named layers, each separately; layers with equal code share the compiled code.
 
     Call this before `recompute` and `wrap`: the code that they add to a layer is not compiled. A
     line that torch cannot compile runs as it is, between two compiled parts. Dropout draws the same
-    numbers as without compiling.
+    numbers as without compiling. Each shape of the arguments is compiled by itself; if
+    `lengths_vary`, the second length is compiled for all others, too.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True
@@ -272,4 +273,5 @@ def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
     config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.__class__ = class_with_forward(layer)
-        layer.forward = torch.compile(MethodType(type(layer).forward, layer), dynamic=False)
+        forward = MethodType(type(layer).forward, layer)
+        layer.forward = torch.compile(forward, dynamic=None if lengths_vary else False)
