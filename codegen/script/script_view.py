@@ -41,8 +41,8 @@ class BuildView:
     has_unread: bool  # parameters that the loss does not depend on
     has_writing: bool  # layers that write to memory that other code reads
     has_steady: bool  # buffers that are written once a step, not in each microbatch
-    compiles: bool  # compiles layers with torch.compile
-    float8: Source  # the call that lets their linear layers multiply in float8, or ""
+    float8: Source  # the call that lets linear layers multiply in float8, or ""
+    compiling: Source  # the call that compiles layers with torch.compile, or ""
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
 

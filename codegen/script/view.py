@@ -162,11 +162,19 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
         has_unread=bool(tables.unread),
         has_writing=tables.has_writing,
         has_steady=bool(tables.once),
-        compiles=plan.arrangement.compile is Compile.LAYERS,
         float8=float8_call(plan, subject, "part" if is_pipelined else "model"),
+        compiling=_compiling(plan, subject),
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, tables),
     )
+
+
+def _compiling(plan: Plan, subject: PlannedSubject) -> Source:
+    if plan.arrangement.compile is not Compile.LAYERS:
+        return Source()
+    model = identifier("part" if _is_pipelined(plan) else "model")
+    varies = subject.file.build_collate is not None  # it pads rows to the longest one
+    return Source(f"compile_layers({model}, COMPILED{', lengths_vary=True' * varies})")
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:

@@ -320,12 +320,13 @@ def _suits_float8(module: nn.Module) -> bool:
     )
 
 
-def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
+def compile_layers(model: nn.Module, names: Sequence[str], *, lengths_vary: bool = False) -> None:
     """Compile the named layers, each separately; layers with equal code share the compiled code.
 
     Call this before `recompute` and `wrap`: the code that they add to a layer is not compiled. A
     line that torch cannot compile runs as it is, between two compiled parts. Dropout draws the same
-    numbers as without compiling.
+    numbers as without compiling. Each shape of the arguments is compiled by itself; if
+    `lengths_vary`, the second length is compiled for all others, too.
     """
     layers = submodules(model, names)
     torch._inductor.config.fallback_random = True
@@ -334,4 +335,5 @@ def compile_layers(model: nn.Module, names: Sequence[str]) -> None:
     config.recompile_limit = max(config.recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.__class__ = class_with_forward(layer)
-        layer.forward = torch.compile(MethodType(type(layer).forward, layer), dynamic=False)
+        forward = MethodType(type(layer).forward, layer)
+        layer.forward = torch.compile(forward, dynamic=None if lengths_vary else False)

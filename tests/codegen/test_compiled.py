@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,19 @@ from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import RecomputePin
 from tests.cells import cells
+from tests.codegen import compiled_cells, test_lengths
+from tests.codegen.compiled_runs import compiled_cell, compiled_ranks
 from tests.codegen.equality import compare
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
 
-AGAIN = (RecomputePin(modules="*", mode=Recompute.FULL),)
-WHOLE: dict[str, dict[str, Any]] = {  # models that change no class with two data ranks
-    "resnet.py": {"data": 2, "global_batch": 4},
-    "vit.py": {"data": 2},
-    "t5.py": {"tensor": 2},
-    "llama.py": {"pipeline": 2, "tensor": 2},
-}
+STAND = {("llama", "zero-3"), ("Gemma2 (transformers)", "tp"), ("mnist", "pp")}
+LENGTHS = ("dp", "tp", "sp", "pp")
+SELECTIVE = (RecomputePin(modules="*", mode=Recompute.SELECTIVE),)
 
 
 @pytest.mark.parametrize("kind", cells(("tp", "ddp", "zero1", "zero3", "pp", "tp_pp"), ("tp",)))
-def test_compiled_layers_train_as_they_do_without_compiling(kind: str, tmp_path: Path) -> None:
+def test_layers_compiled_by_inductor_train_as_they_do_without(kind: str, tmp_path: Path) -> None:
     plan = pinned_plan("gpt2.py", ("layers=2",), compile=Compile.LAYERS, **KINDS[kind])
     assert "compile_layers(" in emit(plan, destination=tmp_path / "train.py")
 
@@ -37,19 +35,26 @@ def test_compiled_layers_train_as_they_do_without_compiling(kind: str, tmp_path:
     assert found.is_within(1e-9), found
 
 
-@pytest.mark.parametrize("name", cells(tuple(WHOLE), ()))
-def test_compiled_layers_of_any_model_train_alike(name: str) -> None:
-    plan = pinned_plan(name, (), compile=Compile.LAYERS, **WHOLE[name])
+@pytest.mark.parametrize(
+    ("model", "kind"), cells(product(compiled_cells.SUBJECTS, compiled_cells.KINDS), STAND)
+)
+def test_compiled_layers_of_any_model_train_as_one_process_does(model: str, kind: str) -> None:
+    found = compiled_cell(
+        compiled_cells.SUBJECTS[model], compiled_cells.KINDS[kind], backend="aot_eager"
+    )
+    assert found.verdict in ("equal", "refused"), found.detail
+    for rank in found.ranks:
+        assert rank.again == 0, "nothing is compiled after the second step"
+        assert not rank.breaks or compiled_cells.shares_dropout(model, kind), rank.breaks
 
-    assert compare(plan, steps=2).is_within(1e-9)
 
-
-@pytest.mark.parametrize("kind", cells(("ddp", "zero3", "pp"), ()))
-def test_compiled_layers_that_run_again_draw_the_same_numbers(kind: str) -> None:
-    pins = {**KINDS[kind], "recompute": AGAIN}
-    plan = pinned_plan("gpt2.py", ("layers=2",), compile=Compile.LAYERS, **pins)
-
-    assert compare(plan, steps=2).is_within(1e-9)
+@pytest.mark.parametrize("way", cells(LENGTHS, ("sp",)))
+def test_rows_of_other_lengths_are_not_compiled_again_and_again(way: str) -> None:
+    plan = test_lengths.planned("nanogpt", way, compile=Compile.LAYERS)
+    ranks = compiled_ranks(plan, steps=test_lengths.STEPS, dtype="float64", backend="eager")
+    assert all(told.again == 0 and not told.breaks for _, told in ranks), ranks[0][1]
+    plain = test_lengths.train_plainly("nanogpt")
+    assert ranks[0][0].losses == pytest.approx(plain.losses, abs=test_lengths.TOLERANCE)
 
 
 def test_compiled_layers_exclude_schedules_with_split_backwards() -> None:
@@ -63,7 +68,5 @@ def _pipelined(kinds: tuple[ScheduleKind, ...]) -> dict[str, Any]:
 
 
 def test_compiled_layers_are_not_recomputed_in_part() -> None:
-    selective = (replace(AGAIN[0], mode=Recompute.SELECTIVE),)
-
     with pytest.raises(InputError, match="selective"):
-        pinned_plan("gpt2.py", compile=Compile.LAYERS, recompute=selective, data=2)
+        pinned_plan("gpt2.py", compile=Compile.LAYERS, recompute=SELECTIVE, data=2)

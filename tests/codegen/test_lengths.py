@@ -80,10 +80,10 @@ def _traced(kind: str) -> tuple[ModelFile, Graph]:
     return file, trace(file)
 
 
-def planned(kind: str, way: str) -> Plan:
+def planned(kind: str, way: str, **more: Any) -> Plan:
     """Return the plan of a model that is laid out in one way."""
     file, graph = _traced(kind)
-    pins = dict(WAYS[way])
+    pins = {**WAYS[way], **more}
     if "split" in pins:
         pins["split"] = tuple(OWN_AXES.get(kind, {}).get(axis, axis) for axis in pins["split"])
     return plan_for(file, graph, (f"kind={kind}",), global_batch=GLOBAL_BATCH, **pins)

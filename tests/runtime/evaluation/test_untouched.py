@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.evaluation.evaluating import evaluated
-from autopar.runtime.ranks.mesh import start, stop
+from autopar.runtime.evaluation.evaluating import computes_as_trained, evaluated
+from autopar.runtime.model import compile_layers
+from autopar.runtime.ranks.mesh import Mesh, start, stop
 from autopar.runtime.recompute import update_once
 from tests.runtime.processes import run_on_ranks
 
@@ -56,3 +59,22 @@ def evaluate() -> None:
 
 def test_modes_buffers_and_draws_are_as_they_were() -> None:
     run_on_ranks(evaluate, 1)
+
+
+def test_a_check_runs_compiled_layers_as_they_are(mesh: Mesh) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.ReLU()))
+    graphs: list[object] = []
+
+    def noted(graph: nn.Module, _: object) -> nn.Module:
+        graphs.append(graph)
+        return graph
+
+    with patch.object(torch, "compile", partial(torch.compile, backend=noted)):
+        compile_layers(model, ["0"])
+    with computes_as_trained([model], mesh, seed=0):
+        first, second = model(torch.ones(2, 3)), model(torch.ones(2, 3))
+        assert torch.equal(first, second)
+    assert not graphs
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    assert len(graphs) == 1

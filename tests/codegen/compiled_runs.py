@@ -1,0 +1,139 @@
+"""Runs scripts whose layers are compiled, and counts what torch.compile makes of them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo.utils import counters
+
+from autopar.codegen.emit import write_script
+from autopar.codegen.proof.comparison import RankTrained, compared
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.script_rank import NAME, Watched, run_script
+from autopar.codegen.proof.verification import axes_of
+from autopar.planner.costs.prediction import Compile
+from autopar.planner.errors import AutoparError
+from autopar.planner.plan.plan import Plan
+from tests.codegen.normed_apart import parts_normed, train_normed_apart
+from tests.field.cells import Kind, Subject
+from tests.field.trial import STEPS, TOLERANCE, cause_of, plan_of
+from tests.runtime.processes import run_on_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compilations:
+    """What torch.compile did on one rank."""
+
+    graphs: tuple[int, ...]  # compiled in each step
+    breaks: tuple[str, ...]  # why it left a layer's code
+    warned: tuple[str, ...]  # what a user would see of it
+
+    @property
+    def again(self) -> int:
+        """Graphs that were compiled after the second step."""
+        return sum(self.graphs[2:])
+
+
+def run_compiled(
+    path: str, arguments: Sequence[str], backend: str
+) -> tuple[RankTrained, Compilations]:
+    """Run a script's main with a backend of torch.compile, and count what it compiles."""
+    with counted(backend) as told:
+        trained = run_script(path, arguments)
+    return trained, told()
+
+
+@contextmanager
+def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
+    """Compile by a backend inside, and count graphs step by step."""
+    torch._dynamo.reset()
+    counters.clear()
+    for module in list(sys.modules.values()):  # dynamo would find an earlier script of this process
+        if isinstance(module, ModuleType):
+            vars(module).pop(f"__import_{NAME}", None)
+    graphs: list[int] = []
+    stepped = Watched.stepped
+
+    def watched(self: Watched, step: Callable[..., Any], dtype: torch.dtype) -> Any:
+        run = stepped(self, step, dtype)
+
+        def one(*args: Any, **kwargs: Any) -> Any:
+            before = counters["stats"]["unique_graphs"]
+            made = run(*args, **kwargs)
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+            return made
+
+        return one
+
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend=backend)),
+        patch.object(Watched, "stepped", watched),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("default")
+        yield lambda: Compilations(
+            graphs=tuple(graphs),
+            breaks=tuple(counters["graph_break"]),
+            warned=tuple(str(one.message) for one in seen),
+        )
+
+
+def compiled_ranks(
+    plan: Plan, *, steps: int, dtype: str, backend: str
+) -> list[tuple[RankTrained, Compilations]]:
+    """Emit the script of a plan, and run it on so many ranks."""
+    arguments = ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
+    arguments += ["--data", "dataset"] if plan.model.has_dataset else []
+    with TemporaryDirectory(prefix="script-") as folder:
+        path = write_script(plan, Path(folder))
+        return run_on_ranks(
+            run_compiled, plan.arrangement.ranks, str(path), arguments, backend,
+            timeout_seconds=400.0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCell:
+    """What became of one model under one kind of plan."""
+
+    verdict: str  # equal, refused, wrong
+    detail: str
+    ranks: tuple[Compilations, ...] = ()
+
+
+def compiled_cell(subject: Subject, kind: Kind, backend: str) -> CompiledCell:
+    """Plan, emit and train one cell in float64; every failure is a result."""
+    try:
+        plan = plan_of(subject, kind)
+        assert plan.arrangement.compile is Compile.LAYERS
+        task = task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=True, dtype="float64")
+        (alone,) = run_on_ranks(train_normed_apart, 1, task, parts_normed(plan))
+        found = compiled_ranks(plan, steps=STEPS, dtype="float64", backend=backend)
+        worst = compared([one for one, _ in found], alone, axes_of(plan))
+    except AutoparError as refusal:
+        return CompiledCell(verdict="refused", detail=refusal.found)
+    except Exception as failure:
+        return CompiledCell(verdict="wrong", detail=cause_of(failure))
+    ranks = tuple(one for _, one in found)
+    if worst.faults:
+        return CompiledCell(verdict="wrong", detail=" · ".join(worst.faults), ranks=ranks)
+    largest = max(
+        (worst.loss, worst.norm, worst.gradient, worst.parameter),
+        key=lambda one: (one.largest != one.largest, one.largest),
+    )
+    is_equal = worst.is_within(TOLERANCE)
+    name = "" if is_equal else f" {largest.name}"
+    return CompiledCell(
+        verdict="equal" if is_equal else "wrong", detail=f"{largest.largest:.1e}{name}", ranks=ranks
+    )
