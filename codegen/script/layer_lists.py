@@ -222,6 +222,14 @@ def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
     ]
 
 
+def compile_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
+    """Return the call that compiles layers of `part`, or "" if none are compiled."""
+    if plan.arrangement.compile is not Compile.LAYERS:
+        return Source()
+    varies = subject.file.build_collate is not None  # it pads rows to the longest one
+    return Source(f"compile_layers({part}, COMPILED{', lengths_vary=True' * varies})")
+
+
 def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
     """Return the call that lets linear layers of `part` multiply in float8, or "" if none do."""
     float8 = plan.arrangement.float8

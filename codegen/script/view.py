@@ -11,6 +11,7 @@ from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.script.layer_lists import (
     StageTables,
+    compile_call,
     crossing_names,
     float8_call,
     layer_lists,
@@ -71,7 +72,7 @@ from autopar.codegen.text.values import (
     table,
     tuple_of,
 )
-from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
@@ -163,18 +164,10 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
         has_writing=tables.has_writing,
         has_steady=bool(tables.once),
         float8=float8_call(plan, subject, "part" if is_pipelined else "model"),
-        compiling=_compiling(plan, subject),
+        compiling=compile_call(plan, subject, "part" if is_pipelined else "model"),
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, tables),
     )
-
-
-def _compiling(plan: Plan, subject: PlannedSubject) -> Source:
-    if plan.arrangement.compile is not Compile.LAYERS:
-        return Source()
-    model = identifier("part" if _is_pipelined(plan) else "model")
-    varies = subject.file.build_collate is not None  # it pads rows to the longest one
-    return Source(f"compile_layers({model}, COMPILED{', lengths_vary=True' * varies})")
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
