@@ -69,7 +69,7 @@ class DamagedCheckpointError(AutoparError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoint:
-    """A checkpoint in a folder; fields from the manifest are None if it cannot be read."""
+    """A checkpoint in a folder; `manifest` and `evaluation` are None if that cannot be read."""
 
     folder: Location
     faults: tuple[str, ...]
@@ -227,8 +227,8 @@ def _rounded(checkpoint: Checkpoint, entries: Sequence[Entry]) -> tuple[str, ...
 class TensorDifference:
     """The difference of a tensor between two checkpoints.
 
-    `largest` is the largest difference of an element; `largest_value` is the largest element of the
-    first checkpoint.
+    `largest` is the largest difference of an element; `largest_value` is the largest absolute value
+    in the first checkpoint.
     """
 
     kind: str  # "weight", or the optimizer's name of a state, such as exp_avg

@@ -26,7 +26,10 @@ from autopar.planner.plan.declared.limits import (
 )
 from autopar.planner.plan.fleet import Fewer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.comparison import seconds_saved_by_compiling
+from autopar.planner.plan.telling.comparison import (
+    seconds_saved_by_compiling,
+    seconds_saved_by_float8,
+)
 from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
     is_nearly,
@@ -37,7 +40,7 @@ from autopar.planner.plan.telling.words import (
     rows_meet,
     statistics_apart,
 )
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
 # What to change, by how many tensors decide what the mean counts: 0 (no mean: a product in the
@@ -168,11 +171,21 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """Print a note if the planner chose to compile layers: what a step gains by it."""
-    is_asked = any(one.place == "compile" for one in plan.constraints)
-    if is_asked or plan.arrangement.compile is Compile.NONE:
+    """If the planner itself chose to compile layers, print how much faster that makes a step.
+
+    If float8 is asked for, compiling is part of it; another note says what float8 gains.
+    """
+    step, chosen = plan.prediction.step_seconds, plan.arrangement
+    if chosen.float8 is not Float8.NONE:
+        saved = seconds_saved_by_float8(plan, axes, layers)
+        print_note(
+            f"linear layers multiply in float8: a step takes {seconds_text(step)} instead of about "
+            f"{seconds_text(step + saved)} in {chosen.precision}."
+            + ("" if saved > 0 else " To cast what they multiply takes longer than that saves.")
+        )
+    is_asked = any(one.place in ("compile", "float8") for one in plan.constraints)
+    if is_asked or chosen.compile is Compile.NONE:
         return
-    step = plan.prediction.step_seconds
     saved = seconds_saved_by_compiling(plan, axes, layers)
     print_note(
         f"layers are compiled by torch.compile: a step takes {seconds_text(step)} instead of about "
@@ -206,8 +219,8 @@ def note_offload(plan: Plan) -> None:
     (held,) = host_words(plan)
     print_note(
         f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
-        f"{seconds_text(seconds)} of a step; {held}. How much memory a device has there, and how "
-        "fast it is, says the cluster file. --offload none leaves it on the device."
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
+        "device has there, and how fast that is. --offload none leaves it on the device."
     )
 
 

@@ -108,7 +108,8 @@ def script_of(
 ) -> CachedScript:
     """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
-    A relative path of the model file starts at the working directory, or at `folder`.
+    A relative path of the model file is looked for in the working directory, then in `folder` (that
+    of the script by default) and in its parents.
     """
     place, cache = destination.resolve(), cache_of(uses_cache)
     beside = place.parent if folder is None else folder
@@ -326,7 +327,7 @@ def scripted(
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "the script has to print its code inside its caller's"
+        why = "the script inlines this code into its caller, so there is no call to recompute"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

@@ -75,12 +75,12 @@ def detect(
         typer.Option(
             "--from",
             metavar="|".join(_SOURCES),
-            help="Who tells: Slurm, Kubernetes, this machine, or the ranks of this start. Default: "
-            "the first that is there.",
+            help="Who tells: Slurm, Kubernetes, this machine, or the processes that torchrun or "
+            "srun started. Default: the first of Slurm, GPUs here and Kubernetes that answers.",
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Only nodes of Slurm in this.")
+        str | None, typer.Option("--partition", metavar="NAME", help="Only Slurm's nodes in this.")
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -97,26 +97,25 @@ def detect(
 ) -> None:
     """Write a cluster file from what Slurm, Kubernetes, nvidia-smi and Linux tell.
 
-    Nothing is changed and no job is started. Each start of torchrun or srun with --from ranks also
-    measures the links between its processes, of which there is one for each device.
+    Nothing is changed and no job is started. With --from ranks, under torchrun or srun with one
+    process for each device, the links between devices and between machines are measured, too.
 
     Example: autopar cluster detect --from slurm --partition gpu -o cluster.toml
     """
     refuse_others(output, beginning=BEGINNING)
-    chosen = source or _first_source()
-    if chosen not in _SOURCES:
-        raise InputError(f"--from {chosen}", expected=", ".join(_SOURCES))
-    if partition is not None and chosen != _SLURM:
+    if source not in (None, *_SOURCES):
+        raise InputError(f"--from {source}", expected=", ".join(_SOURCES))
+    if partition is not None and source not in (None, _SLURM):
         raise InputError("--partition is of Slurm", fix="--from slurm")
     named = dict(_named(one) for one in device or ())
     links: MeasuredLinks | None = None
-    if chosen == _RANKS:
-        nodes, links = _ranks()
+    if source == _RANKS:
+        chosen, (nodes, links) = source, _ranks()
         if not nodes:
             return  # the first rank writes
         found = FoundNodes(nodes=nodes)
     else:
-        found = _found(chosen, partition)
+        chosen, found = _first_answer((source,) if source else _sources(partition), partition)
     made = detected(
         found.nodes, source=chosen, named=named, measured=links, left_out=found.left_out
     )
@@ -135,17 +134,33 @@ def detect(
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return a scheduler's word and the device that it means; the word is "" where it has none."""
+    """Return a scheduler's word and the device that it means; "" if the text has no =."""
     kind, _, name = text.rpartition("=")
     return kind, name
 
 
-def _first_source() -> str:
-    if shutil.which(SLURM_QUERY[0]):
-        return _SLURM
-    if shutil.which(GPU_QUERY[0]) or local_devices() or not shutil.which(KUBERNETES_QUERY[0]):
-        return _HERE
-    return _KUBERNETES
+def _sources(partition: str | None) -> Sequence[str]:
+    """Return whom to ask, one after the other."""
+    if partition is not None:
+        return (_SLURM,)
+    asked_first = [
+        one for one, tool in ((_SLURM, SLURM_QUERY[0]), (_HERE, GPU_QUERY[0])) if shutil.which(tool)
+    ]
+    if _HERE not in asked_first and local_devices():
+        asked_first.append(_HERE)
+    if shutil.which(KUBERNETES_QUERY[0]):
+        asked_first.append(_KUBERNETES)
+    return asked_first or (_HERE,)
+
+
+def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, FoundNodes]:
+    """Ask the sources until one answers; return it, and what it says."""
+    for one in sources[:-1]:
+        try:
+            return one, _found(one, partition)
+        except InputError as error:
+            print_note(f"--from {one}: {error}")
+    return sources[-1], _found(sources[-1], partition)
 
 
 def _found(source: str, partition: str | None) -> FoundNodes:
@@ -164,7 +179,7 @@ def _found(source: str, partition: str | None) -> FoundNodes:
 
 
 def _seen_from_inside(nodes: Sequence[FoundNode]) -> Iterator[FoundNode]:
-    """Yield the nodes; those like this machine, if it is one of them, with what is seen here."""
+    """Yield the nodes; those like this machine, if it is among them, get its memory and wiring."""
     own = next((one for one in nodes if one.name == socket.gethostname()), None)
     here = None if own is None else _here()
     for one in nodes:
@@ -238,7 +253,7 @@ def _text(path: Path) -> str:
 
 
 def _ranks() -> tuple[tuple[FoundNode, ...], MeasuredLinks]:
-    """Return the machines of this start and the links between its ranks; nothing but on rank 0."""
+    """Return, on rank 0, the machines of all ranks and their links; nothing on other ranks."""
     import torch.distributed as dist
 
     from autopar.planner.profile.net import pair_link

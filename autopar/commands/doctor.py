@@ -24,7 +24,7 @@ TRIED_TORCH = (2, 15)  # the latest version that the tests have run with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A requirement of autopar, and what was found; `fix` says what to do if it is missing."""
+    """A requirement of autopar, and what was found; `fix` is advice, even if nothing is missing."""
 
     name: str
     found: str

@@ -102,7 +102,12 @@ def rehearse_plan(
     model: MOVED_MODEL = None,
     rank: Annotated[
         int | None,
-        whole("--rank", least=0, metavar="R", text="A pipeline rank. Default: one of each stage."),
+        whole(
+            "--rank",
+            least=0,
+            metavar="R",
+            text="A pipeline rank. Default: of ranks with equal predictions, the first.",
+        ),
     ] = None,
     steps: Annotated[int, whole("--steps", least=1, metavar="N", text="Steps to measure.")] = 5,
     cache: CACHE = True,
@@ -186,7 +191,10 @@ def profile(
     ] = None,
     budget: Annotated[float, seconds("--budget", text="Time for all ops together.")] = 60.0,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write the times to.")
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to add the times to, made if needed."
+        ),
     ] = Path(FILE_NAME),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:

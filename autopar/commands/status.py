@@ -35,7 +35,7 @@ def status(
     slurm: Annotated[
         str | None,
         typer.Option(
-            "--slurm", metavar="JOB", help="Ask Slurm, too; RUN is then the job's folder."
+            "--slurm", metavar="JOB", help="Ask Slurm, too; RUN's default: the job's folder."
         ),
     ] = None,
     kubernetes: Annotated[
@@ -78,7 +78,7 @@ def _job(slurm: str | None, kubernetes: str | None, namespace: str | None) -> Sc
 
 
 def _status(run: Path | None, job: ScheduledJob | None) -> RunStatus:
-    """Return the status of a run; if no folder is given, it is the job's."""
+    """Return the status of the run in a folder: the given one, or else the job's."""
     if run is not None:
         return run_status(run_folder(run), job)
     of_job = job.folder if job is not None else None

@@ -60,7 +60,7 @@ def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit in which such a time is shown: how many are a second, and its name."""
+    """Return the unit for a time of this size: how many of it make a second, and its name."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
@@ -144,7 +144,7 @@ def _terms(plan: StoredPlan, why: Explanation) -> Figure:
 
 
 def _drawn_ranks(ranks: int, most: int) -> Sequence[int]:
-    """Return all ranks, or at most so many: the first, the last, and others evenly between."""
+    """Return all ranks, or `most` of them: the first, the last, and others evenly between."""
     if ranks <= most:
         return range(ranks)
     return sorted({round(one * (ranks - 1) / (most - 1)) for one in range(most)})

@@ -173,7 +173,7 @@ def recorded(folder: Path, record: RunRecord, nodes: Nodes, train: Callable[[], 
 
 
 def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -> End:
-    """Run torchrun in a run's folder, and return how it ended."""
+    """Run torchrun for the run in a folder, and return how it ended."""
     seen, since = (metrics.stat().st_size if metrics.is_file() else 0), time.time()
     ended = launch(command)
     for log in (folder / LOGS).rglob("*.log"):

@@ -69,9 +69,9 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A run's folder of checkpoints, and the place from which it resumes."""
+    """Where a run writes its checkpoints, and the place from which it resumes."""
 
-    checkpoints: Location
+    checkpoints: Location  # a run that goes on from a folder of checkpoints writes there, too
     goes_on_from: Location | None = None  # a run, a folder of checkpoints, or a checkpoint
     copied: Location | None = None  # a checkpoint to copy into the run's own folder
 
@@ -103,7 +103,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def start_of(plan: StoredPlan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
-    """Return a run's folder of checkpoints, and the place from which it resumes."""
+    """Return where a run writes its checkpoints, and the place from which it resumes."""
     own = folder / CHECKPOINTS
     is_taken = bool(checkpoints_in(own))
     if nodes.rank == 0:
@@ -284,7 +284,7 @@ def torchrun_arguments(
 
 
 def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: str) -> None:
-    """Write plan, script and environment into a run's folder."""
+    """Write this machine's environment and, on the first one, plan and script to a run's folder."""
     suffix = f"-node-{nodes.rank}" if nodes.rank else ""
     text = masked(json.dumps(surroundings(command), indent=2)) + "\n"
     place = folder / f"environment{suffix}.json"

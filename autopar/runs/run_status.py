@@ -186,7 +186,7 @@ def _predicted(folder: Path) -> float | None:
 
 
 def _checkpoint_step(lines: Sequence[dict[str, Any]], place: Location) -> int | None:
-    """Return the step of the newest checkpoint in `place`, or where the metrics last named one."""
+    """Return the step of the newest checkpoint in `place`, or in the metrics' last folder."""
     kept = (one.get("folder") for one in reversed(lines) if one.get("event") == Event.KEPT)
     named = next((one for one in kept if isinstance(one, str) and "***" not in one), None)
     found = checkpoints_in(place) or (checkpoints_in(location(named)) if named else [])

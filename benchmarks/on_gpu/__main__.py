@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.on_gpu.compiled import compiled
+from benchmarks.on_gpu.compiled import compiled, in_float8
 from benchmarks.on_gpu.context import Context, place_here
 from benchmarks.on_gpu.ops import ops
 from benchmarks.on_gpu.ranks import CHECKS, ranks
@@ -45,6 +45,7 @@ PARTS: Mapping[str, Part] = {
     "steps": Part(rows=steps, minutes=6.0),
     "ops": Part(rows=ops, minutes=2.0),
     "compile": Part(rows=compiled, minutes=4.0),
+    "float8": Part(rows=in_float8, minutes=4.0),
 }
 
 

@@ -1,4 +1,4 @@
-"""Times scripts whose plan compiles their layers."""
+"""Times scripts whose plan compiles their layers, and those that also multiply in float8."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.planner.costs.prediction import Compile
+from autopar.planner.precision import Float8
 from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.planned import Case
 from benchmarks.on_gpu.report import Row
 from benchmarks.on_gpu.steps import CASES, TINY, rows_of
 
 
 def compiled(context: Context) -> Iterator[Row]:
     """Yield rows for each model."""
-    cases = TINY if context.tiny else CASES
+    yield from rows_of(context, [_compiled(one) for one in _cases(context)], (("script",),))
+
+
+def in_float8(context: Context) -> Iterator[Row]:
+    """Yield rows for each model and each kind of scales; CPUs have no units for float8."""
+    if context.device == "cpu":
+        return
     chosen = [
-        replace(one, name=f"{one.name}, compiled", compile=Compile.LAYERS)
-        for one in cases
-        if not context.models or one.name in context.models or context.tiny
+        replace(_compiled(one), name=f"{one.name}, float8 {scales}", float8=scales)
+        for scales in (Float8.TENSORWISE, Float8.ROWWISE)
+        for one in _cases(context)
     ]
     yield from rows_of(context, chosen, (("script",),))
+
+
+def _cases(context: Context) -> tuple[Case, ...]:
+    cases = TINY if context.tiny else CASES
+    is_any = context.tiny or not context.models
+    return tuple(one for one in cases if is_any or one.name in context.models)
+
+
+def _compiled(case: Case) -> Case:
+    return replace(case, name=f"{case.name}, compiled", compile=Compile.LAYERS)

@@ -23,7 +23,7 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
 from autopar.planner.plan.plan import Plan, model_facts
 from autopar.planner.plan.search.search import search
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.profile import ProfileRequest, local_device, profile
 from autopar.planner.rules.rule import OpKind
@@ -42,6 +42,7 @@ class Case:
     arguments: tuple[str, ...]
     rows: int
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE
 
     @property
     def spec(self) -> str:
@@ -102,6 +103,7 @@ def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:
     facts = model_facts(file, graph, spec=case.spec, arguments=case.arguments)
     constraints = replace(
         Constraints(precision=Precision.BF16, global_batch=case.rows, compile=case.compile),
+        float8=case.float8,
         microbatch=case.rows,
         recompute=(RecomputePin(modules="*", mode=Recompute.NONE),),
     )

@@ -58,10 +58,11 @@ def printed_argument(
     tensor: Callable[[str], Expression],
     rest: Callable[[Value], Expression] = _reject,
 ) -> Expression:
-    """Print an argument; `other` is its value for inputs of other lengths.
+    """Print an argument.
 
-    `tensor` prints a tensor by its name, `rest` anything that is no tensor, number, dtype, tuple,
-    list or dict.
+    `other` is the same argument in the second trace, whose inputs have other lengths; a number that
+    differs there is a size. `tensor` prints a tensor by its name, `rest` anything that is no
+    tensor, number, dtype, tuple, list or dict.
     """
 
     def inner(one: Value, two: Value) -> Expression:
@@ -199,8 +200,8 @@ def _is_special(op: Op, body: AvailableValues) -> bool:
 def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> _Needs | None:
     """Return for each argument the tensor to pass, its layout, and an op that reads it.
 
-    An argument that no op reads only gives a dtype, a device, or a size, so any similar tensor
-    works.
+    If no op reads an argument, the function takes only a dtype, a device or a size from it, so any
+    similar tensor will do.
     """
     split, tensors = body.split, body.graph.tensors
     made = {tensor for op in ops for tensor in op.outputs}
@@ -292,7 +293,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
 
 
 def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
-    """Yield (name, value) of the arguments that a printed call needs; "" names positional ones."""
+    """Yield (name, value) of the arguments that a printed call needs; positional: ("", value)."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:

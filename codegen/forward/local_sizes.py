@@ -191,7 +191,7 @@ def _local_bound(op: Op, key: str, layout: Layout, body: AvailableValues) -> Exp
     parts = parts_of_dim(body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis)
     if not parts.are_even(body.split.degree, body.split.batch):
         raise InputError(
-            f"{op.name} cuts a dim that does not divide by {body.split.degree}",
+            f"{op.name} cuts a dim that {body.split.degree} ranks do not divide evenly",
             where=op.location,
             fix="write it with chunk or split, or choose a degree that divides it",
         )

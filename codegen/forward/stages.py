@@ -54,7 +54,7 @@ _MOST_LISTED = 5  # layers, or runs of them, in a docstring
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageClass, ...]:
     """Return the root's classes: one without a pipeline, else one for each stage.
 
-    If the model's result cannot be printed (a dataclass, say), the last stage returns the loss.
+    The last stage returns the model's result, or the loss (see `Cutter.returns_loss`).
     """
     last = max(places.values())
     if last == 0 and _keeps_signature(opening):
@@ -280,7 +280,7 @@ class _Printer:
         return returned(builder, self.graph.calls[ROOT].result)
 
     def _shown(self, part: StagePiece, builder: BodyBuilder) -> tuple[str, ...]:
-        """Add a line that stores outputs, if the stage returns the loss; return missing outputs."""
+        """Store outputs for metrics() if the stage returns the loss; return those it cannot."""
         goes_on = self.returns_loss and not part.gives
         if not goes_on or not self.split.has_metrics:
             return ()

@@ -219,7 +219,7 @@ def _partition(facts: ToolFacts) -> str:
 
 
 def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
-    """Yield what DeepSpeed is told in Python, or cannot be told."""
+    """Yield notes on what DeepSpeed takes from Python code, and on what it cannot express."""
     chosen = facts.arrangement
     if chosen.pipeline > 1:
         yield from _deepspeed_pipeline_notes(facts)
@@ -231,7 +231,7 @@ def deepspeed_notes(facts: ToolFacts) -> Iterator[str]:
     if _splits_itself(chosen):
         yield "DeepSpeed keeps the embedding whole, and the head unless vocab_parallel_lm_head"
     if chosen.tensor > 1 and facts.splits_sequence:
-        yield "the plan splits activations between blocks along seq; DeepSpeed not"
+        yield "the plan splits activations between blocks along seq; DeepSpeed does not"
     if chosen.compile is not Compile.NONE:
         yield "DeepSpeed compiles after its initialization: engine.compile()"
     if chosen.precision.products:

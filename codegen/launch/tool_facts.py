@@ -54,7 +54,7 @@ class ToolFacts:
     """
 
     title: str
-    block_class: str  # "" if the model has no repeated blocks
+    block_class: str  # of the first block, "" without blocks
     arrangement: Arrangement
     nodes: int
     stages: tuple[BlockStage, ...]
@@ -177,7 +177,7 @@ def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
 
 
 def price(facts: ToolFacts, **wanted: object) -> str:
-    """Return in words the step time of a known plan with these degrees, or ""."""
+    """Return in words the step time of a known plan with these values in its arrangement, or ""."""
     for one in facts.known:
         if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
             words = degrees_words(one.arrangement).replace(" · ", " + ")

@@ -29,7 +29,7 @@ from autopar.codegen.launch.tool_facts import (
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,9 @@ class Tool:
     selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
-    splits: str = "all matrices of blocks, the embedding and the head"  # between tensor ranks
-    mixed: str = "all blocks"  # that it recomputes where the plan recomputes some
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
+    splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
+    mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes the same blocks
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -76,22 +76,21 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
 
 
 def _mode(facts: ToolFacts) -> Recompute:
-    """Return the mode of the blocks, or of several the one that saves the most memory."""
+    """Return the mode of the blocks; of several modes, the one that keeps the least memory."""
     order = list(Recompute)
     again = (mode for mode in facts.modes if mode.runs_again)
     return max(again, key=order.index, default=Recompute.NONE)
 
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
-    """Yield what no tool, or not this one, can express."""
+    """Yield what this tool cannot express of the plan."""
     chosen = facts.arrangement
     if facts.between:
         yield f"{tool.name} has nothing between blocks; the plan has {some(facts.between)} there"
     if len(set(facts.modes)) > 1 and not tool.mixes(facts):
-        count = sum(one is mode for one in facts.modes)
         yield (
-            f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
-            f"recomputes {tool.mixed}: slower, less memory"
+            f"the plan recomputes {facts.modes.count(mode)} of {len(facts.modes)} blocks ({mode}), "
+            f"{tool.name} recomputes {tool.mixed}: slower, less memory"
         )
     if mode.saved_ops is not None:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
@@ -101,6 +100,8 @@ def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
         yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
+    if chosen.float8 is not Float8.NONE:
+        yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
     if chosen.offload.has_states:
@@ -194,7 +195,7 @@ def _titan_degrees(facts: ToolFacts, head: str, more: Mapping[str, SettingValue]
 
 
 def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
-    """Return whether tensor ranks have parts of the sequence between blocks."""
+    """Return the setting that tells whether tensor ranks divide the sequence between blocks."""
     if facts.arrangement.tensor == 1:
         return {}
     return {"enable_sequence_parallel": facts.splits_sequence}
@@ -203,7 +204,7 @@ def _titan_sequence(facts: ToolFacts) -> Mapping[str, SettingValue]:
 def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str, ...]]:
     """Yield the modules of each stage, as torchtitan's models call them.
 
-    The last layer after the blocks is the head, those before it are the norm.
+    Of the layers after the blocks, the first is taken for the norm and the last for the head.
     """
     after = [call for stage in stages for call in stage.after]
     for place, stage in enumerate(stages):
@@ -287,7 +288,7 @@ def _present(flags: Mapping[str, SettingValue]) -> Mapping[str, SettingValue]:
 
 
 def _megatron_parts(stages: Sequence[BlockStage]) -> Iterator[str]:
-    """Yield each stage of a layout: E is the embedding, t a block, L norm, head and loss."""
+    """Yield each stage of a layout: E is the embedding, t a block, L the norm, head and loss."""
     for place, stage in enumerate(stages):
         count = len(stage.blocks)
         blocks = f"t*{count}" if count > 1 else "t" * count
@@ -310,12 +311,12 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; the method "block" recomputes equally many in each stage."""
+    """Return the flags of the mode; "block" recomputes equally many blocks in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
         return {"recompute-granularity": "selective"}
-    most = max(stage.modes.count(mode) for stage in facts.stages)
+    most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
     is_all = all(one is mode for one in facts.modes)
     method = "uniform" if is_all else "block"
     return {

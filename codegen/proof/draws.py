@@ -1,7 +1,7 @@
 """Records the random numbers of a training, and compares trainings by them.
 
 Equal generator states give equal numbers, so states are compared in place of numbers. The checks:
-as many numbers are independent as in one process; no two modules or data ranks share any; a
+as many numbers are independent as in one process; only modules that share some there share any; a
 recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
 """
 
@@ -30,7 +30,7 @@ _SEEDING = "seeding"
 
 @dataclass(frozen=True, slots=True)
 class NotedDraw:
-    """A random op that ran: where, which, how many numbers, from which state, in which pass."""
+    """A random op that ran: where it did, what it drew, and from which state of its generator."""
 
     module: str  # the path of the module whose code draws
     place: str  # the line of the script or the model, "train.py:121"
@@ -217,7 +217,7 @@ class Site:
 
 @dataclass(slots=True)
 class _Drawn:
-    """The numbers of a site by generator state, and the ranks that draw them."""
+    """How many numbers a site draws from each generator state, and on which ranks."""
 
     numbers: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, set[int]] = field(default_factory=dict)

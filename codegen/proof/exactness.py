@@ -24,7 +24,7 @@ from autopar.runtime.ranks.randomness import undrawn
 
 LAST_LINES = 15  # of a failed script's output
 _KILLED = re.compile(r"exitcode\s*: -9\b")  # in torchrun's message about the first failure
-_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of runtime.refusal
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of `ExitReason`
 _HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # the beginning of faulthandler's output
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -74,6 +74,7 @@ def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     return list(takewhile(lambda line: line.strip() != rank.strip(), own))
 
 
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -149,7 +150,7 @@ class Widely(TorchFunctionMode):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscaled(*args)
         is_wide = self.dtype is torch.float64
-        if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
+        if is_wide or (self.dtype not in _HALVES and any(map(_is_wide, args))):
             func = Tensor.double if func is Tensor.float else func
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}
@@ -211,6 +212,10 @@ def _with_wide_weights(
     """Cast a loss's class weights, which the model file may have made, to the scores' dtype."""
     wide = None if weight is None else weight.to(scores.dtype)
     return (scores, target, wide, *args), kwargs
+
+
+def _is_wide(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype is torch.float64
 
 
 def _wide(argument: Any) -> Any:

@@ -32,6 +32,7 @@ from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import AdamWDefaults
 from autopar.planner.plan.traced import model_spec
+from autopar.planner.precision import Float8
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
@@ -215,8 +216,14 @@ def verify(
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
-    notes = (*notes, *not_compiled, *more)
+    notes = (*notes, *_float8_notes(plan), *not_compiled, *more)
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
+
+
+def _float8_notes(plan: Plan) -> Iterator[str]:
+    """Yield where products are in float8."""
+    if plan.arrangement.float8 is not Float8.NONE:
+        yield f"products are in float8 beside {plan.arrangement.precision}, and not beside float64"
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:

@@ -311,7 +311,7 @@ def plainly(plan: Plan, subject: PlannedSubject) -> Source:
 
 
 def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
-    """Yield a note if evaluations differ from those of the model in one process."""
+    """Yield notes on how evaluations differ from those of the model in one process."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
     paths |= {subject.graph.calls[call].path for call in opened.inlined}
@@ -348,7 +348,10 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads rows; if ops mix rows, no row is repeated to fill a batch."""
+    """Return the call that reads rows.
+
+    If ops mix rows, or the model takes only one number of rows, no row is repeated to fill a batch.
+    """
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

@@ -81,7 +81,7 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
 
 
 def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the outermost modules whose names are all chosen, and the remaining chosen names."""
+    """Yield the outermost modules in which all names are chosen, and the chosen names outside."""
     every = list(names)
     others = set(every).difference(chosen)
     yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
@@ -261,8 +261,9 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
 def split_text(dim: int, parts: Parts, *, degree: int = 0) -> str:
     """Return the cut of a dim as Python.
 
-    A single part is left out if it has single elements, or if its blocks divide evenly over
-    `degree` ranks. The parts of fused weights are often equal.
+    `parts` is a tuple of (blocks, elements of a block). It is left out if the runtime can infer it:
+    one part, of blocks of one element, or of blocks that divide evenly over `degree` ranks. Equal
+    parts, as of a fused q-k-v weight, are printed as a product: `((12, 64),) * 3`.
     """
     blocks, size = parts[0]
     if len(parts) == 1 and (size == 1 or (degree and blocks % degree == 0)):

@@ -41,7 +41,7 @@ class BuildView:
     has_unread: bool  # parameters that the loss does not depend on
     has_writing: bool  # layers that write to memory that other code reads
     has_steady: bool  # buffers that are written once a step, not in each microbatch
-    compiling: Source  # the call that compiles layers with torch.compile, if they are
+    compiling: Source  # the calls that let layers multiply in float8 and compile them, or ""
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
 

@@ -128,7 +128,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether a batch has several parts in a step and its loss is the sum of their losses."""
+    """Whether a step divides its batch into parts whose losses add up to the batch's loss."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
@@ -157,6 +157,12 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     if arranged.data > 1:
         yield from _data_parallel(arranged)
+    elif arranged.shards_on_host:
+        fetched = "parameters are in the host's memory, and are fetched layer by layer"
+        yield ScriptSetting("ZERO", literal(arranged.zero.value), fetched)
+    if has_own_buckets(arranged):
+        bucket = "gradients are sent in buckets of this size, during the backward"
+        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.offload.has_states:
         there = "gradients and optimizer states are in the host's memory, where it steps"
         yield ScriptSetting("OFFLOAD", literal(True), there)
@@ -212,9 +218,6 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     if has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)
-    if has_own_buckets(arranged):
-        bucket = "gradients are sent in buckets of this size, during the backward"
-        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.compressed_gradients:
         yield ScriptSetting("COMPRESS", literal(True), "gradients are sent in 16 bits")
 
@@ -379,7 +382,7 @@ def _why(plan: Plan) -> Iterator[str]:
 
 
 def _certainty(plan: Plan) -> str:
-    """Return what is proved: of the plan, or of the fastest one if the plan is a simpler one."""
+    """Return in words what is proved about the plan or, if it is a simpler one, the fastest one."""
     count, gap = plan.proof.enumerated, plan.proof.gap
     of_pinned = "no plan for the pinned arrangement"
     none = f"none of the {count:,} arrangements" if count > 1 else of_pinned

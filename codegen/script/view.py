@@ -11,6 +11,7 @@ from autopar.codegen.forward.opened import OpenedClass, OpenedSource
 from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.script.layer_lists import (
     StageTables,
+    compiling_calls,
     crossing_names,
     layer_lists,
     recomputations,
@@ -70,7 +71,7 @@ from autopar.codegen.text.values import (
     table,
     tuple_of,
 )
-from autopar.planner.costs.prediction import Arrangement, Compile
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import is_scheduled_here, unit_word
 
@@ -94,7 +95,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptTables:
-    """Assignments of data in the order of a script; empty text for tables that are not needed."""
+    """The tables of a script, in its order; those that it does not need are empty."""
 
     own_rows: Source
     classes: Source
@@ -161,18 +162,10 @@ def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildVi
         has_unread=bool(tables.unread),
         has_writing=tables.has_writing,
         has_steady=bool(tables.once),
-        compiling=_compiling(plan, subject),
+        compiling=compiling_calls(plan, subject, "part" if is_pipelined else "model"),
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, tables),
     )
-
-
-def _compiling(plan: Plan, subject: PlannedSubject) -> Source:
-    if plan.arrangement.compile is not Compile.LAYERS:
-        return Source()
-    model = identifier("part" if _is_pipelined(plan) else "model")
-    varies = subject.file.build_collate is not None  # it pads rows to the longest one
-    return Source(f"compile_layers({model}, COMPILED{', lengths_vary=True' * varies})")
 
 
 def _step(plan: Plan, subject: PlannedSubject, calls: ModelCalls, tables: ScriptTables) -> StepView:
@@ -383,7 +376,7 @@ def _start(arranged: Arrangement) -> Source:
 
 
 def _zero(arranged: Arrangement) -> list[str]:
-    return ["zero=ZERO"] if arranged.data > 1 else []
+    return ["zero=ZERO"] if arranged.data > 1 or arranged.shards_on_host else []
 
 
 def _optimizer(plan: Plan) -> Source:
@@ -393,7 +386,10 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; gradients that other axes also add up get buckets of their own."""
+    """Return the call of wrap.
+
+    Under ZeRO-1, gradients that other axes also add up get buckets of their own.
+    """
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

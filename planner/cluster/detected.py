@@ -1,4 +1,4 @@
-"""Turns what tools tell of machines into a cluster file, and says what was assumed."""
+"""Turns what tools say about machines into a cluster file, and says what was assumed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class MeasuredLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedNodes:
-    """Equal nodes: `own` and `link` are keys of their device and its link, unlike the data sheet's.
+    """Equal nodes; `own` and `link` are keys of the device and its link, unlike the data sheet's.
 
-    The link has the name that `own` has for the key "link".
+    If `link` has keys, its name in the file begins with own["link"].
     """
 
     count: int
@@ -87,9 +87,10 @@ def detected(
     measured: MeasuredLinks | None = None,
     left_out: Sequence[str] = (),
 ) -> DetectedCluster:
-    """Return the cluster of the nodes that `source` tells.
+    """Return the cluster of the nodes that a tool (`source`) lists.
 
-    `named` has the devices that people gave for words of the source; "" is for nodes without one.
+    `named` maps words by which the source calls devices to the devices that the user named; "" is
+    for nodes without such a word.
     """
     devices = _devices(nodes, named, source)
     links = measured or MeasuredLinks()
@@ -138,7 +139,7 @@ def _devices(
 
 
 def _like(node: FoundNode) -> FoundNode:
-    """Return what a node tells of its devices."""
+    """Return a node with only the fields that decide which device it has."""
     return replace(node, devices=1, inside=None, network="", name="" if node.kind else node.name)
 
 
@@ -219,7 +220,7 @@ def _with_pcie(
         own["link"] = name or "pcie4"
     sizes, count = set(Counter(wiring.parts).values()), len(wiring.parts)
     (per_socket, *more) = sizes
-    is_told = not more and (per_socket > 1 or count == 2)  # alone: a virtual machine tells nothing
+    is_told = not more and (per_socket > 1 or count == 2)  # else a virtual machine hides it
     if is_told and per_socket < count and per_socket != device.devices_per_socket:
         own["devices_per_socket"] = per_socket
     if is_told and per_socket == count > (device.devices_per_socket or count):

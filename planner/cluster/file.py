@@ -236,7 +236,7 @@ def default_node(device: Device, devices: int, *, is_bridged: bool = False) -> M
 
 
 def check_count(count: int, where: str) -> None:
-    """Raise if no cluster can have so many devices or nodes."""
+    """Raise for a number of devices or nodes that no cluster can have."""
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
         raise InputError(
             f"{count} is not a number of {'machines' if where == '--nodes' else 'devices'}",

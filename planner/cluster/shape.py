@@ -112,7 +112,7 @@ def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tupl
 
 
 def _number(counts: Counter[Machine]) -> int:
-    """Return the number of orders of so many nodes of each kind, or any number over the limit."""
+    """Return the number of orders of these nodes; of many nodes, a number above MOST_ORDERS."""
     total = sum(counts.values())
     if total > MOST_ORDERS:
         return total
@@ -332,7 +332,10 @@ def _crossing(
     """Return the crossing with the rate of one group.
 
     A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
-    most m·max(1, r) of them, and c concurrent groups share all: ports = min(d·r ÷ c, m·max(1, r)).
+    most m·max(1, r) of them, and c concurrent groups share all ports, at least one:
+
+        ports = min(max(1, d·r) ÷ c, m·max(1, r))
+
     c is d ÷ m if every device takes part. In a full mesh of u parts, a group over p of them uses
     the links to p − 1 of the u − 1 others.
     """

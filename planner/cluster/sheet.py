@@ -199,7 +199,7 @@ def device_of(
 
 
 def _host(table: Mapping[str, object], *, where: str) -> HostShare:
-    """Return the host of a device: a usual one, with the figures that the table has of its own."""
+    """Return a device's host: a usual one, except for figures that the table gives."""
     known = dict(_tables("devices.toml", "host"))
     usual = reading.choice(table, "host", known, where=where, default=DEFAULT_HOST)
     own = {key: table.get(f"host_{key}", usual[key]) for key in _HOST_KEYS}
@@ -331,7 +331,7 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
 def device_like(name: str, memory_bytes: int | None) -> Device | None:
     """Return the known device with this name, or the nearest of its model.
 
-    Of those that are as near, it is the one with the least memory if `memory_bytes` is None.
+    If `memory_bytes` is None, it is the one with the least memory among equally near ones.
     """
     return _by_name(name) or _by_words(name, memory_bytes)
 

@@ -1,4 +1,4 @@
-"""Reads what nvidia-smi, Slurm, Kubernetes and Linux tell of machines and their devices."""
+"""Reads what nvidia-smi, Slurm, Kubernetes and Linux say about machines and their devices."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _MOST_WORDS = 60  # characters of a tool's text in a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundNode:
-    """A machine as a tool tells it, with devices of one kind."""
+    """A machine as a tool describes it, with devices of one kind."""
 
     name: str
     kind: str  # as the tool calls its devices; "" if it does not
     devices: int
     memory_bytes: int | None = None  # of a device
-    hints: tuple[str, ...] = ()  # other words of the machine, one of which may be the device's name
+    hints: tuple[str, ...] = ()  # other words about the machine; one may be the device's name
     network: str = ""  # the known network that such machines have
     inside: InsideMachine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideMachine:
-    """What is seen from inside a machine; None is not known."""
+    """What is seen from inside a machine; None if it is not known."""
 
     wiring: GpuWiring | None = None
     pcie_generation: int | None = None
@@ -40,7 +40,7 @@ class InsideMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundNodes:
-    """The machines that a tool tells, and sentences about those that are left out."""
+    """The machines that a tool lists, and sentences about those that are left out."""
 
     nodes: tuple[FoundNode, ...]
     left_out: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ TOPOLOGY_QUERY = ("nvidia-smi", "topo", "-m")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGpu:
-    """A GPU as the driver tells it."""
+    """A GPU as the driver describes it."""
 
     name: str
     memory_bytes: int
@@ -155,7 +155,7 @@ def _nvlinks(cell: str) -> int:
 
 
 def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """Return for each GPU the first one that it reaches over others, itself included."""
+    """Return for each GPU the first GPU that it reaches, directly or over others, or itself."""
     first = list(range(len(joined)))
     for one in range(len(joined)):
         for other in range(one):

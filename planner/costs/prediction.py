@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -163,7 +163,7 @@ def zero_words(levels: Iterable[Zero]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How ranks share the training; ranks are counted tensor first, then data, then pipeline.
+    """How ranks share the training; they are numbered tensor first, then data, then pipeline.
 
     `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
     sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
@@ -182,6 +182,7 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
     offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
     # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
@@ -199,8 +200,8 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level, or ZeRO-0 if a single rank would have all parts."""
-        return self.zero if self.shard > 1 else Zero.NONE
+        """The ZeRO level; ZeRO-0 if a single rank has all parts, and none of them on the host."""
+        return self.zero if self.shard > 1 or self.shards_on_host else Zero.NONE
 
     @property
     def reduces_each(self) -> bool:
@@ -212,17 +213,20 @@ class Arrangement:
 
     @property
     def shards_on_host(self) -> bool:
-        """Whether fully_shard keeps its parts of the parameters in host memory, too."""
-        return self.offload.has_states and self.divided.shards_modules
+        """Whether fully_shard keeps its parts of the parameters in the host's memory, too.
+
+        On a single device these are whole layers, which are fetched one after another.
+        """
+        return self.offload.has_states and self.zero.shards_modules
 
     @property
     def optimizer_ranks(self) -> int:
-        """The data ranks that divide the optimizer's states between them."""
+        """The number of data ranks that divide the optimizer's states between them."""
         return self.shard if self.zero.divides_optimizer else 1
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients lie in buckets; on their way to the host they do on one rank, too."""
+        """Whether gradients lie in buckets; if they go to the host, even on a single data rank."""
         return (self.data > 1 or self.offload.has_states) and not self.zero.shards_modules
 
     @property

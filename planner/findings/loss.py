@@ -83,7 +83,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts elements that the model selects: how many, the batch does not tell.
+    """Whether a mean counts elements that the model selects, and the batch does not tell how many.
 
     If only the targets of a loss decide, this is so if an op that computes them has the loss's
     ignore_index as an argument.
@@ -224,7 +224,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from means whose parts are not weighted by their rows."""
+    """Whether a number is computed from a mean in which a part's weight is not its rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False

@@ -1,4 +1,4 @@
-"""Calls build_optimizer with its argument, on small stand-ins, and tries its schedule.
+"""Calls build_optimizer on small stand-ins for the parameters, and tries its schedule.
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips
@@ -119,9 +119,10 @@ def check_step(called: Any, maker: str, fix: str, where: str) -> None:
 
 
 def own_tensors(optimizer: Any) -> tuple[str, ...]:
-    """Return the attributes of an optimizer, or of an inner one, that hold copies of parameters.
+    """Return the attributes of an optimizer, or of an inner one, that hold tensors like parameters.
 
-    They are as large as whole parameters, and no checkpoint stores them.
+    Such a tensor has the shape of a parameter, or is a vector of all of them. It is not in the
+    optimizer's state, so no checkpoint stores it.
     """
     stepped = [one for group in optimizer.param_groups for one in group["params"]]
     given, shapes = set(map(id, stepped)), {one.shape for one in stepped}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ScheduleEnd(NamedTuple):
-    """The step in which a schedule raises an error, the error's message and its place."""
+    """The step in which a schedule raises an error, the error's message, and where it is raised."""
 
     step: int
     said: str

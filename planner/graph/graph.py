@@ -231,7 +231,7 @@ class Graph:
 
     @cached_property
     def broken(self) -> frozenset[str]:
-        """The paths of layers that torch.compile cannot take whole."""
+        """The paths of layers that torch.compile cannot trace whole."""
         return frozenset(path for one in self.breaks for path in one.paths)
 
     @cached_property

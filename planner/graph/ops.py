@@ -313,7 +313,7 @@ class GradientUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGradient:
-    """A place where a model changes or takes gradients, so that its code cannot be printed.
+    """A place where a model uses gradients; code that changes or takes them cannot be printed.
 
     `call` is the module call, or LOSS_CALL in the loss function. `how` names the function of torch,
     `where` is the line, or the module that has a hook.

@@ -104,6 +104,7 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
+        "float8": arranged.float8.value,
         "offload": arranged.offload.value,
         "tolerance": 0,  # the simplest plan of a smaller model may have other layouts
         "global_batch": count * block,
@@ -193,13 +194,17 @@ class Resized:
 
 
 def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
-    """Return a plan's constraints with its global batch and precision, for other devices.
+    """Return a plan's constraints, its global batch, precision and float8, for other devices.
 
-    Demands that leave no degrees for so many devices are dropped one by one. The search reports any
-    other demand that cannot be met.
+    Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
+    devices. The search reports any other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, plan.model.batch
-    same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
+    same = {
+        "global_batch": arranged.global_batch,
+        "precision": arranged.precision.value,
+        "float8": arranged.float8.value,
+    }
     declared = (
         *plan.constraints,
         *(

@@ -330,7 +330,7 @@ Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 def fewer_as_fast(
     training: Training, cluster: Cluster, plan: Plan, *, prices: Prices | None = None
 ) -> Fewer | None:
-    """Return fewer devices whose step is no longer than the plan's and its tolerance, or None.
+    """Return fewer devices whose step is at most the tolerance longer than the plan's, or None.
 
     Of several, those with the shortest step. Tries half as many devices, a quarter and so on,
     powers of two, and one node less. Numbers whose step is too long by the search's bounds are

@@ -105,7 +105,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
-    """Return the stages after accepted moves, until no accepted move makes them more even."""
+    """Move layers between a rank's stages until `accepts` takes no move to more even ones."""
     while True:
         more_even = next(filter(accepts, _moves(stages)), None)
         if more_even is None:
@@ -114,7 +114,10 @@ def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
 
 
 def _moves(stages: Stages) -> Iterator[Stages]:
-    """Yield moves to a smaller stage of the same rank: half of the surplus, or one layer."""
+    """Yield the stages after a move of layers to a smaller stage of the same rank.
+
+    Either half of the surplus moves, or one layer.
+    """
     for i, one in enumerate(stages):
         for j, other in enumerate(stages):
             surplus = one.count - other.count
@@ -139,7 +142,7 @@ class Proof:
     """How much of the space was searched, and how far the choice may be from the best."""
 
     enumerated: Elements
-    pruned: Elements  # not better than the best plan, or than one with fewer devices
+    pruned: Elements  # by bounds, or because fewer devices would be as fast
     solved: Elements
     infeasible: Elements  # because of memory
     programs: Elements  # integer programs solved
@@ -162,6 +165,16 @@ class RunnerUp:
     communication_seconds: Seconds  # exposed
     idle_seconds: Seconds
     difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCount:
+    """The plan for one of several numbers of devices that were asked about at once."""
+
+    arrangement: Arrangement
+    step_seconds: SomeSeconds
+    device_bytes: Bytes
+    usd_per_hour: FigureNumber | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +226,7 @@ class StoredPlan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # the user's; the last one for a place applies
+    constraints: tuple[Declared, ...]  # the user's and the model's; the last for a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     classes: tuple[ClassLayouts, ...]
@@ -225,6 +238,7 @@ class StoredPlan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     fastest: RunnerUp | None = None  # if the plan is a simpler one within the tolerance
+    curve: tuple[PlannedCount, ...] = ()  # if several numbers of devices were planned
 
     @property
     def slower_by(self) -> float:

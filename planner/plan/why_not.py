@@ -105,8 +105,13 @@ def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:
-    """Whether an arrangement has the pins, regardless of default constraints."""
-    pinned = replace(pins, precision=arrangement.precision, compression=(False, True))
+    """Whether an arrangement has the pins, whatever the constraints' defaults are."""
+    pinned = replace(
+        pins,
+        precision=arrangement.precision,
+        float8=arrangement.float8,
+        compression=(False, True),
+    )
     return allows(pinned, arrangement)
 
 

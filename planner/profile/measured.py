@@ -53,7 +53,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHost:
-    """The times that the host of a device adds, measured with so many threads of torch."""
+    """The times that the host of a device adds, measured with `threads` threads of torch."""
 
     device: str
     threads: Degree

@@ -24,8 +24,8 @@ from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
-VISITS = 4  # each group of probes is measured so often; groups take turns
-_CALLS_OF_A_VISIT = 4  # a visit needs time for so many calls: to warm up, and for a few samples
+VISITS = 4  # how often each group of probes is measured; groups take turns
+_CALLS_OF_A_VISIT = 4  # a visit needs time for this many calls: to warm up, and for a few samples
 EVICTED_BYTES = 64 * 2**20  # as large as the last cache of a CPU or GPU: writing them evicts it
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
 

@@ -25,10 +25,11 @@ from autopar.planner.rules.rule import (
 def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
     """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in one or both directions.
 
-    A layer multiplies all rows by its input weights at once, then each step's state by its hidden
-    weights (and by its projection), one step after the other: T·B × in by in × gates·H, and T times
-    B × H by H × gates·H. `kept` elements per row and hidden unit are saved for the backward;
-    `unfused` is the number of kernels that a CPU runs in each step beside the products.
+    A layer multiplies all rows by its input weights at once (T·B × in by in × gates·H). Then, one
+    step after the other, it multiplies the state by its hidden weights (T times B × H by
+    H × gates·H), and by its projection if it has one. `kept` elements per row and hidden unit are
+    saved for the backward; `unfused` is the number of kernels that a CPU runs in each step beside
+    the products.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -71,7 +72,7 @@ def _layer(
 ) -> Iterator[MatrixProducts]:
     """Yield a layer's products.
 
-    The first state is multiplied apart: it is the input `hx`, which may need no gradient.
+    The first state is multiplied separately: it is the input `hx`, which may need no gradient.
     """
     of_input, of_state, *more = weights
     together = rows // steps
@@ -248,7 +249,10 @@ def attention(sizes: OpSizes) -> Computation:
 
 
 def power(sizes: OpSizes) -> Computation:
-    """An integer power of a matrix: one square for each bit, and one product for each set bit."""
+    """An integer power of a matrix: of the exponent's bits, all but the first cost a square.
+
+    Of the bits that are set, all but one cost a product, too.
+    """
     source = tensor(sizes, "self")
     *lead, n, _ = sizes.shape(source)
     exponent = abs(number(sizes, "n", 1))

@@ -20,7 +20,10 @@ Tiles = tuple[tuple[Extent, ...], int]
 
 
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
-    """Return, for each slice of a group that tiles a dim, all sizes and its place among them."""
+    """Find slices that together cover a dim of a tensor.
+
+    Return for each slicing op, by name, the sizes of all these slices and the index of its own.
+    """
     cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
     source: dict[str, str] = {}  # x[:] → x
     for op in graph.ops:
@@ -197,8 +200,8 @@ class Signature:
 class Case:
     """An op with the shapes of its tensors, for the functions of the table.
 
-    For one of several slices that tile a dim, `tiles` has the sizes of all and its place among
-    them.
+    If the op is one of several slices that together cover a dim, `tiles` has the sizes of all
+    these slices and the index of its own.
     """
 
     op: Op

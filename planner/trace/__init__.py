@@ -31,7 +31,7 @@ from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types, tr
 
 __all__ = ["trace", "trace_for_rows"]
 
-# If tracing on meta fails, models with at most so many bytes of parameters are traced on the CPU.
+# If tracing on meta fails, a model is traced on the CPU, unless its parameters exceed this size.
 _LARGEST_REAL_BYTES = 4 * 2**30
 
 

@@ -64,7 +64,7 @@ def _layers_by_kind(graph: Graph) -> Sequence[Sequence[str]]:
 
 
 class _AllTriedError(Exception):
-    """Ends the forward of the model: every layer of interest has run."""
+    """Ends the forward of the model once a layer of each kind was tried."""
 
 
 class _TracedError(Exception):

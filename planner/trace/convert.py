@@ -167,7 +167,7 @@ class _Converter:
         return arguments["p"] == 0.0 or arguments["train"] is False
 
     def _keeps_type(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a cast returns its input under every precision."""
+        """Whether a cast changes nothing, whichever dtype the model will be trained in."""
         if not _SAME_IF_TYPE_IS_SAME.match(target):
             return False
         (source,) = refs(self.values.value(node.args[0], scope))
@@ -176,7 +176,10 @@ class _Converter:
         return same_type and not asks_copy
 
     def _keeps_numbers(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether an op is `x + 0` or `x * 1.0`, and neither x nor its result is written to."""
+        """Whether an op such as `x + 0` or `x * 1.0` may be replaced by x itself.
+
+        It must keep x's dtype and gradient, and neither x nor the result may be written to.
+        """
         first, *others = (*operands_of(node), None)
         if others != [_KEEPING.get(target), None] or node.kwargs or not isinstance(first, fx.Node):
             return False
@@ -248,7 +251,7 @@ class _Converter:
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
     ) -> None:
-        """Bound data-dependent sizes by the elements of the mask, or else of the first input.
+        """Bound data-dependent sizes by the number of elements of the mask, or of the first input.
 
         If the mask may be broadcast, the larger of both is the bound.
         """

@@ -92,8 +92,8 @@ def _changed(
 def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return what the next step is to find for a changed value.
 
-    This is the value itself if it has no traced tensors, the old value if they are made of
-    constants alone, and else the value with stand-ins for them.
+    This is the value itself if it has no traced tensors. If these are made of constants alone, it
+    is the old value; otherwise the value with stand-ins for them.
     """
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:

@@ -79,8 +79,8 @@ class TraceRecording:
     # by the calls of plain functions: the module and name of the function
     plain: dict[str, tuple[str, str]] = field(default_factory=dict)
     parents: dict[str, str | None] = field(default_factory=dict)
-    entered: dict[str, Border] = field(default_factory=dict)
-    left: dict[str, Border] = field(default_factory=dict)
+    entered: dict[str, Border] = field(default_factory=dict)  # each call's arguments
+    left: dict[str, Border] = field(default_factory=dict)  # each call's result
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)

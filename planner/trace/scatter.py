@@ -1,4 +1,4 @@
-"""Turns writes to parts of tensors into ops, and finds what masks select: `x[mask]`, rows.
+"""Turns writes to parts of tensors into ops, and finds rows that masks select, as in `x[mask]`.
 
 A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. While
 planning, nobody knows how many rows each mask selects; it may be all. But together the masks select

@@ -270,9 +270,9 @@ class ModelNames:
         return self._parameters[name].requires_grad
 
     def corresponding(self, name: str, template: str, site: str) -> str | None:
-        """Return the tensor in module `site` at the position of `name` in its equal `template`.
+        """Return the tensor of module `site` that corresponds to `name` of the equal `template`.
 
-        None if `template` has no tensor `name`.
+        None if the module `template` has no tensor `name`.
         """
         wanted: Any = self._parameters.get(name, self._buffers.get(name))
         owner, other = self._model.get_submodule(template), self._model.get_submodule(site)

@@ -38,6 +38,7 @@ from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import MARK
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import near
 from autopar.runtime.tensor.shards import whole
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.loading import WeightsOrigin
@@ -260,7 +261,7 @@ class _Whole:
         if one.rank == mesh.rank:
             piece = self._here.tensor(one)
             if mesh.rank != 0 and piece.numel():
-                dist.send(as_bytes(piece), dst=0, group=mesh.world.group)
+                dist.send(near(as_bytes(piece), mesh.world), dst=0, group=mesh.world.group)
             return piece.cpu() if mesh.rank == 0 else piece
         if mesh.rank != 0:
             return torch.empty(0)

@@ -351,7 +351,8 @@ def _note(text: str, mesh: Mesh) -> None:
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
-    The newest `keep`, that of the best evaluation, and those of every `keep_every`-th step stay.
+    Those of every `keep_every`-th step stay, the newest `keep` of the others, and that of the best
+    evaluation.
     """
     every = checkpoints_in(folder)
     best = best_of(every)

@@ -66,7 +66,7 @@ class Moment:
     """The position of a training."""
 
     step: Steps
-    rows: Count  # rows of the dataset trained on so far
+    rows: Count  # the position in the dataset's rows, which counts dropped rows, too (`Epochs`)
     updates: Steps  # steps that the optimizer took; with fp16 some are skipped
     loss_scale: Positive | None = None
     calm_steps: Steps = 0

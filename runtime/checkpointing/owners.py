@@ -161,8 +161,8 @@ def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
         offset += high - low
 
 
-SMALL = 2**14  # elements; a tensor up to this size is written whole by one rank
-# Each rank writes about so many pieces, so that all ranks write nearly equal amounts.
+SMALL = 2**14  # elements; a smaller shard is written whole by one rank
+# About how many pieces each rank writes: enough that all ranks write nearly equal amounts.
 _PIECES = 16
 
 

@@ -34,7 +34,7 @@ from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """The number of a rank's parameters with nan or inf, and the first of them."""
+    """How many of a rank's `every` parameters have nan or inf, and the first of these."""
 
     count: int
     every: int
@@ -43,7 +43,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Return the number of this rank's parameters with nan or inf; each parameter is read once."""
+    """Count this rank's parameters with nan or, if they are trained, with inf or -inf."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
@@ -195,11 +195,11 @@ Planned = tuple[str, float, float]  # the plan's device, and its predicted step 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of a step line: means since the last line; None if unknown.
+    """The figures of a step line: of this step, but times are means since the last line.
 
-    `memory_bytes` is the peak of the first rank. `against_plan` is the measured time of a step over
-    the predicted time. `compile_seconds` is how long the first rank compiled layers; the means do
-    not count it.
+    `memory_bytes` is the peak so far of the first rank. `against_plan` is the measured time of a
+    step over the predicted time. `compile_seconds` is how long the first rank compiled layers; the
+    means do not count it. None means unknown.
     """
 
     step: int
@@ -270,7 +270,7 @@ class Progress:
         self._drawn = 0.0
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
-        """Print a step line and return its loss; exit if the loss is not finite (see --on-nan)."""
+        """Print a step line and return its loss; exit if loss or norm is not finite (--on-nan)."""
         loss = mean_loss(own_loss, self._mesh)
         clipped = float(norm) if self._options.clip else None
         steps = step - self._step
@@ -357,7 +357,7 @@ class Progress:
                 say(f"note: {one}")
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
-        """Unless --on-nan is go-on, print where the loss became non-finite, and exit."""
+        """Unless --on-nan is go-on, print which ranks' losses are not finite, and exit."""
         if self._options.on_nan == GO_ON:
             return
         self._before_stopping()

@@ -183,7 +183,7 @@ def _restored_state(reader: Reader, target: Target, key: str, optimizer: Optimiz
 def go_back(
     folder: Location, best: int, parts: Sequence[nn.Module], optimizer: Optimizer, mesh: Mesh
 ) -> None:
-    """Restore this rank's weights from the checkpoint of the best step, unless it is broken."""
+    """Restore weights and states from the best step's checkpoint, unless that is damaged."""
     place = step_folder(folder, best)
     found = verified(place, mesh)
     if isinstance(found, str):

@@ -127,7 +127,7 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
 
 _POLL_SECONDS = 0.5
 _LEAST_SECONDS = 5.0  # time for all ranks to write their places
-_RANKS_PER_SECOND = 50  # so many ranks can connect to the store and write
+_RANKS_PER_SECOND = 50  # that can connect to the store and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +274,7 @@ class Watch:
         self._patience = 1
 
     def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
-        """Start watching; `tell` also gets the message that the first rank prints."""
+        """Start watching if there are several ranks; `tell` gets the printed message, too."""
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
         self._step, self._tell = step, tell

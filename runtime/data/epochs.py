@@ -47,7 +47,7 @@ class Epochs:
     last: LastRows = LastRows.RUN_ON
 
     def passes(self, begun: int) -> Iterator[tuple[int | None, Iterator[int]]]:
-        """Yield, for each epoch, the number of its remaining rows and of the rows in each step.
+        """Yield (remaining rows, the rows of each remaining step) for each epoch.
 
         With RUN_ON there is one endless epoch, whose number of rows is None.
         """

@@ -1,4 +1,4 @@
-"""Makes batch norms use statistics over an axis, and fp32 weights where kernels need them."""
+"""Makes batch norms use statistics of all ranks, and fp32 weights where kernels need them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.runtime.ranks.transport import gathered, summed
 
 
 def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
-    """Make every batch norm of a module take its statistics over an axis.
+    """Make every batch norm of a module take its statistics over all ranks of an axis.
 
     The norms get a subclass of their class: parameters, buffers and names stay as they are.
     """
@@ -128,7 +128,7 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with one collective each way, on any device.
+    """Batch norm with one collective in the forward and one in the backward, on any device.
 
     torch's SyncBatchNorm makes the host wait in each forward, because it masks out ranks without
     rows, and copies channels_last inputs.
@@ -158,7 +158,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias; the latter two are this rank's part.
+        """Return the gradients of x, weight and bias; the latter two are sums over own rows only.
 
         With x̂ the normalised input and sums over all ranks' N samples of a channel:
 
@@ -181,7 +181,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count of an axis, from those of each rank (Chan's formula).
+    """Return mean, biased variance and count over all ranks, from each rank's (Chan's formula).
 
     Sums of squares would also take one collective, but are inexact if the mean is large.
     """

@@ -123,7 +123,7 @@ class Span:
     offset: int  # of the first element in the bucket's buffer
 
     def of(self, flat: Tensor, first: int = 0) -> Tensor:
-        """Return these elements of a bucket's layout, of which the tensor begins with `first`."""
+        """Return a view of these elements; `flat` holds the bucket's elements from `first` on."""
         offset = self.offset - first
         return flat[offset : offset + self.stop - self.start]
 
@@ -221,7 +221,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """Use the memory of a large parameter's gradient as the buffer, if it leaves anyway."""
+        """If gradients go to the host, use that of a bucket's only parameter as the buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return
@@ -237,7 +237,10 @@ class Bucket:
                 parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for the mean, and add the part from an earlier reduction of this step."""
+        """Wait for the mean; move it to the host, or add the part of an earlier reduction to it.
+
+        A step has several reductions if gradients are reduced in every backward.
+        """
         assert self.coming is not None
         part = self.coming.value()
         self.coming = None
@@ -249,11 +252,11 @@ class Bucket:
             self._earlier = None
 
     def allocated(self) -> list[Tensor]:
-        """Return the memory that the bucket takes now."""
+        """Return the bucket's buffer, if it exists now."""
         return [] if self.buffer is None else [self.buffer]
 
     def memory(self) -> list[Tensor]:
-        """Return this rank's part of all reduced gradients, as few tensors."""
+        """Return this rank's part of all reduced gradients, in few tensors."""
         if self.home is not None:
             return [self.home.value()] if self._reached else []
         if self.buffer is None:

@@ -18,9 +18,10 @@ from autopar.runtime.ranks.transport import HostLink
 
 
 class GradientBuckets:
-    """Averages gradients over the data axis as soon as all gradients of a bucket have arrived.
+    """Averages gradients over the data axis during the backward, in buckets.
 
-    It does what DistributedDataParallel does, without wrapping the module. It also handles what DDP
+    A bucket's reduction starts when its gradients and those of all earlier buckets are complete.
+    DistributedDataParallel does the same, but wraps the module. This class also handles what DDP
     cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards split into halves
     (zero bubble) or stages, and means of which each rank needs only a part (ZeRO-1). Parameters
     that the loss does not reach keep no gradient, as on one device, so weight decay skips them.
@@ -144,11 +145,11 @@ class GradientBuckets:
         bucket.reduce()
         if self.link is not None and self.averaging.ranks == 1:
             bucket.settle()
-        elif self.link is not None and self._next_to_launch > 1:  # this one while the next fills
-            self.buckets[self._next_to_launch - 2].settle()
+        elif self.link is not None and self._next_to_launch > 1:
+            self.buckets[self._next_to_launch - 2].settle()  # while this bucket is being reduced
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait; then every gradient is the mean over the axis."""
+        """Reduce the remaining buckets, and wait for the means of all buckets."""
         for bucket in self.buckets[self._next_to_launch :]:
             self._launch(bucket)
         coming = [bucket for bucket in self.buckets if bucket.coming is not None]

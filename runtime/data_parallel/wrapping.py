@@ -43,7 +43,8 @@ BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 def run_hooks(module: nn.Module) -> None:
     """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's own containers."""
-    own, given = module.forward, list[Any]()  # the arguments of a call, after the hooks have run
+    # `given`: a call's arguments before fully_shard's hooks copy them; empty in forward(x)
+    own, given = module.forward, list[Any]()
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(args, kwargs)]
@@ -78,9 +79,9 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to those with which the code inside replaces them.
+    """Copy classes and attributes of parameters to those that replace them inside the `with`.
 
-    Sharded parameters get them when that code is done, for the optimizer. Gathered ones get them
+    Sharded parameters get them at the end of the `with`, for the optimizer. Gathered ones get them
     before each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
@@ -196,7 +197,7 @@ def wrap(
         compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
         widen_norms(module)
     sharding = sharding_of(zero)
-    if sharding.shards_modules and mesh.data.size > 1:
+    if sharding.shards_modules and (mesh.data.size > 1 or offload):
         _lay_in_order(module)
         # The planner found the layers whose outputs others write to, and these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

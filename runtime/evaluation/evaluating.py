@@ -32,7 +32,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Put a model into evaluation mode inside: no dropout, running statistics, no gradients."""
+    """Put a model into evaluation mode inside, without autograd; restore its state afterwards."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()
@@ -58,7 +58,8 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Restore a model's modes and buffers and the random states afterwards.
 
-    Autograd is off inside. Random numbers drawn for rows are the same each time.
+    Inside, autograd is off, and the random generators start from `seed`, so that every evaluation
+    draws the same numbers.
     """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     modes = [(module, module.training) for part in parts for module in part.modules()]
@@ -90,7 +91,7 @@ Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbat
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
-    """Return a microbatch in which each mean that its loss adds up has the weight 1."""
+    """Return a microbatch with `loss_weights` of 1, for a loss that adds the means of `terms`."""
     if terms is None:
         return batch
     return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
@@ -133,10 +134,11 @@ class Evaluation:
 
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
-    returns. `divisor` turns a count into what the loss divides by (perhaps at least one). For a
-    loss that is a sum over rows, the result is that of a training step: the mean loss of a
-    microbatch times `microbatches`, their number in a step over all data ranks. `metrics` are means
-    over values computed from the model's outputs.
+    returns. `divisor` turns a count into the number that the loss divides by: the count itself, or
+    for example max(count, 1). If the loss is a sum over rows, the result is on the scale of a
+    training step's loss: the mean over microbatches, times `microbatches`, the number that all data
+    ranks have in a step (otherwise 1). `metrics` computes values from the model's outputs, whose
+    means are returned, too.
     """
 
     def __init__(
@@ -194,7 +196,10 @@ class Evaluation:
             yield
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:
-        """Return Σ weight · loss ÷ Σ weight over the microbatches of all data ranks."""
+        """Return Σ divisor(count) · loss ÷ divisor(Σ count), times `microbatches`.
+
+        The sums are over the microbatches of all data ranks.
+        """
         device, divisor = rows.mesh.device, as_counted if self._targets is None else self._divisor
         if self._terms is not None and self._all_terms is None:
             own = [once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
@@ -211,11 +216,11 @@ class Evaluation:
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
-        """Yield each microbatch, how often it has each of its rows, the model's inputs, its loss.
+        """Yield (microbatch, times, the same microbatch on the device, its loss).
 
-        Rows occur several times if too few were left to fill the microbatch. The number 0 marks a
-        filler, whose rows do not count. A pipeline reads several microbatches before it has the
-        loss of the first.
+        `times` is how often each row occurs in the microbatch: once, or more often if too few rows
+        were left to fill it, or 0 if none was left and its rows must not count. A pipeline reads
+        several microbatches before it has the loss of the first.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
@@ -229,7 +234,7 @@ class Evaluation:
             yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
-        """Return a microbatch's weight in the mean: its rows, or its valid targets."""
+        """Return a microbatch's count: of its rows, or of its valid targets."""
         if self._targets is None:
             return torch.tensor(rows.dealer.size)
         return self._targets(Exact(batch))

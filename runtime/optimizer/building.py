@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import time
 import warnings
 from collections import Counter
@@ -32,9 +33,9 @@ from autopar.runtime.optimizer.pieces import (
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import cpu_generators_restored
-from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.refusal import known_place, refuse
 from autopar.runtime.ranks.user_code import failing_at, place_of, said_of, told
-from autopar.runtime.tensor.shards import made_like
+from autopar.runtime.tensor.shards import made_like, starts_on_host
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 
@@ -170,6 +171,8 @@ def build_optimizer(
     stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
     optimizer = made_optimizer(factory, model_parts, stepped)
     _prefer_fused(optimizer)
+    if offloads(model_parts):
+        _use_cores(mesh)
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
     if lr is not None:
@@ -187,8 +190,8 @@ def _use_pieces(
     mesh: Mesh,
 ) -> None:
     """Replace parameters by pieces in the optimizer, where it cannot step them directly."""
-    offloads = any(_is_offloaded(part) for part in model_parts)
-    shards_states = offloads or (sharding_of(zero).steps_parts and mesh.shard.size > 1)
+    is_flat = any(_is_offloaded(part) for part in model_parts)
+    shards_states = is_flat or (sharding_of(zero).steps_parts and mesh.shard.size > 1)
     masters = {} if shards_states else _narrowed(model_parts)
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
         return
@@ -196,8 +199,9 @@ def _use_pieces(
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
-            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
+            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            "element by element (AdamW, SGD)"
         )
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
@@ -214,6 +218,18 @@ def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
             buckets.attach(part)
             masters |= buckets.narrow()
     return masters
+
+
+def offloads(model_parts: Sequence[nn.Module]) -> bool:
+    """Whether the optimizer steps in the host's memory."""
+    return any(starts_on_host(one) for part in model_parts for one in part.parameters())
+
+
+def _use_cores(mesh: Mesh) -> None:
+    """Let the CPU's step use this rank's share of the cores; torchrun leaves a rank one thread."""
+    if mesh.device.type == "cuda":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, (cores or 1) // known_place().local_world_size))
 
 
 def _is_offloaded(part: nn.Module) -> bool:
@@ -235,7 +251,7 @@ def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tupl
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Make the optimizer step this rank's parts, fetch them from the host, and all-gather them."""
+    """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 

@@ -22,7 +22,7 @@ from autopar.runtime.ranks.transport import ComingSum, summed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldGradient:
-    """The part of a parameter's gradient on this rank, in its own memory."""
+    """The part of a parameter's gradient on this rank; `held` is its memory, not a copy."""
 
     name: str
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
 
 
 def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
-    """Return all gradients of this process as few tensors: those of a bucket are one."""
+    """Return all gradients of this process in few tensors: each bucket's memory, and the others."""
     found, others = [], []
     for part in parts:
         buckets = buckets_of(part)
@@ -70,8 +70,8 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
         if bucket.is_apart and here:
             if bucket.shard.size > 1 and len(bucket.parameters) > 1:
                 raise RuntimeError(
-                    "a parameter that other pipeline stages hold too shares its bucket with others:"
-                    " name it in wrap(…, apart=[tie.names for tie in ties])"
+                    "a parameter that is tied over pipeline stages shares its bucket with other "
+                    "parameters: name it in wrap(…, apart=[tie.names for tie in ties])"
                 )
             return bucket.made(here[0])
     if parameter.grad is None:
@@ -80,7 +80,10 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
 
 
 def shares_gradients_out(parts: Iterable[nn.Module]) -> bool:
-    """Whether ranks of mesh.shard hold different elements of gradients; the same on all ranks."""
+    """Whether ranks of mesh.shard hold different elements of gradients.
+
+    All ranks return the same answer.
+    """
     for part in parts:
         buckets = buckets_of(part)
         if buckets is not None:  # with buckets there are no DTensors
@@ -144,7 +147,8 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
 def _end_to_end(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors flattened; neighbours in the same memory become one tensor.
 
-    A bucket has gradients in the backward's order, so the next tensor lies before the last one.
+    A bucket lays gradients out in the backward's order, so each gradient lies right before that of
+    the preceding parameter of the model.
     """
     runs: list[Tensor] = []
     for flat in (one.view(-1) for one in tensors):
@@ -176,11 +180,11 @@ def clip_by_global_norm(
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most max_norm; return the norm.
 
-    Without a max_norm, or with 0, gradients stay as they are, and the norm is not computed. `split`
-    names the parameters that are cut over the tensor axis, with or without stars. `tied` names
-    parameters that another pipeline stage counts. If several ranks hold a parameter whole, the
-    first of them counts it. Ranks with the same gradients (copies on the data axis) exchange no
-    message.
+    Without a max_norm, or with 0, gradients stay as they are, and 0 is returned in place of the
+    norm. `split` has the names of the parameters that are cut over the tensor axis; * in a name
+    stands for any number. `tied` names parameters that another pipeline stage counts. If several
+    ranks hold a parameter whole, the first of them counts it. Ranks with the same gradients (copies
+    on the data axis) exchange no message.
     """
     if not max_norm:
         return torch.zeros((), device=mesh.device)
@@ -315,7 +319,7 @@ class LossScale:
         self.calm_steps = 0
         if self.value < LEAST:
             refuse(
-                f"gradients overflow with the loss times {2 * self.value:g} too: some activation "
+                f"gradients overflow even with the loss scale {2 * self.value:g}: some activation "
                 "is beyond what fp16 holds (65,504), or the training diverges",
                 fix="train with --dtype float32, in bf16 (plan again), or with a lower --lr",
             )

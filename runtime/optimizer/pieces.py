@@ -68,7 +68,7 @@ class LocalPiece:
 
     @property
     def is_far(self) -> bool:
-        """Whether the target is apart: never, since fully_shard has both on the host."""
+        """Whether only the target lies in the host's memory: never, fully_shard offloads both."""
         return False
 
     def take_gradient(self) -> None:

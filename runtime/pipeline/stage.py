@@ -201,10 +201,10 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # the shapes of the receive buffers, by microbatch
+        self._sized: Sequence[Shapes] = ()  # those that `resize` has set
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
-        self._answered = 0  # the microbatch whose backward is running
+        self._backward_microbatch = 0  # the microbatch whose backward is running
         self.mesh = mesh
         # process groups of two ranks, by the other one's pipeline rank
         self.neighbours: Mapping[int, dist.ProcessGroup] = {}
@@ -232,7 +232,7 @@ class Stage(TorchStage):
         return result
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
-        """Set the shapes to receive, after torch has created the receive buffers."""
+        """Replace the shapes in torch's descriptions of received tensors, for each microbatch."""
         self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)
@@ -323,7 +323,7 @@ class Stage(TorchStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of one microbatch, or its half for the inputs."""
-        self._answered = bwd_chunk_id
+        self._backward_microbatch = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
@@ -350,7 +350,7 @@ class Stage(TorchStage):
         """Start the backward of a loss from its weight."""
         output = bwd_kwargs["stage_output"]
         loss = output[0] if isinstance(output, tuple) else output
-        weight = self._weights[self._answered].to(loss.dtype)
+        weight = self._weights[self._backward_microbatch].to(loss.dtype)
         send_nothing_back(loss, weight)
         bwd_kwargs.update(stage_output=(loss,), output_grads=(weight.view_as(loss),))
 

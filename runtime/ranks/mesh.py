@@ -134,9 +134,10 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes of this start, and return the mesh as this process sees it.
+    """Join the processes that were started together; return the mesh as this process sees it.
 
-    `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
+    `timeout` is the limit in seconds for a step, and for the ranks to meet (at least a minute).
+    Messages get a multiple of it.
     """
     _let_segments_grow()
     shard = data if shard is None else shard

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -129,7 +129,10 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
     return work
 
 
-_MOST_COPIES = 2  # under way to the host: the memory that they are copied from is still taken
+_MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
+
+
+_MOST_ADDED = 2**23  # elements of a gradient at once, so that few of them arrive beside their sum
 
 
 class HostLink:
@@ -159,7 +162,7 @@ class HostLink:
     def send(self, part: Tensor, home: Tensor, then: Callable[[], object] = bool) -> None:
         """Start to copy a part, which may be freed at once; when it has arrived, call `then`.
 
-        Waits while many are under way.
+        Waits while too many copies are under way.
         """
         if not self.is_apart:
             home.copy_(part)
@@ -198,8 +201,10 @@ class HostPart:
             self._is_begun = True
             self._link.send(part, self.memory)
             return
-        arriving = self._link.empty(part.numel(), part.dtype)
-        self._link.send(part, arriving, lambda: self.memory.add_(arriving))
+        sums, arrived = torch.split(self.memory, _MOST_ADDED), torch.split(part, _MOST_ADDED)
+        for own, more in zip(sums, arrived, strict=True):
+            arriving = self._link.empty(more.numel(), more.dtype)
+            self._link.send(more, arriving, partial(own.add_, arriving))
 
     def value(self) -> Tensor:
         """Wait for all parts, and return their sum."""

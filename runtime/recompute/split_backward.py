@@ -9,6 +9,8 @@ such weights get their gradients in the first half. So do all weights
 - of a stage whose loss makes its logits in chunks, and their gradients at the same time;
 - of a stage where one weight meets the path in several places (the position bias that all layers of
   T5 add): torch would count it several times, and run collectives in different orders on the ranks;
+- of a stage that computes one of its outputs from another: between the halves torch detaches all
+  outputs, and the graph that the second half needs would be gone;
 - of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
   gradient.
 """
@@ -81,7 +83,7 @@ class SplitBackward:
         }
 
     def _examine(self, stage_output: Sequence[Tensor], input_values: Sequence[Any]) -> None:
-        """Find the weights whose path to an output does not meet that of an input."""
+        """Find the weights whose path to an output meets no input's path, and whether to split."""
         early = set[str]()
         if not self._is_whole:
             roots = _nodes(stage_output)

@@ -180,7 +180,7 @@ class ChunkedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call an op on the logits themselves; autograd has already noted it."""
+        """Call an op (below autograd) with all logits in place of this tensor."""
         del types
         every = (*args, *(kwargs or {}).values())
         if any(isinstance(one, cls) and one.changes for one in every):

@@ -27,6 +27,7 @@ from autopar.runtime.tensor.shards import (
     hang,
     has_plain_memory,
     places,
+    starts_on_host,
 )
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.recording.recorded_model import (
@@ -88,8 +89,8 @@ class Recipe:
             if group[0].tensor.device == META:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-            elif group[0].tensor.device.type != device.type:  # a tensor of a kind that is never cut
-                hang(group, group[0].tensor.to(device))
+            elif group[0].tensor.device.type != device.type and not starts_on_host(group[0].tensor):
+                hang(group, group[0].tensor.to(device))  # of a kind that is never cut
         move_held(model, device)
 
     def make(self, name: str) -> Tensor:

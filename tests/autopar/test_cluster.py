@@ -70,6 +70,18 @@ def test_a_node_of_slurm_stands_for_those_like_it(autopar: Autopar, tools: Tools
     assert {one.link.name for one in others} == {"nvlink2"}
 
 
+def test_a_source_that_does_not_answer_is_told_and_the_next_one_is_asked(
+    autopar: Autopar, tools: Tools
+) -> None:
+    tools(scontrol="", nvidia_smi=GPUS, nvidia_smi_topo=samples.POLARIS)
+    ran = autopar("cluster", "detect")
+    assert ran.code == 0, ran.err
+    assert "note: --from slurm: " in ran.err
+    assert "found: here: 1 node of 4 × NVIDIA A100-SXM4-40GB" in ran.out
+    assert autopar("cluster", "detect", "--from", "slurm").code == 2, "if it alone is to be asked"
+    assert autopar("cluster", "detect", "--partition", "gpu").code == 2
+
+
 def test_this_machine_and_kubernetes_are_asked_without_slurm(
     autopar: Autopar, tools: Tools
 ) -> None:

@@ -108,8 +108,9 @@ def _wait_for_checkpoint(folder: Path, is_over: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.more_cells)])
 def test_a_job_is_stopped_by_sigusr1_put_back_and_resumed(
-    autopar: Autopar, planned: Callable[..., Path], tmp_path: Path
+    autopar: Autopar, planned: Callable[..., Path], tmp_path: Path, resumes: bool
 ) -> None:
     planned("--gpus", "2", *CPUS)
     _emit_job(autopar, MANY_STEPS)
@@ -134,6 +135,8 @@ def test_a_job_is_stopped_by_sigusr1_put_back_and_resumed(
     os.kill(int(task), signal.SIGUSR1)  # as Slurm does: to the tasks of the job's step
     assert job.wait(timeout=300) == 75, (tmp_path / "log").read_text()[-3000:]
     assert Path("job/requeued").read_text() == "requeue 7\n"
+    if not resumes:
+        return
     last = checkpoints_in(tmp_path / "job/checkpoints")[0].name.removeprefix("step-")
     _emit_job(autopar, str(int(last) + 30))
     assert start().wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]

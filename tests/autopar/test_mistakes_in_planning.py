@@ -89,6 +89,10 @@ MISTAKES = {
     "a value for a flag": planning("--force=yes", "option '--force' does not take a value"),
     "spaces around an equals sign": planning("--arg depth = 3", "unexpected extra argument"),
     "float32 for fp32": planning("--precision float32", "one of fp32, tf32 … did you mean 'fp32'?"),
+    "float8 beside fp32": planning(
+        "--float8 tensorwise", "float8 tensorwise (--float8) exclude each other"
+    ),
+    "float8 by its format": planning("--float8 e4m3", "one of none, tensorwise, rowwise"),
     "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
     "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
     "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),

@@ -189,6 +189,7 @@ KINDS: Mapping[str, Kind] = {
         pipeline=2, schedule=_ZBV, stages_per_rank=2, recompute=Recompute.FULL
     ),
     "full dp×tp×pp 8": Kind(data=2, tensor=2, pipeline=2, splits=_ALL, recompute=Recompute.FULL),
+    "host zero-3 1": Kind(zero=Zero.PARAMETERS, offload=Offload.OPTIMIZER),
     "host ddp 2": Kind(data=2, offload=Offload.OPTIMIZER),
     "host zero-1 2": Kind(data=2, zero=Zero.OPTIMIZER, offload=Offload.OPTIMIZER),
     "host zero-2 2": Kind(data=2, zero=Zero.GRADIENTS, offload=Offload.OPTIMIZER),

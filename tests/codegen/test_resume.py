@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.exactness import Exactly
 from autopar.codegen.proof.script_rank import imported
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Offload, Zero
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
@@ -100,6 +100,25 @@ def test_each_plan_goes_on_where_another_one_was(tmp_path: Path) -> None:
     assert apart(found, load_file(exported(tmp_path))) < 1e-9
     kept = {path.name for path in (tmp_path / "kept").iterdir()}
     assert kept == {"step-6", "step-8", "step-10"}
+
+
+HOST_LEGS: tuple[Mapping[str, Any], ...] = (
+    {"data": 2, "zero_levels": (Zero.OPTIMIZER,), "offloads": (Offload.OPTIMIZER,)},
+    {"tensor": 2},
+    {"zero_levels": (Zero.PARAMETERS,), "offloads": (Offload.OPTIMIZER,)},
+)
+
+
+def test_a_training_goes_on_with_its_optimizer_elsewhere(tmp_path: Path) -> None:
+    plans = [pinned_plan("gpt2.py", STILL, **pins) for pins in HOST_LEGS]
+    exact = ("--dtype", "float64")
+    losses: list[float] = []
+    for number, plan in enumerate(plans, start=1):
+        losses += trained(plan, tmp_path, 2 * number, *exact, *checkpoints(tmp_path))
+    found = load_file(exported(tmp_path))
+    expected = trained(plans[1], tmp_path, 2 * len(plans), *exact)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-9
+    assert apart(found, load_file(exported(tmp_path))) < 1e-9
 
 
 LEGS_OF_MODELS: Mapping[str, Kind] = MappingProxyType(

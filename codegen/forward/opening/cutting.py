@@ -116,7 +116,11 @@ class Cutter:
                     )
 
     def _returns_loss(self) -> bool:
-        """Whether the last stage returns the loss: needed if the root's result is not plain."""
+        """Whether the last stage returns the loss.
+
+        It does if the model computes the loss itself, if the loss must be printed, or if the root's
+        result is not plain (a dataclass, say).
+        """
         has_own_loss = any(op.call == LOSS for op in self.graph.ops)
         plain = is_plain(self.graph.calls[ROOT].result)
         is_opened = LOSS in self.opening.opened or bool(self.split.weighed)

@@ -305,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether a call gets a tensor, and all ops in it that read the tensor need this way."""
+        """Whether a call gets a tensor, and all ops in it that read it need these conversions."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
@@ -333,7 +333,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether a call returns a tensor, and all readers outside of the call need this way."""
+        """Whether a call returns a tensor, and all its readers outside need these conversions."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 

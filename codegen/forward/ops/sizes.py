@@ -140,7 +140,7 @@ def product(factors: Sequence[Expression]) -> Expression:
 class Wanted:
     """A size to print: the meaning of the dim, and the axis along which it is local ("": whole).
 
-    `other` is the whole size for inputs of other lengths.
+    `other` is the whole size in the second trace, whose inputs have other lengths.
     """
 
     dim: Dim
@@ -259,7 +259,7 @@ class ReadableSizes:
     def whole(self, extent: Extent, other: Extent | None = None) -> Expression:
         """Return the expression of a whole size: a number, a shape's dim, or arithmetic on these.
 
-        `other` is its value for inputs of other lengths, if different.
+        `other` is its value in the second trace, if different.
         """
         other = extent if other is None else other
         if extent.is_constant and extent == other:

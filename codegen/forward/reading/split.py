@@ -30,7 +30,7 @@ class Parts:
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime infers the cut: it is even, or between elements of a whole dim."""
+        """Whether the runtime infers the cut: it is even, or cuts a whole dim by elements."""
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
@@ -63,7 +63,7 @@ def parts_of_dim(dim: Dim, axis: str) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """A graph's sizes for inputs of other lengths."""
+    """A graph's sizes in the second trace, whose inputs have other lengths."""
 
     shapes: Mapping[str, tuple[Extent, ...]]
     arguments: Mapping[str, Mapping[str, Value]]  # of each op

@@ -25,7 +25,7 @@ from autopar.codegen.text.expressions import (
 from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
 _MOST_OPERATIONS = 6  # operations in one statement
-_MOST_UNPACKED = 3  # so few results of a module's call are unpacked, even if only one is used
+_MOST_UNPACKED = 3  # calls of modules with at most so many results are unpacked, used or not
 _MOST_ARGUMENTS = 2  # of a module's call that is inlined into another one
 
 

@@ -190,8 +190,8 @@ def kept_on_host(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Yield the parts of parameters that fully_shard keeps in the host's memory."""
     for module in modules:
         for one in _fsdp_parameters(module):
-            if one.offload_to_cpu:
-                yield one._sharded_param_data
+            if one.offload_to_cpu:  # the first forward lays them out anew
+                yield local_tensor(one.sharded_param)
 
 
 @dataclass(slots=True)
@@ -203,15 +203,16 @@ class _Live:
 
 
 class LiveMemory:
-    """Counts the bytes of all live storages, and apart from them those in the host's memory.
+    """Counts the bytes of all live storages; those in the host's memory are counted separately.
 
-    A tensor that is made from one in the host's memory lies there, too. Dry runs have only CPU
-    tensors, so these are told by where they come from.
+    Dry runs have only CPU tensors. A tensor counts as lying in the host's memory if it was put
+    there (`put_on_host`), or made by an op from such a tensor.
     """
 
     def __init__(self) -> None:
         self.host_peak_bytes = self._host_bytes = 0
         self._on_host: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._allocates_there = False
         self.peak_bytes = 0
         self.peak_by_category: Counter[str] = Counter()
         self._live: dict[int, _Live] = {}
@@ -224,6 +225,8 @@ class LiveMemory:
         """Count a tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if self._allocates_there:
+            self.put_on_host(tensor)
         if key in self._live or key in self._on_host:
             return
         category = "temporary" if _runs_in_backward() else "activations"
@@ -236,8 +239,15 @@ class LiveMemory:
         self._live[key] = live
         self._resize(live, storage.nbytes())
 
+    @contextmanager
+    def allocating_there(self) -> Iterator[None]:
+        """Count the storages that are made inside as the host's."""
+        self._allocates_there = True
+        yield
+        self._allocates_there = False
+
     def put_on_host(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's storage as the host's, and return the tensor."""
+        """Count a tensor's storage as the host's from now on, and return the tensor."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._live:

@@ -167,7 +167,8 @@ def _watched_host(memory: LiveMemory) -> Iterator[None]:
     allocated, kept = HostLink.empty, FSDPParam.to_sharded_dtensor
 
     def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
-        return memory.put_on_host(allocated(link, elements, dtype))
+        with memory.allocating_there():
+            return allocated(link, elements, dtype)
 
     def to_sharded_dtensor(one: FSDPParam, tensor: Tensor) -> DTensor:
         return kept(one, memory.put_on_host(tensor) if one.offload_to_cpu else tensor)

@@ -192,8 +192,8 @@ def _priced(
 
     T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
     into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
-    best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library takes its
-    chunk sizes from fixed tables.
+    best m leaves 2·√(c·W), hence the root. ρ is fitted, and 0 for a protocol that does not hand on
+    chunks. Leaves out that the library takes its chunk sizes from fixed tables.
     """
     timed = _times(collective, payload_bytes, shape, protocol, constants)
     wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))

@@ -99,9 +99,9 @@ def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -
 
     Each group is a product of output positions × (in channels · taps) by (in channels · taps) × out
     channels. The time is the greater of the product without its traffic and the traffic of input
-    and output; the input is read once, although windows overlap. With fewer than eight channels per
-    group (depthwise) only the traffic counts, at the bandwidth of a gather. Source: implicit GEMM
-    of cuDNN. Leaves out Winograd and FFT kernels, and idle taps at the borders.
+    and output; the input is read once, although windows overlap. With several groups of fewer than
+    eight channels (depthwise) only the traffic counts, at the bandwidth of a gather. Source:
+    implicit GEMM of cuDNN. Leaves out Winograd and FFT kernels, and idle taps at the borders.
     """
     inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     return _product_seconds(
@@ -197,7 +197,8 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
     """Return the seconds of a fused (flash) forward.
 
     FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
-    kernel   = (FLOPs ÷ multiprocessors + FLOPs of `tail` query rows) ÷ rate of a multiprocessor
+    work     = max(FLOPs ÷ multiprocessors + FLOPs of `tail` query rows, FLOPs of a query block)
+    kernel   = work ÷ rate of a multiprocessor
     rate     = peak · a · d ÷ (d + d₀) [· w if d > 128]    d₀: the time of exp, in head dimensions
     seconds  = launch + max(kernel, FLOPs ÷ sustained, bytes ÷ bandwidth)
 
@@ -269,7 +270,7 @@ def _fused_seconds(
 def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0) -> float:
     """Return the seconds of one kernel that moves these bytes.
 
-    seconds  = launch + bytes · (r ÷ cache speed + (1 − r) ÷ (stream bandwidth · access))
+    seconds  = launch + bytes ÷ access · (r ÷ cache speed + (1 − r) ÷ stream bandwidth)
     resident = r = clamp(2 − bytes ÷ cache, 0, 1)
 
     The launch time also stands for the ramp: half the bandwidth is reached at launch · bandwidth
@@ -356,9 +357,9 @@ def cross_entropy_forward_seconds(
 ) -> float:
     """Return the seconds of a softmax loss over tokens × vocabulary logits.
 
-    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 5 for log_softmax in fp32
-    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). The bandwidth is fitted to
-    SimuMax's cross-entropy.
+    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 2 for log_softmax in the
+    logits' dtype; 5 for log_softmax in fp32 of 16-bit logits (read 1, write 2 as fp32, read 2 for
+    the log). The bandwidth is fitted to SimuMax's cross-entropy.
     """
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
@@ -367,6 +368,6 @@ def cross_entropy_forward_seconds(
 def cross_entropy_backward_seconds(
     tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of softmax − onehot over logits: 2 passes fused, 3 from log_softmax."""
+    """Return the seconds of softmax − onehot over logits: 2 passes if fused, else 4."""
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

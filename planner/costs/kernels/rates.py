@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.errors import InputError
-from autopar.planner.precision import Precision
+from autopar.planner.precision import FLOAT8_UNITS, Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,12 +312,14 @@ class Rates:
 
     `single` has the rates of fp32 matrix products: on plain fp32 units, PyTorch's default, unless
     the precision allows TF32. `convolution` has those of fp32 convolutions: on TF32 units, cuDNN's
-    default, if the device has any.
+    default, if the device has any. `float8` has those of float8 products; without such products it
+    equals `own`.
     """
 
     own: Throughput  # at the plan's precision (--precision)
     single: Throughput
     convolution: Throughput
+    float8: Throughput
     is_cpu: bool
 
     def of(self, element_bytes: int) -> Throughput:
@@ -329,14 +331,15 @@ class Rates:
         return self.own if element_bytes < 4 else self.convolution
 
 
-def rates_of(device: Device, precision: Precision) -> Rates:
+def rates_of(device: Device, precision: Precision, float8: Float8 = Float8.NONE) -> Rates:
     """Return the rates of a device under a precision."""
-    peaks = dict(device.peaks)
+    peaks, own = dict(device.peaks), _throughput(device, precision.units)
     single = _throughput(device, precision.units if precision.products else "fp32")
     return Rates(
-        own=_throughput(device, precision.units),
+        own=own,
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
+        float8=own if float8 is Float8.NONE else _throughput(device, FLOAT8_UNITS),
         is_cpu=device.is_cpu,
     )
 

@@ -120,8 +120,9 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op saves its operands before it runs, so neither the last product nor anything after it is
-    repeated. Other frameworks run a layer to its end, and so does a compiled layer.
+    An op saves its operands before it runs. So if the last op that saves anything (such as a
+    product) saves only operands, neither it nor anything after it is repeated. Other frameworks run
+    a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Again(ops=flow.ops, conversions=flow.conversions)
@@ -142,7 +143,7 @@ def called_again(flow: LayerFlow) -> Again:
 
 
 def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return the ops that run again from tensors that the mode saves to those that ops keep."""
+    """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
@@ -335,7 +336,10 @@ def result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
 
 
 def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the bytes of an op's results and of gradients of its inputs; a loss needs more."""
+    """Return the bytes of an op's results and of gradients of its inputs.
+
+    A loss needs more, and so does a product in float8.
+    """
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -349,7 +353,7 @@ def working_bytes(flow: LayerFlow, one: PlacedOp) -> int:
     )
     if kind_of(one.op) is OpKind.CROSS_ENTROPY:
         gradients += _log_probability_bytes(flow, one, gradients)
-    return results + gradients
+    return results + gradients + pricer.float8_bytes(one.op, one.split)
 
 
 def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:

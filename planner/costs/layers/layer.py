@@ -109,10 +109,11 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 
 
 def _learning(flow: LayerFlow) -> tuple[int, int]:
-    """Return the peak while an op with weights runs its backward, and this weight's gradient.
+    """Return the peak while an op with weights runs its backward, and its weight's fp32 gradient.
 
-    Tensors that only later ops keep have been freed by then. The gradient is computed in
-    the weight's dtype (16 bits) and copied to fp32: 1.5 times its fp32 bytes count.
+    Tensors that only later ops keep have been freed by then. The op is the one for which the peak
+    and 1.5 times that gradient are largest together: the gradient is computed in the weight's dtype
+    (16 bits) and copied to fp32.
     """
     keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
     kept = Counter[int]()  # bytes, by the first op that keeps them

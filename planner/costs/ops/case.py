@@ -14,7 +14,7 @@ from autopar.planner.costs.kernels.rates import Rates, Throughput
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
-from autopar.planner.precision import Precision, item_bytes
+from autopar.planner.precision import Float8, Precision, item_bytes
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind, Rule, Traffic
 from autopar.planner.rules.signature import (
     Concat,
@@ -128,7 +128,7 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims that hold only the rows of a mask to their expected share of all.
+    """Map each letter of dims with only the rows that a mask selects to these rows' expected share.
 
     A letter is left out if it is also a dim of all rows in one of the op's tensors.
     """
@@ -280,6 +280,8 @@ class OpCase:
     # as in Megatron: products add weights' gradients to fp32 sums, norms reach the full bandwidth
     fuses_gradients: bool = False
     pads: bool = False  # compiled: operands of products are padded to sizes with fast kernels
+    float8: Float8 = Float8.NONE  # how it scales the factors of its products
+    casts_input: bool = False  # to float8; later products of the layer read the cast input
 
     @property
     def result(self) -> str:
@@ -290,6 +292,15 @@ class OpCase:
     def memory(self) -> Throughput:
         """The rates of kernels that move bytes."""
         return self.rates.own
+
+    def factors(self, element_bytes: int) -> tuple[Throughput, int]:
+        """Return the rates of products, and the bytes per element of their factors.
+
+        The argument is the bytes per element of the result.
+        """
+        if self.float8 is Float8.NONE:
+            return self.rates.of(element_bytes), element_bytes
+        return self.rates.float8, 1
 
     def argument(self, name: str, default: Value = None) -> Value:
         """Return an argument by its schema name, or the default."""

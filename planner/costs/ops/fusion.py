@@ -30,7 +30,7 @@ _FUSED_KINDS = frozenset(
     )
 )
 _SUMS = frozenset((OpKind.ADDITION, OpKind.SUBTRACTION))
-# factor of the price of tensors that are not written anyway: inductor rather saves those that are
+# times the price of tensors that the forward does not write anyway: inductor prefers the others
 _UNWRITTEN = 2
 
 

@@ -7,16 +7,13 @@ dispatches and computes in turn.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Collective, Device
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.cluster.toml_reading import figure, parse_seconds
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import (
     FREE,
@@ -25,68 +22,33 @@ from autopar.planner.costs.collectives.conversions import (
     conversion_cost,
 )
 from autopar.planner.costs.kernels.kernels import memory_seconds
-from autopar.planner.costs.kernels.rates import launch_bound_seconds, rates_of
+from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
 from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
 from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
-from autopar.planner.costs.ops.measurements import HostTimes, Measurements, OpKey, Timing, op_key
+from autopar.planner.costs.ops.measurements import (
+    Host,
+    Measurements,
+    OpKey,
+    Timing,
+    measured_host,
+    op_key,
+    read_host,
+)
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
-from autopar.planner.layers import Layers, Residence, compiled_ops, find_layers, residence
-from autopar.planner.precision import Kernels, Precision, item_bytes
+from autopar.planner.layers import (
+    Layers,
+    Residence,
+    compiled_ops,
+    find_layers,
+    float8_linears,
+    residence,
+)
+from autopar.planner.precision import FLOAT8_MULTIPLE, Float8, Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The host's time to dispatch an op; `runs_ahead` if the device works meanwhile."""
-
-    forward_seconds: float
-    backward_seconds: float
-    runs_ahead: bool
-    is_measured: bool = False
-
-    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of the forward of `ops` ops, with their dispatch."""
-        return self._region_seconds(device_seconds, ops, self.forward_seconds)
-
-    def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of the backward of `ops` ops, with their dispatch."""
-        return self._region_seconds(device_seconds, ops, self.backward_seconds)
-
-    def _region_seconds(self, device_seconds: float, ops: int, each: float) -> float:
-        if not self.runs_ahead:
-            return device_seconds + ops * each
-        return launch_bound_seconds(device_seconds, dispatched_ops=ops, dispatch_seconds=each)
-
-
-@cache
-def read_host(architecture: str) -> Host:
-    """Return the host constants for devices of an architecture."""
-    source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
-    kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
-    table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
-
-    def seconds(name: str) -> float:
-        return figure(table, name, parse_seconds, where=kind)
-
-    return Host(
-        forward_seconds=seconds("forward"),
-        backward_seconds=seconds("backward"),
-        runs_ahead=kind == "gpu",
-    )
-
-
-def measured_host(times: HostTimes, architecture: str) -> Host:
-    """Return the host with measured times of dispatch."""
-    return Host(
-        forward_seconds=times.forward_seconds,
-        backward_seconds=times.backward_seconds,
-        runs_ahead=architecture.casefold() != "cpu",
-        is_measured=True,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +68,7 @@ class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
     `layers` may be passed to avoid finding them again. If `compiles`, torch.compile fuses the ops
-    of each layer.
+    of each layer, and products of linear layers are in float8 if asked for.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -123,14 +85,15 @@ class OpPricer:
         measured: Measurements | None = None,
         layers: Layers | None = None,
         compiles: bool = False,
+        float8: Float8 = Float8.NONE,
     ) -> None:
         self.graph = graph
         self.axes = axes
-        self.compiles = compiles
+        self.compiles, self.float8 = compiles, float8
         self.batch = graph.fixed_batch or batch
         self.precision = precision
         self.device = device
-        self.rates = rates_of(device, precision)
+        self.rates = rates_of(device, precision, float8)
         self.sizes = TensorSizes(graph, axes, batch=self.batch, precision=precision)
         self.memory = self.sizes.memory
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
@@ -175,7 +138,7 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers that it takes."""
+        """How torch.compile fuses ops of the layers that it compiles."""
         if not self.compiles:
             return Fusion()
         taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
@@ -186,6 +149,32 @@ class OpPricer:
             kept=self._seen,
             size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
         )
+
+    @cached_property
+    def float8_ops(self) -> Mapping[str, bool]:
+        """The products in float8, and whether each casts its input, as the first in its layer."""
+        if not self.compiles or self.float8 is Float8.NONE:
+            return {}
+        linears, found = float8_linears(self.graph, self.layers), dict[str, bool]()
+        for layer in self.layers.layers:
+            cast = set[str]()
+            for op in (op for op in layer.ops if op.name in linears):
+                source = self.memory.root(op.inputs[0])
+                found[op.name] = source not in cast
+                cast.add(source)
+        return found
+
+    def float8_bytes(self, op: Op, split: OpSplit | None) -> int:
+        """Return the memory of a product's factors in float8 while its backward runs.
+
+        Of the result's gradient there are two copies, of the input and the weight one.
+        """
+        if op.name not in self.float8_ops:
+            return 0
+        shapes = self.shapes(op, split)
+        if self._scales(op, shapes) is Float8.NONE:
+            return 0
+        return 2 * shapes.numel(op.outputs[0]) + sum(map(shapes.numel, op.inputs[:2]))
 
     def launches(self, op: Op) -> tuple[int, int]:
         """Return the number of ops that the host dispatches for this one, forward and backward."""
@@ -299,7 +288,7 @@ class OpPricer:
     def _cost(self, op: Op, split: OpSplit | None) -> OpCost:
         seconds = self._formula(op, split)
         timing = None
-        if self._measured and op.name not in self.fusion.ops:
+        if self._measured and not {op.name}.intersection(self.fusion.ops, self.float8_ops):
             timing = self._measured.seconds(self.key(op, split))
         backward = seconds.input_gradient + seconds.weight_gradient
         if timing is None:
@@ -325,20 +314,35 @@ class OpPricer:
     def _formula(self, op: Op, split: OpSplit | None) -> OpSeconds:
         if self.memory.takes_none(op) or self._is_passed_over(op):
             return OpSeconds(forward=0.0)
+        shapes = self.shapes(op, split)
         case = OpCase(
             op=op,
             graph=self.graph,
             rule=rule_of(op.target),
-            shapes=self.shapes(op, split),
+            shapes=shapes,
             rates=self.rates,
             precision=self.precision,
             fuses_gradients=self.fuses_gradients,
             pads=op.name in self.fusion.saved,
+            float8=self._scales(op, shapes),
+            casts_input=self.float8_ops.get(op.name, False),
         )
         if op.name in self.fusion.ops:
             return fused_seconds(case, self.fusion.ops[op.name])
         seconds = op_seconds(case)
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
+
+    def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
+        """Return how an op scales its factors: not at all if the sizes of its shard do not suit.
+
+        Nor if its bias is added later, to the sum of all shards' results.
+        """
+        if op.name not in self.float8_ops:
+            return Float8.NONE
+        rows, depth = shapes.shape(op.inputs[1])
+        is_partial = depth < self.graph.tensors[op.inputs[1]].shape[1].at(self.batch)
+        fits = rows % FLOAT8_MULTIPLE == depth % FLOAT8_MULTIPLE == 0
+        return self.float8 if fits and not (is_partial and op.inputs[2:]) else Float8.NONE
 
     def _is_passed_over(self, op: Op) -> bool:
         """Whether an op is a view that only fused ops read: they write its gradient in place."""

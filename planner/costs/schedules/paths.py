@@ -201,8 +201,7 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one to the rank whose reductions end last.
 
-    After a rank's last action, gradients still pass the earlier ranks. The second chain ends before
-    this.
+    The second chain ends with that rank's last action, before gradients pass the earlier ranks.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

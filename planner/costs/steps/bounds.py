@@ -10,7 +10,8 @@ ZeRO-3 gathers its first layer before it computes, and scatters its last gradien
 computed.
 
 ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
-ZeRO-1 and 0 reduce in the last one. ZeRO-1 gathers before the first forward, ZeRO-2 during it.
+ZeRO-1 and 0 reduce in the last one, or in every one if gradients go to the host. ZeRO-1 gathers
+before the first forward, ZeRO-2 during it.
 The collectives in every pass are one per layer; the others are bounded over all ways to divide
 their bytes among layers and buckets.
 
@@ -215,8 +216,8 @@ def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float
 
         T = L ÷ (1 − (1 − 1/m)^p)
 
-    and no other cut makes the greatest of them smaller. Other schedules: m·L ÷ p. Leaves out all
-    communication, the optimizer and the framework.
+    and no other cut makes the greatest of them smaller. Other schedules: the larger of L and m·L ÷
+    p. Leaves out all communication, the optimizer and the framework.
     """
     microbatches, ranks = arrangement.microbatches, arrangement.pipeline
     if ranks == 1:

@@ -72,17 +72,20 @@ def _work(load: StageLoad, arrangement: Arrangement) -> Most:
     gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
     leave for the host:
 
-        learning_l + fp32 and 16-bit gradient of a weight + leaving − Σ_{i > l} saved_i
+        learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving − Σ_{i > l} saved_i
+
+    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host.
     """
-    leaving = _leaving_bytes(load.gradient_bytes, arrangement)
-    most, freed = Most(0, leaving, *_layer_that_needs_most(load, arrangement)), 0
+    most, freed, made = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
         return most
     for work in reversed(load.works):
         cost = work.cost
         coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
         waiting = _waiting_bytes(cost, arrangement)
+        leaving = _leaving_bytes(made, arrangement)
         most = max(most, _learning(cost, -freed, leaving, waiting + coming), key=sum)
+        made += work.count * cost.gradient_bytes
         freed += work.count * cost.saved_bytes
     return most
 
@@ -134,7 +137,8 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
         Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
         Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last gradient is made
 
-    Of equal layers only the first and the last are examined: between them the sums are monotonic.
+    To both, the unsharded memory is added. Of equal layers only the first and the last are
+    examined: between them the sums are monotonic.
     """
     held = load.saved_bytes
     moments: list[Most] = []
@@ -175,8 +179,8 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    While a layer computes gradients, it needs more memory than for the part that stays: with ZeRO-2
-    and 3 for whole gradients, otherwise for one weight's gradient in 16 bits, and in fp32 if
+    While a layer computes gradients, it needs memory for more than the part that stays. With ZeRO-2
+    and 3 it has whole gradients; otherwise one weight's gradient in 16 bits, and in fp32, too, if
     another layer counts that weight. Buckets stay allocated, and new gradients lie outside of them
     until a bucket is complete.
     """
@@ -222,9 +226,12 @@ def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
-    """Return the bytes of computed gradients that are not in buckets, or in one that leaves."""
+    """Return the bytes of computed gradients beside the buckets that stay allocated.
+
+    Gradients that leave for the host need one bucket that fills, and one that is copied.
+    """
     if arrangement.offload.has_states:
-        return min(made_bytes, _LEAVING * bucket_bytes)
+        return _LEAVING * min(made_bytes, bucket_bytes)
     return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes
 
 
@@ -241,7 +248,7 @@ def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
 def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
     """Return the peak when a weight's gradient is computed.
 
-    If `learning_bytes` is negative, it is freed memory.
+    A negative `learning_bytes` is memory that has been freed by then.
     """
     freed = min(0, cost.learning_bytes)
     return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
@@ -302,7 +309,7 @@ def most_tensor_bytes(
 
 
 def _communicators(arrangement: Arrangement) -> int:
-    """Return the number of a rank's process groups: the world, and each axis with several ranks.
+    """Return a rank's number of process groups: the world, and each axis with some of its ranks.
 
     With copies of a sharded model there are two more: the shard group and the replica group.
     """
@@ -313,6 +320,9 @@ def _communicators(arrangement: Arrangement) -> int:
 
 
 def _pairs(arrangement: Arrangement) -> int:
-    """Return the number of a rank's groups of two: one with each pipeline neighbour."""
+    """Return the number of a rank's groups of two: one with each pipeline neighbour.
+
+    A pipeline of two ranks needs none, and neither does a schedule without pairs.
+    """
     has_pairs = SCHEDULES[arrangement.schedule].has_pairs
     return 2 * (has_pairs and arrangement.pipeline > 2)

@@ -35,7 +35,11 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """Equal layers in a backward; under ZeRO-3 the next layer's parameters are gathered already."""
+    """Equal layers in a backward.
+
+    `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
+    already gathered.
+    """
 
     cost: LayerCost
     count: int

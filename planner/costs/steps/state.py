@@ -51,10 +51,11 @@ def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
 def host_bytes(held: Held, arrangement: Arrangement) -> int:
     """Return what a rank has in the host's memory.
 
-        own part of: states + fp32 weights + gradients
+        this rank's part of (states + fp32 weights + gradients)
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
-    parameters there, too. Leaves out the gradients that arrive to be added, a few buckets.
+    parameters there, too. Without it, the gradients of several microbatches are added on the host,
+    and those that arrive take a little more.
     """
     if not arrangement.offload.has_states:
         return 0
@@ -63,7 +64,12 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
         states += _sharded_bytes(held.parameter_bytes, held.trainable, arrangement)
     else:
         states += held.gradient_bytes * (not arrangement.precision.is_half)
+        if arrangement.microbatches > 1:
+            states += min(held.gradient_bytes, _ARRIVING_BYTES * arrangement.optimizer_ranks)
     return _part(states, arrangement.optimizer_ranks, is_divided=True)
+
+
+_ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
 
 
 def state_by_category(loads: Sequence[Held], arrangement: Arrangement) -> tuple[int, int, int]:

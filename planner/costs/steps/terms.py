@@ -188,8 +188,8 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
     is_sharded = arrangement.zero.divides_parameters
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield CommunicationTerm(
-        reason="parameters gathered over the data axis",
-        collective=Collective.ALL_GATHER,
+        reason=_gather_words(arrangement),
+        collective=Collective.ALL_GATHER if arrangement.data > 1 else "copy",
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
         payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
@@ -225,6 +225,12 @@ def _reduction(arrangement: Arrangement) -> str:
         return "copy"
     scatters = arrangement.zero.divides_optimizer
     return Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+
+
+def _gather_words(arrangement: Arrangement) -> str:
+    fetched = "fetched from the host" if arrangement.shards_on_host else ""
+    gathered = "gathered over the data axis" if arrangement.data > 1 else ""
+    return f"parameters {' and '.join(filter(None, (fetched, gathered)))}"
 
 
 def _reduction_words(arrangement: Arrangement) -> str:

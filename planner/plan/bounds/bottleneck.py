@@ -197,8 +197,8 @@ def _pieces(
     """Yield seconds and layers of each piece of a stage's curve, from corner to corner.
 
     At a corner, layers of one mode fill the memory. A mix of modes divides the memory, so it lies
-    below the hull of the single modes. In the only backward of a step, nothing is freed before the
-    last layer runs, in any mode.
+    below the hull of the single modes. If a step has one backward, only the model's last layer runs
+    while everything is saved; its mode is not known, so the least need of any mode counts.
     """
     corners = []
     size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))

@@ -1,6 +1,7 @@
 """Bounds a node of the search, from the layouts that have been solved so far.
 
-The bounds use facts about layouts inside layers: of one solution, or lower limits over all.
+The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
+all of them.
 Unsolved layouts take at least the time of the fastest layouts, or of each op's fastest split. They
 hold, send, update and recompute at least the total of the unsplit layers, divided evenly by the
 tensor ranks.
@@ -87,8 +88,9 @@ class LayoutFacts:
     def transient_bytes(self, arrangement: Arrangement) -> int:
         """Return the least transient memory of every stage.
 
-        Without a pipeline, the single stage has every layer. In the only backward of a step,
-        everything is saved while the last layer runs.
+        With a pipeline it is 0, since a stage may lack the layers that need it. Without one, the
+        single stage runs every layer. In the only backward of a step, the last layer alone runs
+        while everything is saved.
         """
         if arrangement.pipeline > 1:
             return 0
@@ -179,7 +181,7 @@ class Bounds:
         return max(through, point.microbatches * slowest)
 
     def least_on(self, point: Arrangement, share: RowShare) -> LeastLayers:
-        """Return the least times of the layers on a device, for its rows."""
+        """Return the least times of the layers on a device, for its rows of a microbatch."""
         key = point.tensor, point.compile, share
         if key not in self._least:
             self._least[key] = least_layers(
@@ -224,7 +226,7 @@ class Bounds:
         return self._of_objective(arrangement, best)
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
-        """Return a lower bound in one of the layouts; infinite if nothing fits."""
+        """Return a lower bound in the layouts of one solution; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
@@ -248,10 +250,7 @@ class Bounds:
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> Pressed:
-        """Return the least times of recomputing and of the slowest rank, within `rooms` if given.
-
-        Without a pipeline, the single stage has the transient memory of every layer.
-        """
+        """Return the least times of recomputing and of the slowest rank; `rooms` limits memory."""
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
             size = self.questions.most_bytes(arrangement)
@@ -299,7 +298,7 @@ class Bounds:
         return self._bottlenecks[key]
 
     def least_state(self, arrangement: Arrangement) -> int:
-        """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
+        """Return a tensor rank's bytes of all parameters, gradients and states under ZeRO."""
         return reduced_state_bytes(self.held, arrangement) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
@@ -345,7 +344,7 @@ class Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether the layers together save more than the ranks have room for."""
+    """Whether the layers' saved tensors together exceed the room of the ranks."""
     facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(

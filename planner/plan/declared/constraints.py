@@ -18,7 +18,7 @@ from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Reco
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 
 def minimal_conflict(
@@ -196,6 +196,7 @@ class Constraints:
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
     compile: Compile | None = None  # None: on GPUs whatever is faster, on CPUs nothing
+    float8: Float8 = Float8.NONE  # changes what is learnt, so it must be asked for
     offloads: tuple[Offload, ...] = tuple(Offload)  # where nothing is declared, none on CPUs
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
@@ -227,7 +228,24 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
     constraints = Constraints()
     for one in last.values():
         constraints = _with(constraints, one)
-    return replace(constraints, declared=tuple(last.values()))
+    constraints = replace(constraints, declared=tuple(last.values()))
+    return constraints if constraints.float8 is Float8.NONE else _compiled(constraints)
+
+
+def _compiled(constraints: Constraints) -> Constraints:
+    """Return the constraints with compiled layers, which float8 needs; raise if they forbid it."""
+    rivals = {"compile": constraints.compile is Compile.NONE,
+              "precision": not constraints.precision.is_half}  # fmt: skip
+    for field, is_rival in rivals.items():
+        if is_rival:
+            both = [one for one in constraints.declared if one.field in ("float8", field)]
+            raise InputError(
+                f"{conflict_text(both)} exclude each other",
+                expected="float8 products in compiled layers, whose other tensors have 16 bits: "
+                "without torch.compile they are slower than products in 16 bits",
+                fix="leave one of them out",
+            )
+    return replace(constraints, compile=Compile.LAYERS)
 
 
 def _with(constraints: Constraints, one: Declared) -> Constraints:
@@ -253,6 +271,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.zero in constraints.zero_levels
         and arrangement.precision is constraints.precision
         and constraints.compile in (None, arrangement.compile)
+        and arrangement.float8 is constraints.float8
         and arrangement.offload in constraints.offloads
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)

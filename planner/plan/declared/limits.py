@@ -30,7 +30,7 @@ _ROWS_OF_A_STEP = (2**13, 2**15)  # where a row is no sequence of tokens
 def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints without fully_shard, if a parameter is a scalar."""
     scalar = next((one.name for one in graph.parameters if not one.shape), None)
-    if scalar is None or constraints.data == 1:
+    if scalar is None:
         return constraints
     levels = tuple(level for level in constraints.zero_levels if level in _WHOLE_MODULES)
     if not levels:
@@ -48,7 +48,8 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints with dp=1 and one microbatch, if rows are mixed and pins allow it.
 
     The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
-    each other. The global batch must be known.
+    each other. If the model accepts only one number of rows, mixing cannot be detected, so the
+    tensor axis may split its batch, too. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
@@ -149,7 +150,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 
 
 def _norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training with one number per row and channel."""
+    """Return the first batch norm in training that norms one number per row and channel."""
     for op in graph.ops:
         if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
@@ -279,8 +280,9 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. If it is smaller than that, it is a multiple of the
-    largest divisor of that number that is not larger than the batch.
+    It is a multiple of the number of devices, so that they can share it evenly. If there are more
+    devices than rows, it is a multiple of the largest divisor of their number that is at most the
+    rows.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

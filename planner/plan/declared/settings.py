@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Precision, precision_words
+from autopar.planner.precision import Float8, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -195,6 +195,11 @@ class DemandOptions(TypedDict, total=False):
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
         text="layers: by torch.compile, each for itself; none; by default GPUs do what is faster",
+    )]
+    float8: Annotated[str | None, DemandSetting(
+        place="float8", field="float8", read=_named(Float8),
+        say="float8 {value}", metavar="SCALES", example='"tensorwise"',
+        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, or none (default)",
     )]
     offload: Annotated[str | None, DemandSetting(
         place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),

@@ -265,7 +265,7 @@ class Question:
         return None
 
     def _asked(self) -> Iterator[Question]:
-        """Yield the questions whose answers may do, first those for any number of rows."""
+        """Yield the questions whose answers may serve for this one, first those for any rows."""
         for rows, compiles in dict.fromkeys(product((None, self.rows), (self.compiles, True))):
             yield replace(self, rows=rows, compiles=compiles)
 
@@ -329,7 +329,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _paths(model: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and digest of files read and modules loaded, without Python and libraries."""
+    """Yield path and digest of each file that was read or imported, except installed ones."""
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     roots = _library_folders()
     prefixes = tuple(f"{root}/" for root in roots)  # resolving thousands of paths takes long
@@ -373,7 +373,7 @@ def _is_vendored(library: str) -> bool:
 
 
 def _of_path(path: str) -> str:
-    """Return a digest of a file's content or of a folder's names, "" if it is not there."""
+    """Return a digest of a file (see `_LARGE_BYTES`) or of a folder's names; "" if missing."""
     place = Path(path)
     try:
         if place.is_dir():

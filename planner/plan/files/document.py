@@ -34,6 +34,7 @@ from autopar.planner.plan.plan import (
     ClassLayouts,
     ConversionLine,
     Model,
+    PlannedCount,
     PlannedMachines,
     PlannedStage,
     Proof,
@@ -205,6 +206,7 @@ class PlanDocument:
     proof: Proof
     fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
+    curve: tuple[PlannedCount, ...] = ()
     cluster: ClusterDocument
 
 
@@ -224,7 +226,7 @@ def write_plan(plan: StoredPlan, path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise for a path that cannot be written, or a file that is no plan of any version."""
+    """Raise for a path that cannot be written, or an existing file that is not a plan."""
     check_writable(path)
     if not path.exists():
         return

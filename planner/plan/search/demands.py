@@ -34,6 +34,7 @@ from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planner.precision import FLOAT8_UNITS, Float8
 from autopar.planner.programs.layouts.rules import Ban, LayoutPin, LayoutRules
 from autopar.planner.programs.stages.question import PinnedLayer
 
@@ -85,6 +86,20 @@ def check_memory(cluster: Cluster, constraints: Constraints) -> None:
     )
 
 
+def check_float8(cluster: Cluster, constraints: Constraints) -> None:
+    """Raise if layers should multiply in float8 on a device without such units."""
+    devices = (node.device for node in cluster.nodes if constraints.float8 is not Float8.NONE)
+    without = [one.name for one in devices if FLOAT8_UNITS not in dict(one.peaks)]
+    if without:
+        declared = next(one for one in reversed(constraints.declared) if one.field == "float8")
+        raise InputError(
+            f"{without[0]} has no units for products in float8",
+            where=declared.origin,
+            expected="a device that has them, such as l4, l40s, h100-sxm, b200-sxm or mi300x",
+            fix=f"leave out {declared.text}, or choose such a device with --device",
+        )
+
+
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     """Return the memory limit of each kind of device."""
     limits = {}
@@ -122,14 +137,14 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 def learning(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether it is trained or passes gradients on.
 
-    Other layers are computed where they are needed; a stage of such layers alone would be empty.
+    Other layers are computed wherever they are needed, so a stage with none but them is empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))
 
 
 def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
-    """Return the first and last layer of buffers that are written and used by several layers.
+    """Return the first and last layer that use a buffer, for buffers that the forward writes.
 
     Each stage would have its own copy, so these layers are not cut apart.
     """
@@ -165,7 +180,10 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared; by default, GPUs may compile layers or not."""
+    """Yield what may be compiled: as declared, or by default nothing.
+
+    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    """
     if constraints.compile is not None:
         yield constraints.compile
         return
@@ -176,12 +194,12 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
 
 
 def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
-    """Whether plans with compiled layers are looked at."""
+    """Whether the search looks at plans with compiled layers."""
     return Compile.LAYERS in _compiles(cluster, constraints)
 
 
 def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
-    """Return what may lie on the host: as declared; by default nothing on CPUs, all on GPUs."""
+    """Return what may lie on the host: as declared; by default any of it, on CPUs nothing."""
     is_open = constraints.offloads == tuple(Offload)
     is_cpu = any(node.device.is_cpu for node in cluster.nodes)
     return (Offload.NONE,) if is_cpu and is_open else constraints.offloads

@@ -1,7 +1,7 @@
 """Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
-    └ schedule × stages per rank × ZeRO × shard
+    └ schedule × stages per rank × ZeRO × shard × 16-bit sums × offload
                                     bounded also by gathers, reductions, updates, recomputation
       └ the fastest layouts         bounded also by their communication
         └ layouts that need less memory are solved
@@ -161,6 +161,7 @@ class Explorer:
             subject,
             cluster,
             precision=constraints.precision,
+            float8=constraints.float8,
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
             prices=prices,
@@ -325,8 +326,8 @@ class Explorer:
     def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
         """Return what remains of an arrangement: to be solved with more effort, or unproved.
 
-        A plan that is no faster than a known one may be simpler: it is kept until the simplest plan
-        is chosen.
+        An arrangement without a faster plan than a known one may still have a simpler one: it is
+        kept until the simplest plan is chosen.
         """
         if self.objective is Objective.MEMORY or self._looked_beside:
             return []

@@ -1,7 +1,8 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
-The first level has points: degrees and a microbatch. A point's variants differ only in schedule,
-stages per rank, ZeRO level and shard degree, so they share every layer's layout and cost.
+The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
+variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums and offload.
+None of these changes layouts or costs inside layers, so variants share them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
 _MOST_LISTED = 6
@@ -88,7 +89,7 @@ def _rows(degrees: Degrees, constraints: Constraints, batch: BatchFacts) -> int:
 def check_degrees(
     devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
 ) -> tuple[Degrees, ...]:
-    """Return the legal degrees; if there are none, raises an error that names the conflict."""
+    """Return the legal degrees; if there are none, raise an error that names the conflict."""
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
         return leave_degrees(declared, devices, batch)
@@ -119,7 +120,8 @@ def _contradiction(
     fields, why = {one.field for one in conflict}, _why(batch)
     found = f"on {devices} devices no plan satisfies {conflict_text(conflict)}"
     if fields <= CHOICES:
-        return InfeasibleError(found, fix="no choice is left: allow one that both have")
+        fix = "together they leave no choice: allow one that all of them have"
+        return InfeasibleError(found, fix=fix)
     if fields == {"microbatch"}:
         fix = f"pin microbatch={batch.fixed}, or leave it open"
         return InfeasibleError(f"{found}{why}", fix=fix)
@@ -229,7 +231,7 @@ def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple
 
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
-    precision: Precision, compile_: Compile,
+    precision: Precision, compile_: Compile, float8: Float8 = Float8.NONE,
 ) -> Arrangement:  # fmt: skip
     """Return a point in its simplest variant."""
     return Arrangement(
@@ -246,6 +248,7 @@ def simplest(
         compressed_gradients=False,
         precision=precision,
         compile=compile_,
+        float8=float8,
     )
 
 
@@ -269,7 +272,7 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
+    """Whether fully_shard would need as much memory as ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
     No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
@@ -280,17 +283,18 @@ def shards_in_vain(arrangement: Arrangement) -> bool:
 
 
 def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
-    """Whether another arrangement with the optimizer on the host is better, or none can run.
+    """Whether an arrangement has the optimizer on the host, and is useless or cannot run.
 
-    Data ranks that divide the optimizer step faster, and hold less. ZeRO-2 saves less than ZeRO-3.
-    Both are left out unless demanded. Gradients leave when hooks see them, and those of split
-    backwards pass no hook.
+    Useless, unless the ZeRO level is demanded: several data ranks that do not divide the optimizer
+    (divided, each would step faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Neither
+    fully_shard on a single rank nor split backwards can run: hooks send gradients to the host, and
+    the gradients of split backwards pass no hook.
     """
     if not arrangement.offload.has_states:
-        return False
+        return arrangement.data == 1 and arrangement.zero.divides_optimizer
     zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
     is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
-    is_whole = zero.shards_modules and arrangement.shard == 1
+    is_whole = zero.shards_modules and arrangement.shard == 1 < arrangement.data
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return (is_free and is_beaten) or is_whole or splits
 
@@ -317,7 +321,7 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
 
 
 def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) -> bool:
-    """Whether no simpler schedule is equivalent.
+    """Whether no simpler schedule is as good; always true if the stages per rank are pinned.
 
     Interleaving needs several stages per rank, and GPipe takes the time of 1F1B with more memory.
     """
@@ -337,15 +341,15 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
 def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
     """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
-    In a pipeline, ZeRO-2 would scatter gradients for every microbatch and save less than ZeRO-3,
-    and HSDP has too few ranks to share: both are left out unless demanded.
+    In a pipeline, ZeRO-2 would scatter gradients for every microbatch and free less memory than
+    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded.
     """
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:
         if zero.keeps_gathered and not is_plain:
             continue
-        if not zero.divides_optimizer:
+        if not zero.divides_optimizer or _fetches_layers(point, zero, choices):
             yield zero, point.data
         elif point.data > 1:
             degrees = {point.data}
@@ -359,3 +363,9 @@ def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]
             if choices.shard is not None:
                 degrees = {choices.shard} if point.data % choices.shard == 0 else set()
             yield from ((zero, degree) for degree in sorted(degrees, reverse=True))
+
+
+def _fetches_layers(point: Arrangement, zero: Zero, choices: Choices) -> bool:
+    """Whether a single device may have its parameters on the host, and fetch each layer."""
+    may_offload = any(one.has_states for one in choices.offloads)
+    return point.ranks == 1 and zero.divides_parameters and may_offload

@@ -61,7 +61,7 @@ class Questions:
     def asked(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement in one of the layouts."""
+        """Return the stage question of an arrangement, in the layouts of one solution."""
         sizes = self.demands.bucket_bytes
         inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
@@ -78,11 +78,11 @@ class Questions:
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
-        """Return the largest limit of a rank for its tensors alone, slightly generous."""
+        """Return the largest `room_bytes` of a rank."""
         return max(self.room_bytes(arrangement))
 
     def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return each pipeline rank's limit for its tensors alone, slightly generous."""
+        """Return each pipeline rank's limit without the context, and a MiB more for rounding."""
         more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
@@ -102,7 +102,7 @@ class Questions:
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the distinct groups of devices and rows that pipeline ranks have.
+        """Return the distinct kinds of pipeline ranks: their devices, each with its rows.
 
         If data ranks have unlike numbers of rows, all are priced with the largest number, unless
         there are only data ranks.
@@ -136,7 +136,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines together, as multiples of the allowed slowdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ class ArrangementSolver:
         )
 
     def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
-        """Return the chooser of an arrangement in one of the layouts, kept between calls."""
+        """Return the chooser of an arrangement and layout solution, kept between calls."""
         key = arrangement, number
         if key not in self._choosers:
             question = self.questions.asked(arrangement, number)

@@ -30,7 +30,7 @@ from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.plan.solving.prices import Inside, Place, PlacePrices, Prices
-from autopar.planner.precision import GRADIENT_BYTES, Precision
+from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
     Budget,
@@ -68,6 +68,7 @@ class PriceBook:
         cluster: Cluster,
         *,
         precision: Precision,
+        float8: Float8,
         rules: LayoutRules,
         measured: Measurements | None = None,
         prices: Prices | None = None,
@@ -76,7 +77,7 @@ class PriceBook:
         self.subject = subject
         self.orders = node_orders(cluster)
         self.cluster = self.orders[0]
-        self.precision = precision
+        self.precision, self.float8 = precision, float8
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
@@ -100,6 +101,7 @@ class PriceBook:
                 measured=self.measured,
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
+                float8=self.float8,
             )
         return pricers[key]
 
@@ -183,7 +185,7 @@ class PriceBook:
         """Return the program for the cluster's slowest device, which the others wait for."""
         known = self._at(of)
         if known.program is None:
-            place = LayoutInput(
+            asked = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
@@ -194,7 +196,7 @@ class PriceBook:
                 microbatches=1,
                 structure=self.structure,
             )
-            known.program = LayoutProgram(place, _BUDGET)
+            known.program = LayoutProgram(asked, _BUDGET)
         return known.program
 
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:

@@ -132,7 +132,7 @@ class Prices:
         return self.places[place]
 
     def grown(self) -> Iterator[tuple[Place, PricedPlace]]:
-        """Yield the places with prices that were not recalled, and with proved layouts only."""
+        """Yield the places with new prices (not recalled ones), if all their layouts are proved."""
         for place, one in self.places.items():
             if one.size > self._recalled[place] and one.is_proved:
                 yield place, one.kept()

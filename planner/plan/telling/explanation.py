@@ -134,7 +134,7 @@ def op_name(target: str) -> str:
 
 
 class StepPart(StrEnum):
-    """The kind of a device's work, or waiting, in a part of the step."""
+    """What a device does in a part of the step: it works, or it waits."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"
@@ -295,7 +295,7 @@ def host_words(plan: StoredPlan) -> Iterator[str]:
     if not needed:
         return
     gathered = plan.arrangement.shards_on_host
-    parts = "parts of parameters, gradients" if gathered else "gradients"
+    parts = "parameters, gradients" if gathered else "gradients"
     yield (
         f"the host holds {bytes_text(needed)} for each device: {parts}, fp32 weights and optimizer "
         "states"

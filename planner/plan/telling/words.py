@@ -16,6 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
+from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -101,13 +102,22 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
-        arrangement.offload.words,
+        offload_words(arrangement),
     )
 
 
+def offload_words(arrangement: Arrangement) -> str:
+    """Return what lies on the host, or nothing."""
+    parameters = "parameters and " if arrangement.shards_on_host else ""
+    return f"{parameters}{arrangement.offload.words}" if arrangement.offload.has_states else ""
+
+
 def compile_words(arrangement: Arrangement) -> str:
-    """Return what is compiled, or nothing."""
-    return "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}"
+    """Return "compiled layers", with the scales of float8 if used; "" if nothing is compiled."""
+    if arrangement.compile is Compile.NONE:
+        return ""
+    scaled = "" if arrangement.float8 is Float8.NONE else f" in float8 ({arrangement.float8})"
+    return f"compiled {arrangement.compile}{scaled}"
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:

@@ -33,7 +33,7 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# The small price of the other quantity: of equally fast layouts, those with less memory win.
+# The small price of memory, so that of equally fast layouts the smallest wins; and vice versa.
 _TIE = 1e-6
 MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
 # Points of the front count as the same if time and memory differ by less than this share.
@@ -148,8 +148,8 @@ class LayoutProgram:
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
         """Return layouts with fewer printed lines than point `number` of the front, if there are.
 
-        They are slower by less than the price of the lines that they save. Otherwise the result is
-        the point itself.
+        They are slower by less than the price of the lines that they do without. Otherwise the
+        result is the point itself.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)
@@ -281,8 +281,8 @@ class Front:
         point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
         if point is None:  # without pins, splitting nothing is a solution
             raise InfeasibleError(
-                "no layouts split all that must be split: the result of an op that is split as it "
-                "must be cannot be converted to what the next op needs",
+                "no layouts split all that must be split: then an op's result would have a layout "
+                "that cannot be converted to the one that the next op needs",
                 fix="require fewer axes to be split, or name the modules that are meant",
             )
         return point
@@ -357,7 +357,7 @@ def _ends(pair: tuple[SolvedPoint, SolvedPoint]) -> tuple[float, float]:
 
 
 def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
-    """Return points in the order of time, without those not clearly smaller than a faster one."""
+    """Return points from the fastest on, each of them clearly smaller than all before it."""
     front: list[SolvedPoint] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
         if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:

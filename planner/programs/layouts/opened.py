@@ -201,7 +201,10 @@ class _Reader:
         return (LOSS_CALL, *(one for one in around if one not in self.small))
 
     def _class_lines(self, calls: Sequence[str]) -> float:
-        """Return the lines of an opened class: one statement per line of the author."""
+        """Return the lines of an opened class.
+
+        It has a statement for each line of the author, and a line for each class of its modules.
+        """
         statements = {op.location for op in self.own_ops.get(calls[0], ())}
         called = [one for one in self.children.get(calls[0], ()) if one not in self.small]
         return _CLASS_LINES + len(statements) + len(set(map(self._class_name, called)))

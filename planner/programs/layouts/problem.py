@@ -3,7 +3,7 @@
 Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that nodes
 make, and the slots of tensors that they get from other layers, or that no op makes. A demand is the
 use of one source by the ops of one layer; it pays for conversions. A keep is a tensor that stays in
-memory for the backward. Code is the lines that a script prints for the model's classes.
+memory for the backward. Code is the lines that a script prints for the model's Python classes.
 
 A tensor that crosses layers has one layout at its slot. The layer that makes the tensor converts it
 to this layout, and later layers see only this layout. So layers of one class stay alike.
@@ -86,7 +86,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameChoices:
-    """Choices of two nodes that go together: either both nodes take one of theirs, or none does."""
+    """Choices of two nodes that go together: either both nodes take one of theirs, or neither."""
 
     first: tuple[int, tuple[int, ...]]
     second: tuple[int, tuple[int, ...]]
@@ -116,7 +116,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedCode:
-    """Choices of a node for which a script opens one of `classes`, and prints `lines` more."""
+    """Choices of a node for which a script opens a Python class, and prints `lines` more."""
 
     node: int
     choices: tuple[int, ...]
@@ -126,7 +126,7 @@ class ChangedCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertingCode:
-    """The classes that may convert a demand's tensor for one of its consumers.
+    """The Python classes that may convert a demand's tensor for one of its consumers.
 
     They are in the order in which a script prefers them. `consumer` is a position in the demand's
     consumers; the position after the last one means the slot that the tensor crosses into, or the
@@ -140,7 +140,7 @@ class ConvertingCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedCode:
-    """The lines that a script prints for the model's classes: class k takes lines[k] if opened.
+    """The lines that a script prints: the model's Python class k takes lines[k] if it is opened.
 
     `demand_lines` are the lines of one conversion of each demand, `slot_lines` those of each slot
     in a layout other than I. An exchange of shards names both dims, and takes twice the lines.

@@ -4,7 +4,7 @@
     u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
     w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
     h[g,f] ≥ 0         the kept tensor g is in memory in form f
-    o[k] ∈ {0,1}       class k of the model is opened: the script prints its forward
+    o[k] ∈ {0,1}       Python class k of the model is opened: the script prints its forward
 
     Families of constraints, each a function below:
     one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
@@ -13,7 +13,7 @@
                        a slot that e crosses into is a consumer that needs its own layout;
                        with one consumer, both are sums and equal: the relaxation is then tight
     holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
-    alike              Σ_(c in a group) x[v,c] = Σ_(c in its group) x[v',c]
+    alike              Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]
                        for choices that go together, of nodes at one position in similar layers
     changed code       Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]
     converting code    Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]
@@ -198,7 +198,7 @@ def _require_holding(model: _Model) -> None:
 
 
 def _require_alike(model: _Model) -> None:
-    """Σ_(c in a group) x[v,c] = Σ_(c in its group) x[v',c]."""
+    """Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]."""
     for number, alike in enumerate(model.problem.alike):
         (i, mine), (j, theirs) = alike.first, alike.second
         first = pulp.lpSum(model.x[i][c] for c in mine)

@@ -218,10 +218,10 @@ def permitted(
 ) -> tuple[OpLayout, ...]:
     """Return the strategies of an op that the rules allow.
 
-    Bans and forbidden axes never exclude not splitting. A pin leaves only strategies along its
-    axis. An op without such a strategy stays free, and so does a view with the axis as an inner
-    factor of a flattened dim: there the shards would interleave, and no conversion joins such
-    shards.
+    Bans and forbidden axes exclude splits alone: an op may stay unsplit. A pin leaves only
+    strategies along its axis. An op without such a strategy stays free, and so does a view with the
+    axis as an inner factor of a flattened dim: there the shards would interleave, and no conversion
+    joins such shards.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
@@ -261,7 +261,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layer
 
 
 def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
-    """Raise for a rule that matches only some layers of a class: they have the same layouts."""
+    """Raise for a rule that matches only some layers of a class: all have the same layouts."""
     for layer_class in layers.classes:
         meant = {
             number: tuple(_lies_in(op, modules, graph) for op in layers.layers[number].ops)

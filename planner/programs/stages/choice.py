@@ -220,7 +220,7 @@ QUICK = Effort(
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
 EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1e-7, is_last=True)
 
-_ASKED = 0.01  # with whole numbers, only cuts faster than the best by this share are excluded
+_ASKED = 0.01  # with whole numbers, only cuts faster than the best by this share are looked for
 _MOST_STAGES = 16  # of the program of whole numbers; more take too long
 _MOST_INTERVALS = 100  # if ranks have several stages: with more, the program branches for long
 

@@ -67,7 +67,7 @@ class Divided:
 
 
 class Divisible:
-    """The program of one question."""
+    """The linear program for one stage question, in which layers are divisible."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Divisible:
                 self.program.add([*others, (splits, most)], most=most)
 
     def _tighten(self) -> bool:
-        """Add memory rows that the optimum violates, else such chains; return whether any were."""
+        """Add memory rows that the optimum violates, or else chains; return whether any were."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)

@@ -8,10 +8,10 @@ layer to its end. If s is the slowest stage, the step takes at least
 
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
 
-m is the number of microbatches, f and b are the forward and the backward of one. `passes` is f + b.
-Both contain the transfers that the rank waits for. With the least sums of passes before and behind
-a place, `own` is known for every interval, and the least maximum over all stages is a shortest
-path, too:
+m is the number of microbatches. f and b are the forward and the backward of one, each with the
+transfer that the rank waits for; `passes` is f + b. The least sum of passes behind an interval
+bounds what its stage waits for, and so gives `own`. The least maximum over all stages is then a
+shortest path, too:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
@@ -297,8 +297,8 @@ def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -
 def add_work(program: GrowingProgram, parts: StageParts, limit_bytes: float) -> int:
     """Add a column for a stage's working memory, as a share of its rank's limit; return it.
 
-    It is that of the stage's largest layer. So it is at least the mean over the stage's layers, and
-    that of every layer that is on the stage in all cuts.
+    A stage needs as much as its largest layer: at least the mean over its layers, and at least the
+    need of each layer that is on this stage in every cut.
     """
     work = program.column()
     needed = {one.column: one.piece.working_bytes / limit_bytes for one in parts.pieces}

@@ -1,10 +1,10 @@
 """Lists the mixes of a stage, and moves borders of stages.
 
 A mix says how many layers of each class run in each recompute mode. Layers of one class are equal,
-so only these numbers matter. The fastest mixes come first. Of equal layers, those that save most
-come first on the stage; if a step has only one backward, they come last, because it then frees what
-they saved before other layers make gradients. The sums here are approximate: the exact time and
-memory are priced for few mixes.
+so only these numbers matter. The fastest mixes come first. Of equal layers, those with most saved
+bytes come first on the stage. If a step has only one backward, they come last: the backward reaches
+them first, and frees what they saved before other layers make gradients. The sums here are
+approximate: the exact time and memory are priced for few mixes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEW = 64  # if there are more mixes, dominated ones are dropped after each clas
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of the same layers: backward seconds, saved bytes, and work bytes."""
+    """Mixes of the same layers: backward seconds, saved bytes, most bytes while a layer runs."""
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
@@ -41,7 +41,7 @@ class Mixes:
         return len(self.seconds)
 
     def taken(self, places: npt.NDArray[np.int64]) -> Mixes:
-        """Return the mixes at these places."""
+        """Return the mixes with these indices."""
         return Mixes(
             columns=self.columns,
             numbers=self.numbers[places],
@@ -125,10 +125,9 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 
 
 def _unbeaten(mixes: Mixes) -> Numbers:
-    """Return the places of the mixes that no other beats in seconds, saved bytes and work.
+    """Return the indices of the mixes that no other beats in seconds, saved bytes and work.
 
-    Such a mix, among all mixes with at most its work in the order of time, saves less than each one
-    before it.
+    Such a mix has fewer saved bytes than all faster mixes that have at most its work bytes.
     """
     kept: list[Numbers] = []
     order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))

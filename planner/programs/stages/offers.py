@@ -334,8 +334,8 @@ class Offers:
 def fullest(moments: Moments) -> tuple[int, ...]:
     """Return the moments at which a rank may need most memory.
 
-    These are, for each running stage, the moments at which no other holds at least as many
-    microbatches of every kind.
+    For each running stage, these are the moments that no other moment equals or exceeds in every
+    count of microbatches.
     """
     held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
     kept: list[int] = []

@@ -305,7 +305,7 @@ _SEEN_IN_FILE = 8  # fewer for a tensor in a file, which is slow to read
 
 
 def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
-    """Return a digest of a tensor: of all its elements, or of a sample if it is large."""
+    """Return a digest of all elements, or of a sample if the tensor is large and contiguous."""
     seen = tensor.detach()
     if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
         seen = seen.view(-1)[:: seen.numel() // seen_numbers]

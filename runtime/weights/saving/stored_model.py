@@ -289,8 +289,8 @@ class PiecedTensor:
 class StoredModel:
     """Finds a model's tensors in files, from the contents that `save_pretrained` would write.
 
-    In a folder, names are those of `save_pretrained`: a transposed weight may have the same name as
-    in the model. In a single file, names are the model's own.
+    Names in a folder are taken for those of `save_pretrained`: a transposed weight may have the
+    same name as in the model. Names in a single file are first taken for the model's own.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,7 +10,10 @@ import pytest
 from torch import nn
 
 from autopar.codegen.proof.comparison import compared
+from autopar.planner.costs.prediction import Compile
+from autopar.planner.precision import Float8
 from benchmarks.on_gpu import ops as ops_part
+from benchmarks.on_gpu.compiled import in_float8
 from benchmarks.on_gpu.planned import planned
 from benchmarks.on_gpu.ranks.cases import CASES, STEPS, written
 from benchmarks.on_gpu.ranks.norms import norm_rows
@@ -97,3 +101,10 @@ def test_what_a_model_has_several_of_is_compiled() -> None:
     compile_layers(model)
     assert all(one._compiled_call_impl is not None for one in layers)
     assert stem._compiled_call_impl is None
+
+
+def test_a_case_in_float8_is_planned_with_its_scales(tmp_path: Path) -> None:
+    case = replace(TINY[0], compile=Compile.LAYERS, float8=Float8.ROWWISE)
+    planned(case, "h200-sxm", str(tmp_path))
+    assert 'use_float8(model, COMPILED, "rowwise"' in (tmp_path / "train.py").read_text()
+    assert list(in_float8(Here())) == []  # a CPU has no such units

@@ -28,7 +28,7 @@ Why this plan: this plan has simpler layouts than the fastest one, and its step 
 The fastest plan found takes 34.35 ms, and none of the 20 arrangements is faster than that. In this
 plan, compute + optimizer takes 82% of the step.
 """
-# Written by autopar 0.2.0 (checksum 33869765fd879dfd, plan 2cd001b395c61583).
+# Written by autopar 0.2.0 (checksum 33869765fd879dfd, plan dbbd1410e91af77d).
 # Once you edit this file, autopar overwrites it only with --force.
 
 import sys

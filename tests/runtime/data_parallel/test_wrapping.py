@@ -101,13 +101,13 @@ def test_an_optimizer_on_the_host_trains_as_one_on_the_device(
         assert largest_difference(parameters, expected) < 1e-12
 
 
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize(("compute", "zero"), [(None, 0), (torch.bfloat16, 0), (None, 3)])
 def test_one_device_trains_alike_with_its_optimizer_on_the_host(
-    compute: torch.dtype | None,
+    compute: torch.dtype | None, zero: int
 ) -> None:
     on_device, on_host = (
-        run_on_ranks(train, 1, None, 0, False, compute, False, offload)[0]
-        for offload in (False, True)
+        run_on_ranks(train, 1, None, level, False, compute, False, offload)[0]
+        for level, offload in ((0, False), (zero, True))
     )
     assert loss_difference(on_host[0], on_device[0]) < 1e-12
     assert largest_difference(on_host[1], on_device[1]) < 1e-12

@@ -192,9 +192,12 @@ def test_only_gradients_that_travel_in_16_bits_are_copied(zero: Zero) -> None:
 @pytest.mark.parametrize(
     ("zero", "precision", "device_bytes", "host_bytes"),
     [
-        # 2 layers of 1,000,000 parameters: 12 bytes of states and fp32 weights, 4 of gradients
-        (Zero.NONE, Precision.BF16, 4_000_000, 32_000_000),
-        (Zero.OPTIMIZER, Precision.BF16, 4_000_000, 8_000_000),
+        # 2 layers of 1,000,000 parameters: 12 bytes of states and fp32 weights, 4 of gradients, and
+        # 4 of those that arrive to be added
+        (Zero.NONE, Precision.BF16, 4_000_000, 40_000_000),
+        (Zero.OPTIMIZER, Precision.BF16, 4_000_000, 10_000_000),
+        # fp32: the host has 4 bytes of copied weights beside the states of LAYER
+        (Zero.OPTIMIZER, Precision.FP32, 4_000_000, 12_000_000),
         # fully_shard gathers 2 MB of a layer while the other is at work, and keeps none
         (Zero.PARAMETERS, Precision.BF16, 0, 8_000_000),
     ],

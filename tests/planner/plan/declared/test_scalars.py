@@ -39,8 +39,6 @@ def test_who_asks_for_them_is_told_which_parameter(tmp_path: Path, level: int) -
     with pytest.raises(InfeasibleError, match="gate has no dim") as told:
         with_whole_scalars(declared(global_batch=8, pins__zero=level), graph)
     assert "zero=1" in told.value.fix
-    alone = declared(global_batch=8, pins__zero=level, pins__dp=1)
-    assert with_whole_scalars(alone, graph) is alone
 
 
 def test_models_of_wider_parameters_keep_all_levels() -> None:
