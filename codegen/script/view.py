@@ -13,7 +13,6 @@ from autopar.codegen.script.layer_lists import (
     StageTables,
     compile_call,
     crossing_names,
-    float8_call,
     layer_lists,
     recomputations,
     stage_tables,

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._dynamo import symbolic_convert
 from torch._dynamo.utils import counters
 
 from autopar.codegen.emit import write_script
@@ -59,6 +60,7 @@ def counted(backend: str) -> Iterator[Callable[[], Compilations]]:
     """Compile by a backend inside, and count graphs step by step."""
     torch._dynamo.reset()
     counters.clear()
+    symbolic_convert._import_module.cache_clear()
     for module in list(sys.modules.values()):  # dynamo would find an earlier script of this process
         if isinstance(module, ModuleType):
             vars(module).pop(f"__import_{NAME}", None)
