@@ -43,7 +43,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --max-worker-restart 0
 
 golden: setup  # remakes what is compared, the notebook, and the output shown on pages
 	$(BIN)/python docs/render_readme.py

@@ -26,7 +26,7 @@ def main() -> None:
         if waiting:
             from autopar.console import print_note
 
-            print_note(f"a thread of the model file still runs ({waiting[0].name}); it is ended")
+            print_note(f"a thread of the model file still runs, and is ended: {waiting[0].name}")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(leaving.code if isinstance(leaving.code, int) else 0)

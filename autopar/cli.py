@@ -6,7 +6,6 @@ import ast
 import errno
 import gc
 import io
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 import autopar
-from autopar.command_line import Command, CommandGroup
+from autopar.console import Command, CommandGroup, noting_slow_phases, print_error
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 
 # The module and the function of each command.
@@ -34,11 +33,12 @@ FUNCTIONS = {
     "verify": "verify.verify_plan",
     "dryrun": "dryrun.dryrun",
     "rehearse": "dryrun.rehearse_plan",
-    "profile": "profile.profile",
+    "profile": "dryrun.profile",
     "run": "run.run",
     "runs": "run.runs",
     "status": "status.status",
     "ckpt": "ckpt.ckpt",
+    "cluster": "cluster.cluster",
     "doctor": "doctor.doctor",
 }
 
@@ -90,7 +90,7 @@ class LazyGroup(CommandGroup):
 
     @contextmanager
     def _help_alone(self) -> Iterator[None]:
-        """Replace the commands inside by stand-ins that only have a help text."""
+        """While the code inside runs, replace the commands by stand-ins with only a help text."""
         whole = self.commands
         self.commands = {name: TyperCommand(name, help=_help_of(name)) for name in FUNCTIONS}
         try:
@@ -126,7 +126,6 @@ app = typer.Typer(
 )
 
 
-_COMPLETING = "_AUTOPAR_COMPLETE"  # the variable that a shell sets to have a word completed
 _SMALLER = "try a smaller model by --arg, or fewer arrangements by --pin"
 
 
@@ -158,10 +157,6 @@ def autopar_options(
 
 def main(command: typer.Typer = app) -> None:
     """Run a command line; every AutoparError exits with its documented code."""
-    if _COMPLETING in os.environ:  # a shell waits for the words, and rich is slow to import
-        command()
-    from autopar.console import noting_slow_phases, print_error
-
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch and PuLP
     warnings.filterwarnings("ignore", module=r"torch\.")  # meant for torch's caller, not the user
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
@@ -182,7 +177,7 @@ def main(command: typer.Typer = app) -> None:
         # errors of object stores are always EIO
         if error.errno in _UNWRITABLE and "://" not in where:
             found = f"the output cannot be written: {error.strerror}"
-            print_error(InputError(found, where=where, fix="make room where it goes"))
+            print_error(InputError(found, where=where, fix="free some space there"))
         elif where or error.errno in _IMPASSABLE:
             print_error(InputError(f"{error.strerror}", where=where))
         else:

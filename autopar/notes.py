@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+from pathlib import Path
+
 from autopar.console import print_note
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Backend, Cluster
@@ -23,7 +26,11 @@ from autopar.planner.plan.declared.limits import (
 )
 from autopar.planner.plan.fleet import Fewer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.comparison import seconds_saved_by_compiling
+from autopar.planner.plan.telling.comparison import (
+    seconds_saved_by_compiling,
+    seconds_saved_by_float8,
+)
+from autopar.planner.plan.telling.explanation import host_words
 from autopar.planner.plan.telling.words import (
     is_nearly,
     meaning_notes,
@@ -33,11 +40,11 @@ from autopar.planner.plan.telling.words import (
     rows_meet,
     statistics_apart,
 )
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# Fixes, by the number of tensors that weight a mean: none (a term of the loss), one (a mask or
-# targets), or two (targets and class weights).
+# What to change, by how many tensors decide what the mean counts: 0 (no mean: a product in the
+# loss), 1 (a mask or targets), 2 (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -61,8 +68,8 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     nearly = nearly_a_mean(graph) if met is None else None
     if nearly is not None:
         print_note(
-            f"{is_nearly(nearly)}: if the batch is split, each part has its own value there, and "
-            "the loss is the mean over the parts. For the loss of one process, "
+            f"{is_nearly(nearly)}: if the batch is split, each part computes that op for its own "
+            "rows, and the loss is the mean over the parts. For the loss of one process, "
             f"{_FIXES[len(counted_by(nearly, graph))]}pin dp=1 and a microbatch of all rows."
         )
     if met is not None and splits_batch(constraints):
@@ -124,8 +131,9 @@ def note_plan(plan: Plan) -> None:
     if used > usual and not Backend(plan.machines.backend).is_on_cpu:
         print_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            f"prediction. With {bytes_text(usual)} predicted, 95% of the measured runs would fit "
-            "(docs/accuracy.md). If this plan does not fit, leave --memory out."
+            f"prediction. Of the runs that were measured, 95% would fit if {bytes_text(usual)} or "
+            "less was predicted for them (docs/accuracy.md). If this plan does not fit, leave "
+            "--memory out."
         )
 
 
@@ -163,16 +171,56 @@ def note_unaligned(plan: Plan, axes: GraphAxes) -> None:
 
 
 def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
-    """Print a note if the planner chose to compile layers: what a step gains by it."""
-    is_asked = any(one.place == "compile" for one in plan.constraints)
-    if is_asked or plan.arrangement.compile is Compile.NONE:
+    """If the planner itself chose to compile layers, print how much faster that makes a step.
+
+    If float8 is asked for, compiling is part of it; another note says what float8 gains.
+    """
+    step, chosen = plan.prediction.step_seconds, plan.arrangement
+    if chosen.float8 is not Float8.NONE:
+        saved = seconds_saved_by_float8(plan, axes, layers)
+        print_note(
+            f"linear layers multiply in float8: a step takes {seconds_text(step)} instead of about "
+            f"{seconds_text(step + saved)} in {chosen.precision}."
+            + ("" if saved > 0 else " To cast what they multiply takes longer than that saves.")
+        )
+    is_asked = any(one.place in ("compile", "float8") for one in plan.constraints)
+    if is_asked or chosen.compile is Compile.NONE:
         return
-    step = plan.prediction.step_seconds
     saved = seconds_saved_by_compiling(plan, axes, layers)
     print_note(
         f"layers are compiled by torch.compile: a step takes {seconds_text(step)} instead of about "
         f"{seconds_text(step + saved)}. The first step takes longer, because it compiles. "
         "--compile none leaves layers as they are."
+    )
+
+
+def note_breaks(plan: Plan) -> None:
+    """Print a note on each line at which torch.compile would stop, with the layers left as is."""
+    if plan.arrangement.compile is Compile.NONE:
+        return
+    for one in plan.graph.breaks:
+        first, *more = one.paths
+        layers = f"{first} and {len(more)} like it" if more else first
+        file, _, number = one.where.rpartition(":")
+        code = linecache.getline(file, int(number or 0)).strip()
+        place = f" ({Path(file).name}, line {number}: {code})" if code else ""
+        print_note(
+            f"torch.compile cannot take {layers} whole{place}: {one.why} So the script leaves them "
+            "as they are, and they are priced so."
+        )
+
+
+def note_offload(plan: Plan) -> None:
+    """Print a note if the planner chose to step the optimizer on the host, with its time."""
+    is_asked = any(one.field == "offloads" for one in plan.constraints)
+    if is_asked or not plan.arrangement.offload.has_states:
+        return
+    seconds = next(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
+    (held,) = host_words(plan)
+    print_note(
+        f"no faster plan without it fits: the optimizer steps in the host's memory, which takes "
+        f"{seconds_text(seconds)} of a step; {held}. The cluster file says how much memory a "
+        "device has there, and how fast that is. --offload none leaves it on the device."
     )
 
 

@@ -45,10 +45,10 @@ def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: 
     """Return an integer option; `text` is its help."""
     expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
 
-    def is_meant(number: float) -> bool:
+    def is_in_range(number: float) -> bool:
         return least <= number <= most
 
-    parser = _reader(name, int, is_meant, fault="is not a count", expected=expected)
+    parser = _reader(name, int, is_in_range, fault="is not a count", expected=expected)
     return typer.Option(name, parser=parser, metavar=metavar, help=text)
 
 
@@ -66,7 +66,7 @@ def seconds(name: str, *, text: str) -> Any:
 
 
 def difference(name: str, *, text: str) -> Any:
-    """Return an option for a tolerance."""
+    """Return an option for the largest difference to accept."""
     expected = "a number from 0 on, such as 1e-9"
     parser = _reader(
         name, float, lambda number: 0 <= number < inf, fault="is no difference", expected=expected
@@ -77,7 +77,7 @@ def difference(name: str, *, text: str) -> Any:
 def _reader(
     name: str,
     kind: type[Number],
-    is_meant: Callable[[float], bool],
+    is_in_range: Callable[[float], bool],
     *,
     fault: str,
     expected: str,
@@ -85,7 +85,7 @@ def _reader(
     def read(text: str) -> Number:
         with suppress(ValueError):
             number = kind(text)
-            if is_meant(number):
+            if is_in_range(number):
                 return number
         raise InputError(f"{text!r} {fault}", where=name, expected=expected)
 
@@ -117,7 +117,7 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
             "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
         )
     if file is None:
-        machines = None if nodes is None else _whole(nodes, "--nodes")
+        machines = None if nodes is None else _integer(nodes, "--nodes")
         filling = filling_counts(device, machines)
         counts = _counts(gpus or "", filling)
         return tuple(choose_cluster(count, device, machines) for count in counts)
@@ -127,30 +127,35 @@ def clusters_of(of: MachineOptions) -> tuple[Cluster, ...]:
             f"{', '.join(given)} and --cluster both say what the machines are",
             fix="leave one of them out",
         )
-    whole = read_cluster(file)
+    described = read_cluster(file)
     if gpus is None:
-        return (whole,)
-    sizes = frozenset(prefix_sizes(whole))
-    return tuple(first_devices(whole, count) for count in _counts(gpus, sizes.__contains__))
+        return (described,)
+    sizes = frozenset(prefix_sizes(described))
+    return tuple(first_devices(described, count) for count in _counts(gpus, sizes.__contains__))
 
 
 def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
     """Return the numbers of devices in a text such as "1,2,4..16", ascending.
 
-    A range keeps only the numbers that fill nodes. Single numbers are checked later.
+    Of a range, only the numbers of devices that fill whole nodes are taken. Single numbers are
+    checked later.
     """
     counts: set[int] = set()
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", part)
         if ends is None:
-            counts.add(_whole(part, "--gpus"))
+            counts.add(_integer(part, "--gpus"))
             continue
         first, last = int(ends[1]), int(ends[2])
         for end in (first, last):
             check_count(end, "--gpus")
         inside = [count for count in range(first, last + 1) if is_filling(count)]
         if not inside:
-            raise InputError(f"no number in {part.strip()} fills nodes", where="--gpus")
+            raise InputError(
+                f"no number of devices from {first} to {last} fills whole nodes",
+                where="--gpus",
+                expected="devices that fill whole nodes, or a part of a single node",
+            )
         counts.update(inside)
     if len(counts) > _MOST_COUNTS:
         raise InputError(
@@ -162,7 +167,7 @@ def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
     return tuple(sorted(counts))
 
 
-def _whole(text: str, option: str) -> int:
+def _integer(text: str, option: str) -> int:
     """Return the integer of an option; its range is checked later."""
     try:
         return int(text)
@@ -225,7 +230,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    seconds("--time-limit", text="Stop the search after so long, with the best plan found."),
+    seconds("--time-limit", text="Stop the search after this time, with the best plan so far."),
 ]
 PROFILE = Annotated[
     Path | None,

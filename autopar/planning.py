@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from autopar.console import print_note, progress, status_line
 from autopar.notes import (
+    note_breaks,
     note_compiling,
     note_devices,
     note_objects_kept,
+    note_offload,
     note_optimizer,
     note_own_choices,
     note_own_gradients,
@@ -25,6 +27,7 @@ from autopar.notes import (
 from autopar.options import MachineOptions, clusters_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError, LostLayersError
 from autopar.planner.files import refuse_replacing
 from autopar.planner.model.functions import DATA_READS
@@ -49,6 +52,7 @@ from autopar.planner.plan.planned import (
     plan_training,
     training_of,
 )
+from autopar.planner.plan.search.demands import may_compile
 from autopar.planner.plan.telling.words import parts_apart, statistics_apart
 from autopar.planner.plan.traced import (
     ChangedModelError,
@@ -92,7 +96,9 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))
     arguments = [f"{key}={value}" for key, value in plan.model.arguments]
-    question = _question(spec, arguments, plan.arrangement.precision, plan.model.batch.fixed)
+    own, rows = plan.arrangement, plan.model.batch.fixed
+    compiles = own.compile is Compile.LAYERS
+    question = _question(spec, arguments, own.precision, rows, compiles=compiles)
     known = question.find(cache_of(uses_cache=True))
     return with_graph(plan, known.graph) if known is not None and fits(plan, known) else None
 
@@ -100,7 +106,7 @@ def recalled_plan(plan: StoredPlan, folder: Path) -> Plan | None:
 def script_of(
     plan: StoredPlan, destination: Path, *, folder: Path | None = None, uses_cache: bool = True
 ) -> CachedScript:
-    """Return the script of a plan for a path; from the cache if plan, model and path are known.
+    """Return the script of a plan for a path, from the cache if plan, model and path are known.
 
     A relative path of the model file starts at the working directory, or at `folder`.
     """
@@ -225,15 +231,34 @@ def make_plans(request: Request, *, looks_at_fewer: bool = True) -> Planned:
     note_plan(found.plan)
     note_unaligned(found.plan, training.axes)
     note_compiling(found.plan, training.axes, training.layers)
+    note_breaks(found.plan)
+    note_offload(found.plan)
     return found
 
 
 def _question(
-    spec: str, arguments: Sequence[str], precision: Precision, rows: int | None
+    model: str, arguments: Sequence[str], precision: Precision, rows: int | None, *, compiles: bool
 ) -> Question:
-    path, factory = split_spec(spec)
+    path, factory = split_spec(model)
     return Question(
-        path=path, factory=factory, arguments=tuple(arguments), precision=precision, rows=rows
+        path=path,
+        factory=factory,
+        arguments=tuple(arguments),
+        precision=precision,
+        rows=rows,
+        compiles=compiles,
+    )
+
+
+def _asked(request: Request) -> Question:
+    """Return the question of what a request's model computes."""
+    constraints = request.constraints
+    return _question(
+        request.model,
+        request.arguments,
+        constraints.precision,
+        rows_at_once(constraints),
+        compiles=any(may_compile(cluster, constraints) for cluster in request.clusters),
     )
 
 
@@ -242,9 +267,7 @@ def read_model(request: Request) -> TracedModel:
 
     A model that is not cached is traced, and some rows of its dataset are checked.
     """
-    precision, rows = request.constraints.precision, rows_at_once(request.constraints)
-    question = _question(request.model, request.arguments, precision, rows)
-    cache = cache_of(request.uses_cache)
+    question, cache = _asked(request), cache_of(request.uses_cache)
     known = question.find(cache)
     if known is not None and known.notes is not None:
         return with_spec(known, request.model)
@@ -253,7 +276,12 @@ def read_model(request: Request) -> TracedModel:
     with DATA_READS.watched():
         file = load_model_file(request.model, request.arguments)
         traced = trace_model(
-            file, spec=request.model, arguments=request.arguments, precision=precision, rows=rows
+            file,
+            spec=request.model,
+            arguments=request.arguments,
+            precision=question.precision,
+            rows=question.rows,
+            compiles=question.compiles,
         )
         notes = list[str]()
         check_dataset(file, traced.graph, infer_axes(traced.graph), notes.append)
@@ -294,13 +322,11 @@ def scripted(
     except ChangedModelError as changed:
         if not request.uses_cache:
             raise
-        precision, rows = request.constraints.precision, rows_at_once(request.constraints)
-        question = _question(request.model, request.arguments, precision, rows)
-        question.forget(cache_of(uses_cache=True))
+        _asked(request).forget(cache_of(uses_cache=True))
         print_note(f"planned again without the cache: {changed.found}")
         return scripted(replace(request, uses_cache=False), destination, plans=plans)
     except LostLayersError as lost:
-        why = "its code has to stand in its caller's"
+        why = "the script inlines this code into its caller, so there is no call to recompute"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise

@@ -14,8 +14,7 @@ import typer
 
 import autopar
 from autopar.cli import main
-from autopar.command_line import Command
-from autopar.console import results, status_line
+from autopar.console import Command, results, status_line
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.files import check_writable, refuse_others, write_whole
 from benchmarks.validation.outcome import validate_rows

@@ -74,8 +74,8 @@ def _refuse_package_of_others(package: Path) -> None:
 def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
     """Return the script of a plan for the path `destination`.
 
-    A relative path of the model file is looked up in the working directory, then in `folder` (the
-    plan's) and its parents.
+    A relative path of the model file is looked up in the working directory, then in `folder` (by
+    default that of `destination`) and its parents.
     """
     return emit_with_notes(plan, destination=destination, folder=folder)[0]
 
@@ -91,7 +91,7 @@ def emit_with_notes(
 
 
 def script_text(plan: Plan, subject: PlannedSubject, place: Path) -> str:
-    """Return the script of a plan with a known subject, for the path `place`."""
+    """Return the script of a plan for the path `place`; `subject` is the plan's traced model."""
     script = with_checksum(render(script_view(plan, subject, place)), plan)
     check_script(script)
     return script

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from autopar.commands.doctor import Finding
 from autopar.planner.annotate import AnnotatedOp
+from autopar.planner.cluster.detected import DetectedCluster
 from autopar.planner.inspection import Inspection
 from autopar.planner.plan.files.document import PlanDocument
 from autopar.planner.plan.telling.comparison import PlanComparison
@@ -30,6 +31,7 @@ PRINTED: dict[str, Any] = {
     "inspect": Inspection,
     "inspect-ops": list[AnnotatedOp],
     "doctor": list[Finding],
+    "cluster-detect": DetectedCluster,
 }
 
 

@@ -37,7 +37,7 @@ SIZES = {
 
 
 class Embeddings(nn.Module):
-    """What each word is, where it stands, and which of the two sentences it belongs to."""
+    """Adds up the embeddings of each word, of its position and of its sentence (one of two)."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the stream and normalised after."""
+    """Attention, then the MLP; each is added to its input, and the sum is normalised."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """Rows with masked words, and those words, to the mean loss over them."""
+    """Maps rows with masked words, and those words, to the mean loss over the masked words."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class MaskedWords(Dataset[dict[str, Tensor]]):
         length = int(random.integers(3 * len(words) // 4, len(words) + 1))
         chance = torch.from_numpy(random.random(len(words)))
         chance[random.integers(length)] = 0.0  # a batch without any masked word would have no loss
-        # Of 15 %: 12 become [MASK], 1.5 another word and 1.5 stay, so that no word can be trusted.
+        # 12 % become [MASK], 1.5 % another word, 1.5 % stay: any word that is shown may be wrong.
         chosen = (chance < 0.15) & (places < length)
         others = torch.from_numpy(random.integers(self.mask, size=len(words)))
         shown = words.where(chance >= 0.135, others).where(chance >= 0.12, self.mask)
@@ -168,7 +168,7 @@ def build_model(
     vocab_size: int | None = None,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Return a BERT of a published size, with what is given put in place of its own."""
+    """Return a BERT of a published size, changed by the arguments that are not None."""
     return Bert(
         pick_size(
             SIZES, size, layers=layers, seq_len=seq_len, vocab_size=vocab_size, dropout=dropout

@@ -1,4 +1,4 @@
-"""Whether a person clicks: tables of embeddings and perceptrons (DLRM, Naumov et al. 2019).
+"""Predicts clicks with tables of embeddings and perceptrons (DLRM, Naumov et al. 2019).
 
 Sizes: tiny, kaggle (the reference's arguments for Criteo's Kaggle data). Data: lines as Criteo has
 them, of a label, whole numbers and categories in hexadecimal, with tabs between.
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The shape of the model; `hot` entries of each table are added up."""
+    """The shape of the model; a visit has `hot` entries of each table, which are added up."""
 
     entries: tuple[int, ...]
     dim: int
@@ -39,7 +39,7 @@ SIZES = {
 
 
 def perceptron(sizes: tuple[int, ...]) -> nn.Sequential:
-    """Return linear layers with a ReLU behind each."""
+    """Return linear layers with a ReLU after each."""
     layers: list[nn.Module] = []
     for inner, outer in itertools.pairwise(sizes):
         layers += [nn.Linear(inner, outer), nn.ReLU()]
@@ -47,7 +47,7 @@ def perceptron(sizes: tuple[int, ...]) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Numbers, and entries of tables, to the logit of a click."""
+    """Maps numbers, and entries of tables, to the logit of a click."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Clicks(Dataset[dict[str, Tensor]]):
 
 
 def read_rows(path: str, config: Config) -> list[tuple[bool, list[float], list[int]]]:
-    """Read lines of a label, numbers and categories; what is missing in one is 0."""
+    """Read lines of a label, numbers and categories; an empty field counts as 0."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected lines of Criteo's data")
@@ -119,7 +119,7 @@ def read_rows(path: str, config: Config) -> list[tuple[bool, list[float], list[i
 
 
 def generated_rows(config: Config, items: int) -> list[tuple[bool, list[float], list[int]]]:
-    """Return visits in which an odd entry of the first table, and the first number, tell."""
+    """Return visits whose clicks depend on the first category (odd or even) and first number."""
     random = np.random.default_rng(0)
     rows = []
     for _ in range(items):
@@ -131,7 +131,7 @@ def generated_rows(config: Config, items: int) -> list[tuple[bool, list[float], 
 
 
 def build_model(size: str = "tiny", dim: int | None = None) -> nn.Module:
-    """Return a model, with what is given put in place of the size's own."""
+    """Return a model of a size, changed by the arguments that are not None."""
     return Dlrm(pick_size(SIZES, size, dim=dim))
 
 

@@ -27,8 +27,8 @@ class Config:
     seq_len: int = 1024
     vocab_size: int = 50257
     dropout: float = 0.1
-    kv_heads: int | None = None  # as many as there are heads
-    ffn: int | None = None  # four times dim
+    kv_heads: int | None = None  # None: as many as heads
+    ffn: int | None = None  # None: four times dim
     tied: bool = True
 
 
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The feed-forward half of a block, four times as wide inside unless the shape says more."""
+    """The feed-forward half of a block; its inner width is `ffn`, or else four times `dim`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each normalised before and added to the stream."""
+    """Attention, then the MLP; each takes its input normalised, and is added to the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens to the logits of the tokens that follow them."""
+    """Maps tokens to the logits of the tokens that follow them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -113,11 +113,11 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
-            self.lm_head.weight = self.wte.weight  # one table reads tokens in and out
+            self.lm_head.weight = self.wte.weight  # one table embeds tokens and makes logits
         self.init_weights(config.layers)
 
     def init_weights(self, layers: int) -> None:
-        """Draw the weights as GPT-2 does: 0.02, less for what is added to the residual stream."""
+        """Draw as GPT-2 does: with deviation 0.02, or less for what is added to a block's input."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -147,7 +147,7 @@ def build_model(
     dropout: float | None = None,
     tied: bool | None = None,
 ) -> nn.Module:
-    """Return a GPT-2 of a published size, with what is given put in place of its own."""
+    """Return a GPT-2 of a published size, changed by the arguments that are not None."""
     return GPT2(
         pick_size(
             SIZES,

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR files, or generated pictures, to normalised images with labels."""
+"""Reads MNIST and CIFAR files, or generates pictures, as normalised images with labels."""
 
 import gzip
 import math

@@ -1,4 +1,4 @@
-"""What a sentence asks for, told from the sum of its words (fastText, Joulin et al. 2016).
+"""Tells what a sentence asks for from the mean of its words (fastText, Joulin et al. 2016).
 
 Sizes: tiny, ag_news (PyTorch's text classification tutorial). Data: lines of `label<TAB>text`.
 """
@@ -33,7 +33,7 @@ SIZES = {
     "ag_news": Config(vocab_size=95811, dim=64, intents=4, seq_len=64),
 }
 
-# The generated sentences: what tells the intents apart, and what does not.
+# Words of the generated sentences: those of each intent, and those that occur with all intents.
 KEYWORDS = (
     ("weather", "rain", "sunny", "umbrella", "forecast", "cold"),
     ("play", "song", "music", "album", "louder", "band"),
@@ -46,7 +46,7 @@ FILLERS = ("please", "can", "you", "the", "a", "my", "for", "me", "now", "what",
 
 
 class IntentClassifier(nn.Module):
-    """Words to the logits of the intents."""
+    """Maps words to the logits of the intents."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def word_ids(text: str, vocab_size: int, seq_len: int) -> Tensor:
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
-    """Sentences with the number of their intent, which is the place of its name in the alphabet."""
+    """Sentences with the number of their intent: the intents' names are numbered as sorted."""
 
     def __init__(self, rows: list[tuple[str, str]], config: Config) -> None:
         names = sorted({label for label, _ in rows})
@@ -108,7 +108,7 @@ def read_rows(path: str) -> list[tuple[str, str]]:
 
 
 def generated_rows(intents: int, items: int) -> list[tuple[str, str]]:
-    """Return sentences of three to six empty words around one word that gives the intent away."""
+    """Return sentences of three to six filler words and one word that belongs to the intent."""
     random = np.random.default_rng(0)
     rows = []
     for index in range(items):
@@ -125,7 +125,7 @@ def build_model(
     intents: int | None = None,
     dim: int | None = None,
 ) -> nn.Module:
-    """Return a classifier, with what is given put in place of the size's own."""
+    """Return a classifier of a size, changed by the arguments that are not None."""
     return IntentClassifier(pick_size(SIZES, size, vocab_size=vocab_size, intents=intents, dim=dim))
 
 

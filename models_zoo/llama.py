@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one half of the width decides how much of the other passes."""
+    """SwiGLU: the gate decides for each channel how much of the other projection passes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each normalised before and added to the stream."""
+    """Attention, then the MLP; each takes its input normalised, and is added to the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens and the tokens that follow them to the mean loss."""
+    """Maps tokens, and the tokens that follow them, to the mean loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def build_model(
     vocab_size: int | None = None,
     tied: bool | None = None,
 ) -> nn.Module:
-    """Return a Llama of a published size, with what is given put in place of its own."""
+    """Return a Llama of a published size, changed by the arguments that are not None."""
     return Llama(
         pick_size(
             SIZES,

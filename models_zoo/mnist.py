@@ -29,7 +29,7 @@ SIZES = {"tiny": Config(hidden=64), "512": Config(hidden=512)}
 
 
 class Perceptron(nn.Module):
-    """Images to the logits of their digits."""
+    """Maps images to the logits of their digits."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Perceptron(nn.Module):
 def build_model(
     size: str = "tiny", layers: int | None = None, hidden: int | None = None
 ) -> nn.Module:
-    """Return a perceptron, with what is given put in place of the size's own."""
+    """Return a perceptron of a size, changed by the arguments that are not None."""
     return Perceptron(pick_size(SIZES, size, layers=layers, hidden=hidden))
 
 

@@ -52,7 +52,7 @@ def norm_for(channels: int, config: Config) -> nn.Module:
 
 
 class PadShortcut(nn.Module):
-    """Every other pixel, with channels of zeros around: a shortcut without parameters."""
+    """A shortcut without parameters: keeps every `stride`-th pixel, and adds channels of zeros."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class PadShortcut(nn.Module):
 
 
 def shortcut_for(inputs: int, outputs: int, stride: int, config: Config) -> nn.Module:
-    """Return what brings a block's input to the shape of its output."""
+    """Return a module that brings a block's input to the shape of its output."""
     if inputs == outputs and stride == 1:
         return nn.Identity()
     if config.shortcut == "conv":
@@ -78,7 +78,7 @@ def shortcut_for(inputs: int, outputs: int, stride: int, config: Config) -> nn.M
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions; the input flows around them."""
+    """Two convolutions; their result is added to the input."""
 
     def __init__(self, inputs: int, inside: int, stride: int, config: Config) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A convolution between two of one pixel that narrow and widen; the input flows around."""
+    """A convolution between two 1 × 1 ones that narrow and widen; the input is added at the end."""
 
     def __init__(self, inputs: int, inside: int, stride: int, config: Config) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Bottleneck(nn.Module):
 
 
 def stem(config: Config) -> nn.Sequential:
-    """Return what comes before the blocks: large pictures are made four times smaller first."""
+    """Return the layers before the blocks; they make large pictures four times smaller."""
     if config.image_size <= 64:
         return nn.Sequential(conv(3, config.width, 3), norm_for(config.width, config), nn.ReLU())
     return nn.Sequential(
@@ -125,7 +125,7 @@ def stem(config: Config) -> nn.Sequential:
 
 
 class ResNet(nn.Module):
-    """Images to the logits of their classes."""
+    """Maps images to the logits of their classes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def build_model(
     shortcut: str | None = None,
     norm: str | None = None,
 ) -> nn.Module:
-    """Return a residual network of a published size, with what is given put in place of its own."""
+    """Return a residual network of a published size, changed by the arguments that are not None."""
     return ResNet(
         pick_size(SIZES, size, image_size=image_size, classes=classes, shortcut=shortcut, norm=norm)
     )
@@ -201,5 +201,5 @@ def build_optimizer(params: Iterable[nn.Parameter], learning_rate: float = 0.1) 
 
 
 def build_scheduler(optimizer: Optimizer, steps: int = 64000) -> MultiStepLR:
-    """Return a tenth of the rate after half of the steps, and again after three quarters."""
+    """Return a schedule that divides the rate by ten after half and three quarters of the steps."""
     return MultiStepLR(optimizer, milestones=[steps // 2, 3 * steps // 4])

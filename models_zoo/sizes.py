@@ -1,4 +1,4 @@
-"""A table of published sizes, a name and a few overrides to one configuration."""
+"""Picks a configuration from a table of published sizes, and overrides some of its values."""
 
 from collections.abc import Mapping
 from dataclasses import replace

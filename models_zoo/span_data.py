@@ -1,4 +1,4 @@
-"""Windows of words to pairs for T5: the text with spans taken out, and the spans."""
+"""Turns windows of words into pairs for T5: the text with spans taken out, and the spans."""
 
 import numpy as np
 import torch
@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 END = 1  # T5's end of sentence
-NOISE = 0.15  # of the words are taken out,
-SPAN = 3  # about this many at a time
+NOISE = 0.15  # the share of words that are taken out
+SPAN = 3  # the mean number of words in a span
 
 
 def noise_words(window: int) -> int:
@@ -17,17 +17,17 @@ def noise_words(window: int) -> int:
 
 
 def spans(window: int) -> int:
-    """Return in how many spans they are."""
+    """Return how many spans are taken out of a window."""
     return max(1, round(noise_words(window) / SPAN))
 
 
 def source_length(window: int) -> int:
-    """Return the words that stay, one sentinel per span, and the end."""
+    """Return an input's length: the words that stay, one sentinel per span, and the end."""
     return window - noise_words(window) + spans(window) + 1
 
 
 def target_length(window: int) -> int:
-    """Return the words that were taken out, one sentinel per span, and the end."""
+    """Return a target's length: the words taken out, one sentinel per span, and the end."""
     return noise_words(window) + spans(window) + 1
 
 

@@ -14,8 +14,8 @@ from token_data import token_windows
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-BUCKETS = 32  # distances are told apart in 32 classes,
-FARTHEST = 128  # the last of which begins here
+BUCKETS = 32  # the number of classes into which distances are sorted
+FARTHEST = 128  # the distance at which the last class begins
 START = 0  # the token that the decoder reads first; it is the padding token too
 SENTINELS = 100  # the highest tokens stand for spans that were taken out
 
@@ -29,7 +29,7 @@ class Config:
     head_dim: int = 64
     dim: int
     ffn: int
-    seq_len: int = 568  # becomes 512 words in and 114 out
+    seq_len: int = 568  # becomes an input of 512 words and a target of 114
     vocab_size: int = 32128
     dropout: float = 0.1
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """How much each head likes a distance: added to the scores, in place of positions."""
+    """A score per head and class of distances, added in attention; T5 has no other positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -130,10 +130,10 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Map [batch, seq, dim] to the same shape, and hand the bias on."""
+        """Map [batch, seq, dim] to the same shape; also return the bias for the next block."""
         if self.relative is not None:
             ahead = distances(x.shape[1], x.device)
-            half = BUCKETS // 2  # one half for what lies behind, one for what lies ahead
+            half = BUCKETS // 2  # one half for keys before the query, one for keys after it
             bias = self.relative(buckets_of(ahead.abs(), half) + half * (ahead > 0))
         y = self.attention_norm(x)
         x = x + self.dropout(self.attention(y, y, bias))
@@ -158,7 +158,7 @@ class DecoderBlock(nn.Module):
     def forward(
         self, x: Tensor, bias: Tensor | None, encoded: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [batch, seq, dim] to the same shape, and hand the bias on."""
+        """Map [batch, seq, dim] to the same shape; also return the bias for the next block."""
         if self.relative is not None:
             ahead = distances(x.shape[1], x.device)
             likes: Tensor = self.relative(buckets_of((-ahead).clamp(min=0), BUCKETS))
@@ -171,7 +171,7 @@ class DecoderBlock(nn.Module):
 
 
 class T5(nn.Module):
-    """Words in and words out to the mean loss of the latter."""
+    """Maps input words, and the words that answer them, to the mean loss of the answer."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class T5(nn.Module):
         for block in self.decoder:
             x, bias = block(x, bias, encoded)
         x = self.dropout(self.decoder_norm(x))
-        # The table that reads words in has unit variance; what reads them out must not.
+        # The embedding table has unit variance, which would make the logits too large.
         return F.linear(x * x.shape[-1] ** -0.5, self.shared.weight)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def build_model(
     vocab_size: int | None = None,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Return a T5 of a published size, with what is given put in place of its own."""
+    """Return a T5 of a published size, changed by the arguments that are not None."""
     return T5(pick_size(SIZES, size, layers=layers, vocab_size=vocab_size, dropout=dropout))
 
 

@@ -1,4 +1,4 @@
-"""A file of text or tokens, or a generated language, to windows of token ids."""
+"""Turns a file of text or tokens, or a generated language, into windows of token ids."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-Tokens = npt.NDArray[Any]  # one dimension, any integer type: corpora are kept as small as they come
+Tokens = npt.NDArray[Any]  # one dimension, any integer type: a corpus keeps the type of its file
 
 BYTE_VOCABULARY = 256
-# The generated language is small, so that a small model learns it in seconds. A guess that knows
-# nothing costs ln 64 = 4.2 nats a word, one that knows the topic ln 8 = 2.1, the best ln 4 = 1.4.
+# The generated language is small, so that a small model learns it in seconds. Its loss per word is
+# ln 64 = 4.2 nats at first, ln 8 = 2.1 if the topic is known, and ln 4 = 1.4 at best.
 TOPICS = 8
 TOPIC_WORDS = 8
 SUCCESSORS = 4
@@ -106,7 +106,7 @@ def read_npy(file: Path) -> Tokens:
 def generated_language(vocab_size: int, texts: int, length: int) -> Tokens:
     """Return `texts` texts of `length` words one after the other, and one word more.
 
-    A text keeps to its topic, and each word is followed by one of four others of the topic, evenly.
+    A text keeps to its topic, and each word is followed by one of four words of it, equally likely.
     """
     topics = min(TOPICS, vocab_size // TOPIC_WORDS)
     if topics == 0:

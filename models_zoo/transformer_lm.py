@@ -1,4 +1,4 @@
-"""The language model of PyTorch's tutorial: words through `nn.TransformerEncoderLayer`s.
+"""The language model of PyTorch's tutorial, made of `nn.TransformerEncoderLayer`s.
 
 Sizes: tiny, wikitext2. Data: text, split at spaces; the most frequent words are the vocabulary.
 """
@@ -49,7 +49,7 @@ def sinusoids(seq: int, like: Tensor) -> Tensor:
 
 
 class TransformerLM(nn.Module):
-    """Words to the logits of the words that follow them."""
+    """Maps words to the logits of the words that follow them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class TransformerLM(nn.Module):
 
 
 def read_words(path: str, vocab_size: int) -> Tokens:
-    """Read a text as numbers of its words, the most frequent one first."""
+    """Read a text as the numbers of its words; frequent words have low numbers."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a text")
@@ -88,7 +88,7 @@ def read_words(path: str, vocab_size: int) -> Tokens:
         raise ValueError(f"{path}: not a UTF-8 text ({error})") from error
     words = [word for line in lines for word in (*line.split(), END)]
     counts = Counter(words)
-    del counts[UNKNOWN]  # WikiText brings its own, which is number 0 here
+    del counts[UNKNOWN]  # WikiText contains it as a word; it has number 0 here
     number = {word: 1 + place for place, (word, _) in enumerate(counts.most_common(vocab_size - 1))}
     return np.array([number.get(word, 0) for word in words], dtype=np.int64)
 
@@ -99,7 +99,7 @@ def build_model(
     vocab_size: int | None = None,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Return a language model, with what is given put in place of the size's own."""
+    """Return a language model of a size, changed by the arguments that are not None."""
     return TransformerLM(
         pick_size(SIZES, size, layers=layers, vocab_size=vocab_size, dropout=dropout)
     )

@@ -1,4 +1,4 @@
-"""The vision transformer (Dosovitskiy et al. 2020): a picture is a sentence of patches.
+"""The vision transformer (Dosovitskiy et al. 2020): a transformer over patches of a picture.
 
 Sizes: tiny (32 × 32), b16, l16, h14 (224 × 224). Data: a folder with CIFAR-10, binary version.
 """
@@ -53,7 +53,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each normalised before and added to the stream."""
+    """Attention, then the MLP; each takes its input normalised, and is added to the input."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images to the logits of their classes."""
+    """Maps images to the logits of their classes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def build_model(
     classes: int | None = None,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Return a ViT of a published size, with what is given put in place of its own."""
+    """Return a ViT of a published size, changed by the arguments that are not None."""
     return ViT(
         pick_size(
             SIZES, size, layers=layers, image_size=image_size, classes=classes, dropout=dropout

@@ -38,7 +38,7 @@ class AnnotatedOp:
     module: str
     location: str
     layer: int
-    count: int  # of equal layers, if it is in the first of them; otherwise 0
+    count: int  # the number of equal layers if the op is in the first of them; otherwise 0
     forward_flops: int
     backward_flops: int
     moved_bytes: int  # forward and backward

@@ -91,8 +91,8 @@ class LostLayersError(InputError):
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(
-            f"layer {paths[0]!r} is to be recomputed, but the script has to print its code "
-            "inside its caller's",
+            f"layer {paths[0]!r} is to be recomputed, but the script inlines its code into its "
+            "caller, so there is no module call to recompute",
             expected="a layer that the script calls as a module",
             fix="plan with recompute none for it, or with another tensor degree",
         )

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op, Ref, TensorOrigin, Value
-from autopar.planner.rules.rule import is_random
+from autopar.planner.precision import FLOAT8_MULTIPLE
+from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Leaf, substituted
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 
-    Only tensors computed from weights or random numbers cross. Every stage has the inputs, and
-    computes the other tensors that it needs itself.
+    Only tensors that a single stage computes cross (`computed_once`). Every stage has the model's
+    inputs, and computes all other tensors that it needs from them.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -56,7 +58,7 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return the tensors that only one stage computes: from weights, or from the tensors `drawn`.
+    """Return the tensors that only one stage computes: those that weights or `drawn` ones lead to.
 
     Results of ops that update buffers are among them, such as a frozen teacher's batch norm.
     """
@@ -120,6 +122,22 @@ class Layers:
     layers: tuple[Layer, ...]
     classes: tuple[LayerClass, ...]
     runs: tuple[EqualLayers, ...]
+
+
+def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
+    """Return the ops of a layer that torch.compile takes: those of its module.
+
+    There must be several, which it may fuse, or a matrix product, which it may pad. A layer whose
+    code torch.compile cannot trace is not compiled.
+    """
+    call = graph.calls.get(layer.call)
+    if call is None or not call.path or call.path in graph.broken:
+        return ()
+    inside = tuple(op for op in layer.ops if layer.call in graph.index.around(op.call))
+    is_product = any(
+        rule_of(op.target).contracts and kind_of(op) is not OpKind.CONVOLUTION for op in inside
+    )
+    return inside if len(inside) > 1 or is_product else ()
 
 
 def find_layers(graph: Graph, axes: GraphAxes) -> Layers:
@@ -263,3 +281,42 @@ def _runs(layers: tuple[Layer, ...]) -> Iterator[EqualLayers]:
         if end == len(layers) or layers[end].layer_class != layers[first].layer_class:
             yield EqualLayers(layer_class=layers[first].layer_class, first=first, count=end - first)
             first = end
+
+
+LINEAR = "Linear"  # the class of modules that torchao converts
+
+
+def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
+    """Map the ops of linear layers that can multiply in float8 to these layers' modules.
+
+    These are trained nn.Linear modules inside compiled layers, with both sizes multiples of 16. The
+    last products before the loss stay in 16 bits, because a loss is sensitive to its logits.
+    """
+    trained = {one.name for one in graph.parameters if one.trainable}
+    last, calls = last_products(graph), graph.calls
+    found = {}
+    for op in (op for layer in layers.layers for op in compiled_ops(layer, graph)):
+        module = calls.get(op.call or "")
+        if module is None or module.class_name != LINEAR or op.name in last:
+            continue
+        if op.target != "aten.linear.default":
+            continue
+        weight = graph.tensors[op.inputs[1]]
+        if weight.name in trained and all(
+            size.is_constant and size.at(0) % FLOAT8_MULTIPLE == 0 for size in weight.shape
+        ):
+            found[op.name] = module.path
+    return found
+
+
+def last_products(graph: Graph) -> frozenset[str]:
+    """Return the products whose results no other product needs."""
+    needed, last = set[str](), set[str]()
+    for op in reversed(graph.ops):
+        rule, is_needed = rule_of(op.target), not needed.isdisjoint(op.outputs)
+        is_product = bool(rule.contracts) or rule.computes is not None
+        if is_product and not is_needed:
+            last.add(op.name)
+        if is_product or is_needed:
+            needed.update(op.inputs)
+    return frozenset(last)

@@ -14,13 +14,14 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
 class Precision(StrEnum):
-    """The dtype of a model's floating-point tensors in training; 16-bit ones have fp32 masters."""
+    """The dtype of a model's floats in training; beside 16-bit weights there are fp32 masters."""
 
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
     scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
-    # dtypes of units: the first computes the products; its peak, or the next one's, counts for MFU
+    # dtypes of a device's units: the first computes the products. MFU is relative to its peak, or
+    # to the next one's if the device has no such units
     peaks: tuple[str, ...]
     products: str  # for torch.set_float32_matmul_precision; torch's default if empty
     words: str  # in help texts, after the name
@@ -46,6 +47,41 @@ class Precision(StrEnum):
     def units(self) -> str:
         """The dtype of the units that compute matrix products."""
         return self.peaks[0]
+
+
+class Float8(StrEnum):
+    """How compiled linear layers scale the factors of products in float8: torchao's recipes.
+
+    Separate kernels cast the factors. They read elements of 16 bits, find the largest ones, and
+    write elements of 8 bits: once with contiguous rows and once with contiguous columns, because
+    every factor belongs to two of a layer's three products. Names in `_bytes` have the bytes that
+    these kernels move per element, as counted by torchao (testing/training/roofline_utils.py).
+    `rate` was fitted to every second published run with scales for rows (docs/accuracy.md).
+    """
+
+    _value_: str
+    input_bytes: int  # of a layer's input in the forward, of its result's gradient in the backward
+    weight_bytes: int  # in the forward
+    weight_bytes_again: int  # in the backward
+    gradient_bytes: int  # of a result of a product in the backward, which is scaled afterwards
+    rate: float  # of products, relative to those with one scale for a tensor
+    words: str
+
+    NONE = "none", 0, 0, 0, 0, 1.0, "as the layers are"
+    TENSORWISE = "tensorwise", 6, 5, 3, 0, 1.0, "one scale for a tensor: fastest"
+    ROWWISE = "rowwise", 8, 3, 7, 4, 0.7, "one for each row and column: more exact"
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a kind of scaling whose attributes have the values of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.input_bytes, one.weight_bytes, one.weight_bytes_again, *others = row
+        one.gradient_bytes, one.rate, one.words = others
+        return one
+
+
+FLOAT8_UNITS = "fp8"  # the dtype of the units that compute float8 products
+FLOAT8_MULTIPLE = 16  # both sizes of a weight must be multiples: float8 kernels take no others
 
 
 def precision_words() -> str:

@@ -93,9 +93,9 @@ def emit_script(
     """Write the training script of a plan, a job for a scheduler, or settings of another tool.
 
     With --standalone, -o names a folder; by default it is `standalone` beside the plan. The model
-    file is not copied there: it may stay where it is, or lie beside the script. With --for, the
-    folder has the model file, too, and files that start the training; options of the script come
-    after --: autopar emit out --for slurm --set partition=gpu -- --steps 1000
+    file is not copied there: it may stay where it is, or lie beside the script. With --for and a
+    scheduler, the folder has the model file, too, and files that start the training; options of the
+    script come after --: autopar emit out --for slurm --set partition=gpu -- --steps 1000
 
     Example: autopar emit out/plan.json -o train.py
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -33,11 +34,17 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.telling.comparison import compare
 from autopar.planner.plan.telling.explanation import Explanation, explain
-from autopar.planner.plan.telling.timeline import Timeline, timeline_of, trace_events
+from autopar.planner.plan.telling.timeline import (
+    Timeline,
+    measured_step,
+    timeline_of,
+    trace_events,
+)
 from autopar.planner.plan.traced import with_model
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.measured import read_measurements
-from autopar.runs.run_metrics import Analysis, analyze_run
+from autopar.runs.run_metrics import Analysis, analyze_run, metrics_of
+from autopar.runtime.ranks.metrics import PROFILES
 
 TRACE_BEGINNING = '{"otherData": {"writer": "autopar"}, "displayTimeUnit": "ms", "traceEvents": ['
 
@@ -72,8 +79,8 @@ def report_plan(
 ) -> None:
     """Draw a plan, and a run of it, as one HTML file that needs no network.
 
-    The plans that were compared, where a step goes, the schedule of each rank, memory, layers and
-    messages; with a run, what was measured beside what was predicted, and its curves.
+    It shows the plans that were compared, where a step's time goes, the schedule of each rank,
+    memory, layers and messages. Of a run, it shows measured beside predicted figures, and curves.
 
     Example: autopar report plan.json runs/first -o report.html
     """
@@ -86,19 +93,36 @@ def report_plan(
 
 def trace_plan(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="A run that profiled a step, or its metrics file."),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
     ] = Path("trace.json"),
 ) -> None:
     """Write the schedule of a plan as a trace for ui.perfetto.dev or chrome://tracing.
 
+    With a run that has profiled a step (--profile-step), its forwards, backwards and kernels stand
+    beside the predicted ones.
+
     Example: autopar trace plan.json -o trace.json
     """
     refuse_others(output, beginning=TRACE_BEGINNING)
-    found = timeline_of(read_plan(plan))
-    events = ",\n".join(map(json.dumps, trace_events(found)))
+    found = read_plan(plan)
+    parts = [trace_events(timeline_of(found).actions, name="predicted")]
+    if run is not None:
+        measured = measured_step(found, _profiles_of(run))
+        name = f"measured in step {measured.step:,}"
+        parts += [trace_events(measured.actions, name=name, place=1), iter(measured.kernels)]
+    events = ",\n".join(map(json.dumps, chain.from_iterable(parts)))
     write_whole(output, f"{TRACE_BEGINNING}\n{events}\n]}}\n", what="the trace")
     results().print(f"Written: {output}")
+
+
+def _profiles_of(run: Path) -> Path:
+    """Return the folder of profiles beside the metrics of a run."""
+    return metrics_of(run).parent / PROFILES
 
 
 def explain_plan(

@@ -36,7 +36,7 @@ def check_destination(path: Path) -> None:
     beginning = _BEGINNINGS.get(path.suffix)
     if beginning is None:
         raise InputError(
-            f"{path} is no name of a graph", expected="a file .graphml, or .dot for Graphviz"
+            f"{path} is no name of a graph file", expected="a file .graphml, or .dot for Graphviz"
         )
     check_writable(path)
     refuse_others(path, beginning=beginning)
@@ -85,7 +85,7 @@ def inspect(
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.
 
-    With --ops or --graph FILE: each op on a --device in a --precision, unsplit.
+    With --ops or --graph FILE, show each op, not split, on a --device in a --precision.
 
     Example: autopar inspect models_zoo/gpt2.py --arg size=124m --batch 8
     """

@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the run that a folder is, or the runs in it, or those of the plan in it."""
+    """Return the run whose folder this is; or else the runs in it, or those of the plan in it."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -159,7 +159,8 @@ def run(
             "--gpus",
             least=1,
             most=MOST_DEVICES,
-            text="Devices to train on; a new plan is made if PLAN has another number.",
+            text="Devices to train on. If PLAN has another number, the plan in PLAN-N beside it is "
+            "taken, or a new one made.",
         ),
     ] = None,
     max_restarts: Annotated[
@@ -205,7 +206,8 @@ def run(
 
     Prints the torchrun command, and keeps plan, script, logs, metrics, environment, checkpoints and
     weights in a folder. Exits with 0 when the training is finished, 75 when a signal stopped it and
-    a checkpoint was written, 7 when it failed. --gpus N resumes on fewer or more devices.
+    a checkpoint was written, 7 when it failed. With --resume, a training goes on from a checkpoint
+    of any number of devices.
 
     Example: autopar run out --max-restarts 3 -- --steps 1000
     """
@@ -382,11 +384,11 @@ def _tell_end(end: End, folder: Path) -> None:
             fix=end.fix,
             exit_code=end.code,
         )
-    told = {
+    texts = {
         RunState.FINISHED: f"finished: {folder}",
         RunState.PREEMPTED: f"stopped by a signal, with a checkpoint: --resume {folder} resumes it",
-        RunState.INTERRUPTED: f"stopped by a signal {end.last}; no checkpoint was written then",
+        RunState.INTERRUPTED: f"stopped by a signal {end.last}, without a new checkpoint",
     }
-    results().print(told[end.state], soft_wrap=True)
+    results().print(texts[end.state], soft_wrap=True)
     if end.code:
         raise typer.Exit(int(end.code))

@@ -46,7 +46,7 @@ def status(
         str | None, typer.Option("--namespace", metavar="NAME", help="Of --kubernetes.")
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Tell it again every 5 s, until the training is over.")
+        bool, typer.Option("--watch", help="Print it again every 5 s, until the training is over.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -78,11 +78,11 @@ def _job(slurm: str | None, kubernetes: str | None, namespace: str | None) -> Sc
 
 
 def _status(run: Path | None, job: ScheduledJob | None) -> RunStatus:
-    """Return the status of a run, whose folder the job may tell."""
+    """Return the status of a run; if no folder is given, it is the job's."""
     if run is not None:
         return run_status(run_folder(run), job)
-    told = job.folder if job is not None else None
-    return run_status(Path(told) if told and Path(told).is_dir() else None, job)
+    of_job = job.folder if job is not None else None
+    return run_status(Path(of_job) if of_job and Path(of_job).is_dir() else None, job)
 
 
 def _tell(found: RunStatus, *, clears: bool) -> None:

@@ -55,7 +55,7 @@ def verify_plan(
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     half_steps: Annotated[
         int,
-        whole("--half-steps", least=0, text="Most steps to train in the plan's bf16 or fp16."),
+        whole("--half-steps", least=0, text="Train at most so many steps in bf16 or fp16."),
     ] = 30,
     tolerance: Annotated[
         float,
@@ -187,7 +187,7 @@ def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
         verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
     verdict = "DIFFERS" if comparison.faults else "equal"
-    table.add_row("values at the start, random numbers, clipping", "", "", verdict)
+    table.add_row("checks without a figure: random numbers, clipping", "", "", verdict)
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)

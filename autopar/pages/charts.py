@@ -18,7 +18,7 @@ Encoding = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart's marks, in the words of Vega-Lite, before it has a width."""
+    """A chart's marks, in the terms of Vega-Lite; its width is still open."""
 
     layers: tuple[Mapping[str, Any], ...]
     height: int | Mapping[str, int]
@@ -47,7 +47,7 @@ class Chart:
 
 
 def _config(width: int) -> Mapping[str, Any]:
-    """Return the look of a chart; colours that the page sets, and room for labels by its width."""
+    """Return the look of a chart: the page's colours, and room for labels that suits the width."""
     labels = {"labelColor": _INK, "labelFontSize": 12, "labelLimit": 0.4 * width}
     lines = {"gridColor": _RULE, "domainColor": _RULE, "tickColor": _RULE}
     title = {"titleColor": _INK, "titleFontSize": 12, "titleFontWeight": "normal"}
@@ -61,7 +61,7 @@ def _config(width: int) -> Mapping[str, Any]:
 
 
 def marks(kind: str, rows: Sequence[Row], encoding: Encoding, **settings: Any) -> Mapping[str, Any]:
-    """Return a layer of marks of a kind, which say their row's words."""
+    """Return a layer of marks of a kind; hovering over a mark shows its row's words."""
     return {
         "data": {"values": list(rows)},
         "mark": {"type": kind, **settings},

@@ -94,11 +94,12 @@ def timeline_page(plan: StoredPlan) -> Text:
         lines[one.rank][first:end] = letter * (end - first)
     kinds = {one.kind for one in timeline.actions}
     words = ", ".join(f"{kind} {ACTION_WORDS[kind]}" for kind in ActionKind if kind in kinds)
-    drawn = "" if timeline.is_whole else f" of {plan.arrangement.microbatches}, others repeat"
+    of_all = "" if timeline.is_whole else f"of the {plan.arrangement.microbatches} "
+    rest = "" if timeline.is_whole else ", the others repeat these"
     count = timeline.microbatches
     head = (
-        f"{plan.arrangement.schedule}, {count} {'microbatch' if count == 1 else 'microbatches'}"
-        f"{drawn}; "
+        f"{plan.arrangement.schedule}, {count} {of_all}"
+        f"{'microbatch' if count == 1 else 'microbatches'}{rest}; "
         f"{seconds_text(timeline.pipeline_seconds)} from left to right\n"
         f"{words}, · waits; small letters are odd microbatches\n"
     )
@@ -181,7 +182,7 @@ def _splits(one: ClassLayouts) -> Table:
 def _conversions(one: ClassLayouts) -> Table:
     table = plain_table(
         f"{one.name}: conversions between layouts",
-        "before", "tensor is", "needed", "forward", "backward", left=5,
+        "for module", "tensor is", "needed", "forward", "backward", left=5,
     )  # fmt: skip
     for line in one.conversions:
         parts = (line.module, line.produced, line.needed, line.forward, line.backward)
@@ -205,7 +206,7 @@ def comparison_page(comparison: PlanComparison, names: tuple[str, str]) -> Itera
     for warning in comparison.warnings:
         yield Text.assemble(("warning: ", "bold yellow"), warning)
     if comparison.changes:
-        yield _changes("What moved", comparison.changes, names)
+        yield _changes("What changed", comparison.changes, names)
     else:
         yield Text("The same degrees, schedule, sharding, recompute and stages.")
     if comparison.layouts:
@@ -221,7 +222,7 @@ def _changes(title: str, changes: tuple[Change, ...], names: tuple[str, str]) ->
 
 
 def _figures(figures: tuple[ComparedFigure, ...], names: tuple[str, str]) -> Table:
-    table = plain_table("What it does", "", *names, "change")
+    table = plain_table("Predicted figures", "", *names, "change")
     for one in figures:
         if one.before or one.after:
             texts = (figure_text(one.before, one.unit), figure_text(one.after, one.unit))

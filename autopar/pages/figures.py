@@ -30,7 +30,7 @@ _MOST_ACTIONS = 3000  # drawn, so that the page stays below 2 MB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A section of the report: a chart, the same in a sentence, and its numbers as a table."""
+    """A section of the report: a chart, a sentence about it, and its numbers as a table."""
 
     title: str
     text: str
@@ -60,7 +60,7 @@ def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return how many units of time are a second, and the unit's name, for such durations."""
+    """Return the unit for a time of this size: how many of it make a second, and its name."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
@@ -144,7 +144,7 @@ def _terms(plan: StoredPlan, why: Explanation) -> Figure:
 
 
 def _drawn_ranks(ranks: int, most: int) -> Sequence[int]:
-    """Return all ranks, or at most so many: the first, the last, and others evenly between."""
+    """Return all ranks, or `most` of them: the first, the last, and others evenly between."""
     if ranks <= most:
         return range(ranks)
     return sorted({round(one * (ranks - 1) / (most - 1)) for one in range(most)})
@@ -183,8 +183,8 @@ def _schedule(plan: StoredPlan, timeline: Timeline) -> Figure:
     drawn = (
         "all microbatches"
         if timeline.is_whole
-        else f"{timeline.microbatches} of {plan.arrangement.microbatches} microbatches: "
-        "the others repeat the middle"
+        else f"{timeline.microbatches} of the {plan.arrangement.microbatches} microbatches, "
+        "the others repeat these"
     )
     return Figure(
         title="Schedule",
@@ -345,7 +345,7 @@ def _layouts(plan: StoredPlan) -> Figure:
     split = f"{ranks} tensor ranks divide these ops" if rows else "No op is divided"
     return Figure(
         title="Splits inside layers",
-        text=f"{split}; each class of equal layers stands once.",
+        text=f"{split}; each class of equal layers is listed once.",
         chart=None,
         head=("class", "layers", "module", "op", "axis", "result"),
         rows=tuple(rows),

@@ -138,8 +138,9 @@ def _wanted(plan: StoredPlan) -> str:
     tolerance = constraints_of(plan.constraints).tolerance
     if objective is Objective.MEMORY or not tolerance:
         return f"{_WANTED[objective]} (--objective)"
-    simpler = f"or the simplest plan whose step is at most {100 * tolerance:.3g}% longer"
-    return f"{_WANTED[objective]}, {simpler} (--objective, --tolerance)"
+    least = "the cheapest" if objective is Objective.COST else "the shortest"
+    within = f"the simplest plan whose step is at most {100 * tolerance:.3g}% longer than {least}"
+    return f"{within} (--objective, --tolerance)"
 
 
 def _limits(plan: StoredPlan) -> str:
@@ -214,7 +215,7 @@ def _plan_text(row: _PlanRow) -> Text:
     one = row.arrangement
     first = [degrees_words(one), sharding_words(one) if one.data > 1 else "", schedule_words(one)]
     again = "" if row.recompute == "none" else f"recompute {row.recompute}"
-    second = [batch_words(one), again, compile_words(one)]
+    second = [batch_words(one), again, compile_words(one), one.offload.words]
     lines = [", ".join(part for part in line if part) for line in (first, second)]
     text = Text("\n".join(lines))
     if row.difference:
@@ -223,7 +224,7 @@ def _plan_text(row: _PlanRow) -> Text:
 
 
 _KNEE = (
-    "the knee: up to this number, a step that is 1 % shorter costs less than 1 % more{beyond}. "
+    "the knee: up to so many devices, a step that is 1 % shorter costs less than 1 % more{beyond}. "
     "--objective step-time takes the fastest, cost the cheapest"
 )
 
@@ -235,7 +236,8 @@ def curve_page(curve: Curve, choice: ChosenPoint) -> Iterator[RenderableType]:
     if refused:
         yield Text("\n".join(f"{one.devices} devices: {one.refusal}" for one in refused) + "\n")
     is_last = choice.point is curve.points[-1]
-    knee = _KNEE.format(beyond=", as it may with more devices" if is_last else ", beyond it more")
+    more = ", and may do so with more" if is_last else "; with more, it costs over 1 % more"
+    knee = _KNEE.format(beyond=more)
     why = knee if choice.is_knee else choice.why
     yield Text(f"Chosen: {_devices(choice.point)}, {why}.\n")
 

@@ -18,7 +18,12 @@ from autopar.planner.plan.telling.explanation import (
     explain,
     proof_line,
 )
-from autopar.planner.plan.telling.words import arrangement_words, recompute_words
+from autopar.planner.plan.telling.words import (
+    arrangement_words,
+    recompute_words,
+    unit_word,
+    units_per_second,
+)
 from autopar.runs.run_metrics import AnalyzedRun, analyze_run
 from autopar.runtime.ranks.metrics import Event
 
@@ -36,7 +41,8 @@ def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
         lstrip_blocks=True,
     )
     why = explain(plan)
-    figures = [*(_run_figures(plan, run) if run else ()), *plan_figures(plan, why)]
+    counts = [_counts(plan)] if plan.curve else []
+    figures = [*(_run_figures(plan, run) if run else ()), *counts, *plan_figures(plan, why)]
     return page.get_template("report.html.j2").render(
         beginning=Markup(BEGINNING),
         title=f"{plan.model.name} on {plan.machines.devices} × {plan.machines.device}",
@@ -68,6 +74,62 @@ def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     yield f"fullest device, {share:.0%} of its limit", bytes_text(memory.device_bytes)
     yield "rows of a step", f"{rows:,}"
     yield "no plan is faster by more than", f"{max(0.0, plan.proof.gap):.2%}"
+
+
+def _counts(plan: StoredPlan) -> Figure:
+    """Return the curve of the numbers of devices that were planned."""
+    unit, first = unit_word(plan.model), plan.curve[0]
+    rates = [units_per_second(one.arrangement, plan.model, one.step_seconds) for one in plan.curve]
+    linear = [rates[0] * one.arrangement.ranks / first.arrangement.ranks for one in plan.curve]
+    words = [arrangement_words(one.arrangement) for one in plan.curve]
+    rows = [
+        {
+            "kind": "chosen" if one.arrangement == plan.arrangement else "others",
+            "devices": one.arrangement.ranks,
+            "rate": rate,
+            "words": f"on {one.arrangement.ranks}: {text}: {seconds_text(one.step_seconds)} a step",
+        }
+        for one, rate, text in zip(plan.curve, rates, words, strict=True)
+    ]
+    straight: list[Row] = [
+        {"devices": row["devices"], "rate": rate, "words": "as if each device added as much"}
+        for row, rate in zip(rows, linear, strict=True)
+    ]
+    devices, log = [row["devices"] for row in rows], {"type": "log", "base": 2, "nice": False}
+    kinds = [one for one in ("chosen", "others") if any(row["kind"] == one for row in rows)]
+    encoding = {
+        "x": number("devices", "", axis={"title": "devices", "values": devices}, scale=log),
+        "y": number("rate", "", axis={"title": f"{unit} a second", "format": "~s"}, scale=log),
+    }
+    points = {**encoding, "color": color("kind", kinds)}
+    dashes: list[int] = [5, 4]
+    return Figure(
+        title="Numbers of devices",
+        text="What the best plan for each number of devices does in a second. On the dashed line, "
+        "each device would add as much as the first ones.",
+        chart=Chart(
+            layers=(
+                marks("line", straight, encoding, strokeDash=dashes, color="var(--ink)"),
+                marks("line", rows, encoding, color="var(--c2)"),
+                marks("point", rows, points, size=110, filled=True),
+            ),
+            height=240,
+        ),
+        head=("devices", "arrangement", "step", f"{unit} a second", "efficiency", "USD an hour"),
+        rows=tuple(
+            (
+                f"{one.arrangement.ranks:,}" + (" (chosen)" if row["kind"] == "chosen" else ""),
+                text,
+                seconds_text(one.step_seconds),
+                figure_text(rate, "1/s"),
+                f"{rate / ideal:.0%}",
+                "" if one.usd_per_hour is None else f"{one.usd_per_hour:,.2f}",
+            )
+            for one, row, text, rate, ideal in zip(
+                plan.curve, rows, words, rates, linear, strict=True
+            )
+        ),
+    )
 
 
 def _run_figures(plan: StoredPlan, run: AnalyzedRun) -> Iterator[Figure]:

@@ -179,8 +179,8 @@ def trained(command: Sequence[str], folder: Path, metrics: Path, nodes: Nodes) -
     for log in (folder / LOGS).rglob("*.log"):
         log.chmod(0o600)
     lines = lines_of(metrics, start=seen)
-    is_told_here = nodes.rank == 0 or metrics.is_file()  # the first rank may be on another machine
-    state = ended_as(ended, lines) if is_told_here else _as_returned(ended)
+    has_metrics = nodes.rank == 0 or metrics.is_file()  # the first rank may be on another machine
+    state = ended_as(ended, lines) if has_metrics else _as_returned(ended)
     step = last_step(lines)
     end = End(
         state=state,

@@ -11,17 +11,23 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from autopar.planner.costs.schedules.orders import ActionKind
 from autopar.planner.errors import InputError
 from autopar.planner.files import Bytes, FigureNumber, Seconds, SomeSeconds, damaged
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import StoredPlan
-from autopar.planner.plan.telling.timeline import computing_seconds, stages_of_rank
-from autopar.runs.run_record import read_record
+from autopar.planner.plan.telling.timeline import (
+    backward_of,
+    computing_seconds,
+    numbers_of_stages,
+    stages_of_rank,
+)
+from autopar.runs.run_record import METRICS, read_record
 from autopar.runtime.ranks.metrics import Event, parsed
 from autopar.runtime.ranks.options import MOST_STEPS
 
-_END_BYTES = 2**16  # so many bytes at the end of a file contain the last step
+_END_BYTES = 2**16  # of a file's end: enough to contain the last step
 _MOST_BYTES = 2**30
 Step = Annotated[int, Ge(0), Le(MOST_STEPS)]
 Rank = Annotated[int, Ge(0), Le(2**31)]
@@ -52,6 +58,14 @@ class StepRecord(_Record):
     mfu: FigureNumber | None = None
     against_plan: FigureNumber | None = None
     seconds_left: Reading = None
+    compile_seconds: Reading = None
+
+
+class _PartRecord(_Record):
+    """The medians of the passes of a stage in the profiled step."""
+
+    forward_seconds: Seconds | None
+    backward_seconds: Seconds | None
 
 
 class _RankRecord(_Record):
@@ -61,6 +75,7 @@ class _RankRecord(_Record):
     compute_seconds: Seconds
     step_seconds: Seconds
     memory_bytes: Bytes | None = None
+    parts: list[_PartRecord] = []
 
 
 class EventRecord(_Record):
@@ -227,7 +242,7 @@ class Analysis:
     is_on_planned_device: bool
     figures: tuple[RunFigure, ...]
     profiled_step: int | None  # the step of --profile-step
-    ranks: tuple[RunFigure, ...]  # per pipeline rank, the median of its ranks
+    ranks: tuple[RunFigure, ...]  # per pipeline rank: medians of times, the largest memory
     keeping_seconds: float | None  # how long the training waits for a checkpoint
 
 
@@ -239,13 +254,20 @@ class AnalyzedRun:
     analysis: Analysis
 
 
+def metrics_of(run: Path) -> Path:
+    """Return the metrics of a run, given by its folder, a job's folder, or the file itself."""
+    record = read_record(run)
+    if record is not None:
+        return record.metrics_in(run)
+    return run / METRICS if run.is_dir() else run
+
+
 def analyze_run(plan: StoredPlan, run: Path) -> AnalyzedRun:
     """Compare a plan with a run, given by its folder or its metrics file."""
-    record = read_record(run)
     copy = run / PLAN_NAME
     if copy.is_file() and read_plan(copy) != plan:
         raise InputError(f"the run {run} used another plan", fix=f"compare it with {copy}")
-    path = record.metrics_in(run) if record is not None else run
+    path = metrics_of(run)
     if not path.is_file():
         raise InputError(
             f"{run} is no run, and no file of metrics",
@@ -344,9 +366,32 @@ def _rank_figures(plan: StoredPlan, ranks: Sequence[dict[str, Any]]) -> Iterator
             predicted=max(0.0, step - seconds),
             measured=whole - measured,
         )
+        yield from _stage_figures(plan, rank, own)
         held = [float(one["memory_bytes"]) for one in own if one.get("memory_bytes") is not None]
         if held:
             reserved = _reserved_bytes(plan, rank)
             yield RunFigure(
                 name=f"{name}: memory", unit="B", predicted=reserved, measured=max(held)
             )
+
+
+def _stage_figures(
+    plan: StoredPlan, rank: int, ranks: Sequence[dict[str, Any]]
+) -> Iterator[RunFigure]:
+    """Yield the passes of each stage of a pipeline rank, of one microbatch."""
+    order = list(ActionKind)
+    places = {"forward": 0, "backward": order.index(backward_of(plan))}
+    for place, number in enumerate(numbers_of_stages(plan, rank)):
+        predicted = plan.prediction.stages[number].action_seconds
+        for name, action in places.items():
+            parts = [one["parts"][place] for one in ranks if place < len(one.get("parts", ()))]
+            found = [one[f"{name}_seconds"] for one in parts]
+            measured = [float(seconds) for seconds in found if seconds is not None]
+            if predicted is not None and measured:
+                stage = f"stage {number}" if len(plan.stages) > 1 else "a microbatch"
+                yield RunFigure(
+                    name=f"{stage}: {name}",
+                    unit="s",
+                    predicted=predicted[action],
+                    measured=median(measured),
+                )

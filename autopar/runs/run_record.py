@@ -299,17 +299,17 @@ def planned_again(
     plan, beside = trained.plan, trained.file.parent
     if not is_unchanged(trained.source):
         raise InputError(
-            f"the script was changed by hand, and one for {devices} devices would not be",
+            f"the script was changed by hand; a new one for {devices} devices would lack that",
             where=str(trained.script),
             fix=f"plan into {_ahead(trained, devices)} (autopar plan … --gpus {devices} -o) and "
-            "change the script there: it is taken then",
+            "change the script there: then it is used",
         )
     spec = model_spec(plan, beside)
     check_unchanged(plan, model_path(spec))
     resized = resized_constraints(plan, devices)
     if resized.dropped:
-        told = ", ".join(map(str, resized.dropped))
-        print_note(f"dropped from the constraints of the plan for --gpus {devices}: {told}")
+        dropped = ", ".join(map(str, resized.dropped))
+        print_note(f"dropped from the constraints of the plan for --gpus {devices}: {dropped}")
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),

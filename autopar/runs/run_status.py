@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from autopar.planner.cluster.told import fields_in
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
@@ -25,7 +26,7 @@ from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.metrics import Event
 
 _RECENT_LINES = 50
-_SECONDS = 60  # a scheduler that does not answer
+_SECONDS = 60  # time limit for a scheduler's answer
 _OF_EVENTS = {
     Event.FINISHED: RunState.FINISHED,
     Event.PREEMPTED: RunState.PREEMPTED,
@@ -46,7 +47,7 @@ class SlowRankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledJob:
-    """A job as its scheduler tells it."""
+    """A job as its scheduler describes it."""
 
     name: str
     state: str
@@ -59,7 +60,7 @@ class ScheduledJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """How far a training is; None is not known."""
+    """How far a training is; a field is None if it is not known."""
 
     folder: str | None
     state: str
@@ -142,7 +143,7 @@ def _last_event(lines: Sequence[dict[str, Any]]) -> Any:
 
 
 def _progress(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a status that lines of metrics tell."""
+    """Return the fields of a status that follow from lines of metrics."""
     starts = [n for n, one in enumerate(lines) if one.get("event") == Event.STARTED]
     own = lines[starts[-1] :] if starts else lines
     last = last_step(own) or last_step(lines)
@@ -171,7 +172,7 @@ def _age(lines: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _slow_rank(lines: Sequence[dict[str, Any]]) -> SlowRankStatus | None:
-    """Return the last rank that was told to be slow since the last start."""
+    """Return the rank that the metrics last reported as slow since the last start."""
     names = SlowRankStatus.__slots__
     for one in reversed(lines):
         if one.get("event") == Event.SLOW and all(name in one for name in names):
@@ -185,14 +186,14 @@ def _predicted(folder: Path) -> float | None:
 
 
 def _checkpoint_step(lines: Sequence[dict[str, Any]], place: Location) -> int | None:
-    """Return the step of the newest checkpoint, where the training last said that it keeps them."""
+    """Return the step of the newest checkpoint in `place`, or in the metrics' last folder."""
     kept = (one.get("folder") for one in reversed(lines) if one.get("event") == Event.KEPT)
-    told = next((one for one in kept if isinstance(one, str) and "***" not in one), None)
-    found = checkpoints_in(place) or (checkpoints_in(location(told)) if told else [])
+    named = next((one for one in kept if isinstance(one, str) and "***" not in one), None)
+    found = checkpoints_in(place) or (checkpoints_in(location(named)) if named else [])
     return step_of(found[0]) if found else None
 
 
-def _asked(words: Sequence[str], what: str) -> str:
+def asked(words: Sequence[str], what: str) -> str:
     """Return what a scheduler's command prints, or raise InputError."""
     try:
         done = subprocess.run(
@@ -205,8 +206,8 @@ def _asked(words: Sequence[str], what: str) -> str:
     except subprocess.TimeoutExpired:
         raise InputError(f"{words[0]} has not answered in {_SECONDS} s") from None
     if done.returncode:
-        told = (done.stderr or done.stdout).strip().splitlines()
-        raise InputError(f"{words[0]} does not show {what}: {told[-1][:200] if told else ''}")
+        printed = (done.stderr or done.stdout).strip().splitlines()
+        raise InputError(f"{words[0]} does not show {what}: {printed[-1][:200] if printed else ''}")
     return done.stdout
 
 
@@ -214,29 +215,24 @@ def slurm_job(job: str) -> ScheduledJob:
     """Return a job of Slurm; one that has ended long ago is no longer known."""
     if not re.fullmatch(r"\d{1,10}(_\d{1,10})?", job, re.ASCII):
         raise InputError(f"--slurm {job[:40]}", expected="the number of a job")
-    return slurm_job_in(_asked(["scontrol", "--oneliner", "show", "job", job], f"job {job}"))
-
-
-# Values have spaces, and keys begin after one: " JobState=".
-_FIELD = re.compile(r"(?:^| )([A-Za-z][\w/:]*)=")
+    return slurm_job_in(asked(["scontrol", "--oneliner", "show", "job", job], f"job {job}"))
 
 
 def slurm_job_in(text: str) -> ScheduledJob:
     """Return the job that `scontrol --oneliner show job` prints."""
-    parts = _FIELD.split(text.strip().splitlines()[0] if text.strip() else "")
-    told = dict(zip(parts[1::2], (one.strip() for one in parts[2::2]), strict=True))
-    if "JobState" not in told:
+    found = fields_in(text.strip().splitlines()[0] if text.strip() else "")
+    if "JobState" not in found:
         raise InputError("scontrol's answer has no JobState")
-    limit, run = (_seconds_of(told.get(name, "")) for name in ("TimeLimit", "RunTime"))
-    reason = told.get("Reason", "None")
+    limit, run = (_seconds_of(found.get(name, "")) for name in ("TimeLimit", "RunTime"))
+    reason = found.get("Reason", "None")
     return ScheduledJob(
-        name=told.get("JobName", ""),
-        state=told["JobState"],
+        name=found.get("JobName", ""),
+        state=found["JobState"],
         reason="" if reason == "None" else reason,
-        restarts=int(told["Restarts"]) if told.get("Restarts", "").isdecimal() else 0,
-        nodes=told.get("NodeList", ""),
+        restarts=int(found["Restarts"]) if found.get("Restarts", "").isdecimal() else 0,
+        nodes=found.get("NodeList", ""),
         seconds_left=None if limit is None or run is None else max(limit - run, 0.0),
-        folder=told.get("WorkDir"),
+        folder=found.get("WorkDir"),
     )
 
 
@@ -285,15 +281,15 @@ class _Pods(BaseModel):
 
 
 def kubernetes_job(name: str, namespace: str | None) -> ScheduledJob:
-    """Return a JobSet, which a TrainJob has, too, by its name."""
+    """Return the JobSet with this name; a TrainJob has a JobSet, too."""
     if not re.fullmatch(r"[a-z0-9][-a-z0-9.]{0,252}", name):
         raise InputError(f"--kubernetes {name[:40]}", expected="the name of a JobSet or TrainJob")
     if namespace is not None and not re.fullmatch(r"[a-z0-9][-a-z0-9]{0,62}", namespace):
         raise InputError(f"--namespace {namespace[:40]}", expected="the name of a namespace")
     get = ["kubectl", "get", *(("--namespace", namespace) if namespace else ()), "-o", "json"]
-    told = _asked([*get, "jobset", name], f"the JobSet {name}")
+    jobset = asked([*get, "jobset", name], f"the JobSet {name}")
     label = f"jobset.sigs.k8s.io/jobset-name={name}"
-    return jobset_in(told, _asked([*get, "pods", "-l", label], f"the pods of {name}"))
+    return jobset_in(jobset, asked([*get, "pods", "-l", label], f"the pods of {name}"))
 
 
 def jobset_in(jobset: str, pods: str) -> ScheduledJob:

@@ -17,11 +17,12 @@ from autopar.planner.costs.kernels.kernels import (
 from autopar.planner.costs.kernels.rates import Rates
 from autopar.planner.costs.ops.case import OpSplit
 from autopar.planner.costs.ops.kept import KeptTensors, MadeByKernel
-from autopar.planner.costs.ops.pricer import Host, OpCost, OpPricer
+from autopar.planner.costs.ops.measurements import Host
+from autopar.planner.costs.ops.pricer import OpCost, OpPricer
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Op
 from autopar.planner.layers import Layers
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 from benchmarks.validation.unfused_attention import (
@@ -56,6 +57,7 @@ class Practice:
     is_loss_fused: bool  # one kernel on 16-bit logits; otherwise the loss is computed in fp32
     fuses_gradients: bool  # no kernels of their own cast, clip and copy gradients
     compiles: bool = False  # layers by torch.compile
+    float8: Float8 = Float8.NONE  # of the linear layers inside them
 
 
 def streaming(rates: Rates) -> Rates:
@@ -84,7 +86,7 @@ class PracticePricer(OpPricer):
     ) -> None:
         super().__init__(
             graph, axes, batch=batch, precision=precision, device=device, layers=layers,
-            compiles=practice.compiles,
+            compiles=practice.compiles, float8=practice.float8,
         )  # fmt: skip
         self.practice = practice
         self.fuses_gradients = practice.fuses_gradients

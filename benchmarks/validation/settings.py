@@ -8,6 +8,7 @@ What a table does not state is taken as practice has it, by technique and never 
                   to sums in 32 bits, as Megatron's do, but not with DeepSpeed, ZeRO-2 or ZeRO-3
     casts         gradients are cast, clipped and copied by kernels of their own with ZeRO-2, ZeRO-3
                   and DeepSpeed's bf16 optimizer; fp16 runs keep them in 16 bits
+    float8        one scale for each tensor, torchao's default, unless the text says rowwise
     loss          in fp32, unless the text says that it is one kernel
     overlap       FSDP and distributed optimizers reduce by the bucket beside the backward; plain
                   data parallel training and ZeRO-1 of the time before do not
@@ -24,7 +25,7 @@ from types import MappingProxyType
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 from benchmarks.validation.practice import Attention, Practice
 from benchmarks.validation.table import Row, stated
 
@@ -34,6 +35,7 @@ _OVERLAPS = re.compile(r"overlap-grad-reduce|overlap dp", re.IGNORECASE)
 _NEVER_OVERLAPS = re.compile(r"no comm overlap|no[- ]grad(ient)?[- ]bucket", re.IGNORECASE)
 _PURE = re.compile(r"mixed_precision=pure", re.IGNORECASE)
 _PYTORCH = re.compile(r"torchtune|torchtitan|pytorch/ao", re.IGNORECASE)
+_OTHER_SCALES = re.compile(r"rowwise_with_gw_hp", re.IGNORECASE)  # gradients of weights in bf16
 _DEEPSPEED = re.compile(r"deepspeed", re.IGNORECASE)
 _FUSED_LOSS = re.compile(r"\bce fusion", re.IGNORECASE)
 _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
@@ -72,8 +74,14 @@ _REMADE: Mapping[str, Remade] = MappingProxyType(
         "selective": _ATTENTION_ONLY,
         "selective (attention core)": _ATTENTION_ONLY,
         # Keeps every second product of a layer: as if it were all products of every second layer.
-        "selective (op)": Remade(recompute=Recompute.SELECTIVE, second=Recompute.FULL),
-        "selective (layer)": Remade(recompute=Recompute.FULL, second=Recompute.NONE),
+        **dict.fromkeys(
+            ("selective (op)", "selective (per op)"),
+            Remade(recompute=Recompute.SELECTIVE, second=Recompute.FULL),
+        ),
+        **dict.fromkeys(
+            ("selective (layer)", "full on every second layer"),
+            Remade(recompute=Recompute.FULL, second=Recompute.NONE),
+        ),
     }
 )
 
@@ -128,6 +136,7 @@ def settings_of(row: Row) -> Settings:
             is_loss_fused=bool(_FUSED_LOSS.search(row.notes)),
             fuses_gradients=zero < Zero.GRADIENTS and not has_both and not is_plain,
             compiles=row.torch_compile is True and is_plain,
+            float8=float8_of(row) or Float8.NONE,
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
@@ -135,6 +144,14 @@ def settings_of(row: Row) -> Settings:
         adds_in_products=zero < Zero.GRADIENTS and not is_deepspeed and not is_plain,
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
+
+
+def float8_of(row: Row) -> Float8 | None:
+    """Return the scales of torchao's products in compiled layers; None if a row has no such."""
+    is_known = row.dtype == "fp8" and row.torch_compile is True and _PYTORCH.search(row.source)
+    if not is_known or _OTHER_SCALES.search(row.notes):
+        return None
+    return Float8.ROWWISE if "rowwise" in row.notes.casefold() else Float8.TENSORWISE
 
 
 def _attention(row: Row, remade: Remade) -> Attention:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from autopar.planner.errors import InputError
-from benchmarks.validation.settings import remade_of
+from benchmarks.validation.settings import float8_of, remade_of
 from benchmarks.validation.table import Row, stated
 
 NEEDED = (
@@ -52,7 +52,7 @@ def _rounds_are_uneven(row: Row) -> bool:
 
 
 _REASONS: tuple[tuple[str, Callable[[Row], bool]], ...] = (
-    ("precision is not modelled", lambda row: row.dtype not in DTYPES),
+    ("precision is not modelled", lambda row: row.dtype not in DTYPES and float8_of(row) is None),
     ("experts, state spaces and latent attention are not modelled", _has_experts),
     ("adapters (LoRA) are not modelled", lambda row: bool(_ADAPTED.search(row.notes))),
     ("context parallelism is not modelled", lambda row: (row.cp or 1) > 1),

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -147,7 +147,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
         values, found = _values(record, line)
         faults += found
         if not found:
-            row = Row(table=path.name, line=line, **values)  # type: ignore[arg-type]
+            row = _with_batch(Row(table=path.name, line=line, **values))  # type: ignore[arg-type]
             faults += [f"line {line}: {fault}" for fault in contradictions(row)]
             rows.append(row)
     if faults:
@@ -157,6 +157,13 @@ def read_table(path: Path) -> tuple[Row, ...]:
     if not rows:
         raise InputError("the table has no rows", where=str(path))
     return tuple(rows)
+
+
+def _with_batch(row: Row) -> Row:
+    """Return a row with its global batch: without a pipeline, one microbatch of each data rank."""
+    if row.global_batch or row.pp != 1 or not (row.dp and row.micro_batch):
+        return row
+    return replace(row, global_batch=row.dp * row.micro_batch)
 
 
 def _records(path: Path) -> list[tuple[int, dict[str, str]]]:

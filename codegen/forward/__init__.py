@@ -1,1 +1,1 @@
-"""Turns the ops of a plan's graph into readable PyTorch: the classes that a split changes."""
+"""Prints readable PyTorch for the classes that a split changes, from the ops of their graph."""

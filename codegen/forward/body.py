@@ -65,7 +65,7 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
-    """Print a squeeze with its dims named, because on a rank more dims may have size one."""
+    """Print a squeeze with explicit dims: a split dim may have size one on a rank, and stays."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -86,7 +86,7 @@ def _histogram(op: Op, body: AvailableValues) -> SourceForm:
 
 
 def _are_alike(op: Op, body: AvailableValues) -> bool:
-    """Whether all parts have the same size, so that `chunk` with their number makes them."""
+    """Whether all results have the same size, so that `chunk(number of results)` makes them."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -108,8 +108,8 @@ def _split_call(op: Op, function: Function, body: BodyBuilder) -> SourceForm:
 def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
     """Return the mean of a rank's part of a dim, multiplied by the rank's share of the dim.
 
-    The weighted means of all ranks add up to the mean of the whole. Partial sums instead would be
-    large numbers in 16 bits.
+    The weighted means of all ranks add up to the mean of the whole. Adding up plain sums, and
+    dividing afterwards, would be inaccurate in 16 bits, because sums are large.
     """
     need = body.split.need(op, 0)
     size = wanted(body.split, op.inputs[0], need)[need.dim]
@@ -122,7 +122,7 @@ def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
 
 
 def late_bias(op: Op, body: AvailableValues) -> str | None:
-    """Return the bias of a row-parallel linear, if it may be added after the sum of partials.
+    """Return the bias of a row-parallel linear, if it may be added to the sum over ranks.
 
     Added after the sum, the bias counts once; before it, only one rank could add the bias. The
     bias's gradient is correct only if it is of the same kind as that of the sum: both whole, or
@@ -160,7 +160,7 @@ def _same_gradient(bias: LayoutKind, sum_: Layout, last: int) -> bool:
             return False
 
 
-LOSS_WEIGHTS = "loss_weights"  # the key of the terms' weights in a microbatch
+LOSS_WEIGHTS = "loss_weights"  # a key of the microbatch: one weight for each mean in the loss
 
 
 def _counts_from_zero(op: Op) -> bool:
@@ -171,7 +171,7 @@ def _counts_from_zero(op: Op) -> bool:
 
 
 class BodyBuilder(AvailableValues):
-    """Builds the body of a call from its ops; incoming values are bound first."""
+    """Builds the body of a printed function; its caller binds the arguments, then adds ops."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class BodyBuilder(AvailableValues):
             self.add_line(call_line(unit, self))
 
     def _add_function(self, first: Op) -> bool:
-        """Add the call of a function that begins with the op `first`; False if none fits."""
+        """Add the call of a plain function whose first op is `first`; return False if none fits."""
         for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
@@ -278,10 +278,11 @@ class BodyBuilder(AvailableValues):
         if isinstance(source, LocalTensor):
             self.rename(self._made(op.outputs[0]), source)
             return
-        raise InputError(f"{op.name} only renames what the module holds", where=op.location)
+        found = f"{op.name} only gives another name to a tensor that the module holds"
+        raise InputError(found, where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op is a slice of an activation or input that takes all of its dim."""
+        """Whether an op is a slice that takes a whole dim of an activation or input."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))

@@ -58,10 +58,11 @@ def printed_argument(
     tensor: Callable[[str], Expression],
     rest: Callable[[Value], Expression] = _reject,
 ) -> Expression:
-    """Print an argument; `other` is its value for inputs of other lengths.
+    """Print an argument.
 
-    `tensor` prints a tensor by its name, `rest` anything that is no tensor, number, dtype, tuple,
-    list or dict.
+    `other` is the same argument in the second trace, whose inputs have other lengths; a number that
+    differs there is a size. `tensor` prints a tensor by its name, `rest` anything that is no
+    tensor, number, dtype, tuple, list or dict.
     """
 
     def inner(one: Value, two: Value) -> Expression:
@@ -92,13 +93,13 @@ _KEPT = (TensorOrigin.PARAMETER, TensorOrigin.BUFFER)
 
 
 def function_line(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> Line | None:
-    """Return the call of a function that runs some ops, or None if they must be printed."""
+    """Return a line that calls the author's function, or None if its ops must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
     if not name or not all(map(_is_plain, values)) or not _is_right_unchanged(function, ops, body):
         return None
-    is_told = any(map(_has_size, values))
-    if (is_told or _reads_sizes(function, body)) and may_read_parts(ops, body.split):
+    takes_size = any(map(_has_size, values))
+    if (takes_size or _reads_sizes(function, body)) and may_read_parts(ops, body.split):
         return None
     needs = _needs(function, ops, body)
     if needs is None:
@@ -151,7 +152,7 @@ def _name(function: FunctionCall, body: AvailableValues) -> str:
 
 
 def _is_plain(value: Value) -> bool:
-    """Whether printed code can pass an argument: tensors and numbers, alone or in containers."""
+    """Whether an argument has only tensors, numbers, dtypes and containers of these."""
     if isinstance(value, tuple):
         return all(map(_is_plain, _items(value)))
     return value is None or isinstance(value, (Ref, DType, Extent, bool, int, float))
@@ -199,8 +200,8 @@ def _is_special(op: Op, body: AvailableValues) -> bool:
 def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> _Needs | None:
     """Return for each argument the tensor to pass, its layout, and an op that reads it.
 
-    An argument that no op reads only gives a dtype, a device, or a size, so any similar tensor
-    works.
+    If no op reads an argument, the function takes only a dtype, a device or a size from it, so any
+    similar tensor will do.
     """
     split, tensors = body.split, body.graph.tensors
     made = {tensor for op in ops for tensor in op.outputs}
@@ -264,11 +265,9 @@ def _function_pattern(value: Value, made: set[str], body: AvailableValues) -> Pa
 
 def call_line(unit: str, body: AvailableValues) -> Line:
     """Return the line that calls a module or an autograd Function."""
-    record = body.graph.calls[unit]
-    ops = body.tree.ops.get(unit, ())
-    given = (*record.arguments, *(value for _, value in record.keywords))
-    has_size = any(map(_has_size, given))  # else no other lengths are needed, which take a trace
-    others = (body.split.lengths.call(unit) if has_size else None) or record
+    record, ops = body.graph.calls[unit], body.tree.ops.get(unit, ())
+    has_size = _has_size((*record.arguments, *dict(record.keywords).values()))
+    others = (body.split.lengths.call(unit) if has_size else None) or record  # takes a trace
     by_name = dict(others.keywords)
     arguments = [
         (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))
@@ -294,7 +293,7 @@ def call_line(unit: str, body: AvailableValues) -> Line:
 
 
 def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
-    """Yield a call's arguments, except defaults and unread ones; positional ones are named ""."""
+    """Yield (name, value) of the arguments that a printed call needs; positional: ("", value)."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
     if not record.is_function:

@@ -1,4 +1,4 @@
-"""Prints the classes that a plan changes, and a function with the shapes that a stage sends."""
+"""Prints the classes that a plan changes, and the function that describes what a stage sends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
 
 
 def _with_cut_shape(line: str) -> str:
-    """Cut `.shape` to the number of unpacked sizes: the runtime's stand-in for a batch has more."""
+    """Append `[:n]` to a shape that is unpacked to n names: the runtime's stand-in has more."""
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 

@@ -1,4 +1,4 @@
-"""Prints the code that a plan changes, and that of calls which cannot be printed as calls."""
+"""Prints the code that a plan changes; inlines calls that printed code cannot make."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def opened_classes(
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # a rank that counts targets needs the whole batch
+    # counting targets takes all rows; without it, a tensor rank may get only those that it reads
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
 def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
-    """Yield the calls of layers that have a mode, which must remain calls."""
+    """Yield the calls of layers that recompute: the runtime wraps them, so they must stay calls."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
         if mode.wraps_layers:
@@ -70,7 +70,7 @@ def open_split(
     opened: Iterable[str] = (),
     called: Iterable[str] = (),
 ) -> OpenedSource:
-    """Return what a script defines for a split graph; `stages` has the layers in each stage."""
+    """Return what a script defines for a split graph; `stages` has each stage's layer count."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
     weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]
@@ -96,7 +96,7 @@ class _State:
     called: frozenset[str]
 
     def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
-        """Open a module whose call takes an object, or inline its code into its caller."""
+        """Open a call that lacks an argument; inline any other call's code into its caller."""
         key = needed.key
         if key in (ROOT, LOSS):
             raise InputError(f"the code of the model cannot be printed: {needed.reason}")
@@ -165,7 +165,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Raise if code to print changes or takes gradients, because the graph has no op for that."""
+    """Raise if code that must be printed changes or takes gradients: no op of the graph does so."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
@@ -178,7 +178,7 @@ def _check_own_gradients(opening: Opening) -> None:
 
 
 def _check_modes(opening: Opening) -> None:
-    """Raise if code to print sets modes of modules, because the graph has no op for that."""
+    """Raise if code that must be printed calls train() or eval(): no op of the graph does so."""
     chains, calls = opening.tree.chains, opening.split.graph.calls
     outermost = (
         one
@@ -199,7 +199,7 @@ def _check_modes(opening: Opening) -> None:
 
 
 def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
-    """Return the opened calls and the places of conversions.
+    """Decide which calls are opened, and where layouts are converted.
 
     If the model returns an object to an opened loss, or the loss reads a tensor that the model does
     not return, the root is opened, too: its forward then contains the loss.

@@ -1,4 +1,4 @@
-"""Prints sizes and counts in an op's arguments, of which a rank may have only a part."""
+"""Prints an op's arguments that are sizes or counts: on a rank they may be smaller."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
     repeated = next((one for one in _ends(dim) if _is_split(one, made.axis, times)), None)
     if repeated is None:
         raise InputError(
-            f"{op.name} repeats a dim {counts[place]} times, of which no rank has a part by itself",
+            f"{op.name} repeats a dim {counts[place]} times, and its split is not between repeats",
             where=op.location,
             fix="write it with expand, or never split this axis (a constraints file's splits)",
         )
@@ -155,7 +155,7 @@ def _local_repeats(op: Op, body: AvailableValues) -> dict[str, Expression]:
 
 
 def _ends(dim: Dim) -> Iterator[Dim]:
-    """Yield the products of a dim's first and of its last factors: one may be the repetition."""
+    """Yield the product of a dim's first n factors, and that of its last n, for each n."""
     factors = dim.factors if isinstance(dim, FlattenedDims) else (dim,)
     for end in range(1, len(factors) + 1):
         yield product(factors[:end])
@@ -175,11 +175,11 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
     local = made.dim - dim if made.kind is LayoutKind.SPLIT else -1
     sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
     is_whole = 0 <= local < len(given)
-    told = [
+    numbers = [
         size.at(0) if item == -1 and is_whole else item
         for item, size in zip(given, sizes, strict=True)
     ]
-    shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(told)]
+    shown = [literal(-1 if at == local else whole_number(item)) for at, item in enumerate(numbers)]
     return joined(tuple(shown))
 
 
@@ -191,7 +191,7 @@ def _local_bound(op: Op, key: str, layout: Layout, body: AvailableValues) -> Exp
     parts = parts_of_dim(body.split.axes.dims[op.inputs[0]][layout.dim], layout.axis)
     if not parts.are_even(body.split.degree, body.split.batch):
         raise InputError(
-            f"{op.name} cuts a dim that does not divide by {body.split.degree}",
+            f"{op.name} cuts a dim that {body.split.degree} ranks do not divide evenly",
             where=op.location,
             fix="write it with chunk or split, or choose a degree that divides it",
         )

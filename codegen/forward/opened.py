@@ -38,7 +38,7 @@ from autopar.planner.graph.ops import Extent, Listed, Mapped, NamedFields, Ref, 
 
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
-    """Return the result of a call; a tuple in a return statement has no brackets."""
+    """Return the expression after `return` in a printed forward: a tuple there has no brackets."""
     if is_mapping(value):
         raise NeedsInlineError(builder.scope, reason="its result is no plain tuple")
     if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
@@ -68,7 +68,7 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
 def store_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
     """Add a line that stores the outputs for evaluations; return the parts that are unavailable.
 
-    A forward that includes the loss returns only the loss.
+    A forward that includes the loss cannot return them, because it returns the loss.
     """
     before = len(builder.lines)
     shown = whole_outputs(builder, value)
@@ -97,7 +97,7 @@ def _is_absent(builder: BodyBuilder, part: Value) -> bool:
 
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
-    """Return the model's outputs, whole on each rank; `place` is their expression."""
+    """Return an expression of the model's outputs with whole tensors; `place` is their name."""
     inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
@@ -252,7 +252,7 @@ class StageClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSource:
-    """The source that a script defines in addition to the user's own.
+    """The code that a script defines beside the user's.
 
     `stages` is empty if the root is called as it is. `loss` is the source of `split_loss(outputs,
     batch, tensor)`, or None if the user's own loss is correct. `metrics` is the source of

@@ -40,7 +40,8 @@ from autopar.planner.rules.table import kind_of
 class NeedsInlineError(Exception):
     """A call cannot be printed as a call: its code must be inlined into its caller.
 
-    If only an argument is missing in printed code (`lacks_argument`), opening the call is enough.
+    If the caller's printed code only lacks an argument of the call (`lacks_argument`), nothing is
+    inlined: the called class is opened, and its printed forward takes None in its place.
     """
 
     def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
@@ -109,7 +110,7 @@ class Owner:
         return next((p for p in modules if modules[p].first == first and self.holds(p)), None)
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer is in this module."""
+        """Whether a parameter, buffer or module is in this module."""
         return not self.root or name.startswith(f"{self.root}.")
 
     def tensor(self, name: str, op: Op | None) -> SourceForm | None:
@@ -210,7 +211,7 @@ class AvailableValues:
         self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
         self.axis = text(axis)
         self.sizes = ReadableSizes(self.split, self.axis)
-        self.have: dict[str, Layout] = {}
+        self.have: dict[str, Layout] = {}  # available tensor → the layout that it had first
         self.same: dict[
             LocalTensor, LocalTensor
         ] = {}  # result of an op that does nothing or repeats another op → the equal value
@@ -369,7 +370,7 @@ class AvailableValues:
         yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
 
     def plain_size(self, value: Value, other: Value = None) -> Expression:
-        """Print a size or another plain argument; `other` is its value at other lengths."""
+        """Print a size or another plain argument; `other` is its value in the second trace."""
         if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
             more = value if other is None else other
             assert isinstance(more, (int, Extent))

@@ -69,7 +69,7 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[StageCl
 
 
 def _keeps_signature(opening: Opening) -> bool:
-    """Whether the root's arguments and result are unchanged."""
+    """Whether the root keeps its signature: its result is plain, and it needs no loss weights."""
     graph, weighed = opening.split.graph, opening.split.weighed
     weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
     goes_on = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
@@ -77,7 +77,7 @@ def _keeps_signature(opening: Opening) -> bool:
 
 
 def _whole(opening: Opening) -> StageClass:
-    """Return the whole root with its own signature."""
+    """Return the class of the whole root, with the signature that the model gives it."""
     printed = printed_forward(opening, ROOT)
     module = opening.split.modules[ROOT]
     base, name = base_name(module), _whole_name(opening)
@@ -103,7 +103,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A stage as printed with its layers' numbers; `form` has `first : end` instead (shared)."""
+    """A printed stage: `printed` loops over its layers' numbers, `form` over `first : end`."""
 
     number: int
     part: StagePiece

@@ -71,7 +71,7 @@ def valid_targets(split: SplitGraph, tree: CallTree) -> str | None:
     counts = [one for term in terms for one in _counts(term, counted[term.name], builder)]
     is_one = len(counts) == 1 and not split.weighed
     result = counts[0] if is_one else call("torch.stack", joined(tuple(counts)))
-    does = "Count the targets of the batch over which the loss is a mean."
+    does = "Count the targets in the batch that the loss averages over."
     head = "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:"
     return _function(head, does, builder, result)
 
@@ -142,7 +142,7 @@ def _divisor(
 
 
 def _opened_for(steps: Iterable[Op], split: SplitGraph, tree: CallTree) -> Opening:
-    """Return an opening whose loss contains some ops, with nothing split."""
+    """Return an opening in which the printed loss contains these ops, and nothing is split."""
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
     return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))

@@ -14,13 +14,14 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.layers import Layers, find_layers, residence
 from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
+from autopar.planner.precision import Precision
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
 _SEQUENCE = "seq"  # the name of the axis
 
 
-SettingValue = bool | int | str | tuple[tuple[str, ...], ...]
+SettingValue = bool | int | float | str | tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +50,11 @@ class ToolFacts:
     """What a plan says to another training tool.
 
     Tools split every matrix of a block, the embedding and the head between tensor ranks.
-    `whole_weights` are those that the plan keeps whole.
+    `whole_weights` are matrices that the plan keeps whole instead.
     """
 
     title: str
-    block_class: str  # "" if the model has no repeated blocks
+    block_class: str  # of the first block, "" without blocks
     arrangement: Arrangement
     nodes: int
     stages: tuple[BlockStage, ...]
@@ -75,13 +76,25 @@ class ToolFacts:
 
     @property
     def replicas(self) -> int:
-        """The copies of the model that data ranks hold: each is sharded over the other ranks."""
+        """The number of copies of the model over all data ranks; `shard` ranks share one."""
         return self.arrangement.data // self.shard
 
     @property
     def shard(self) -> int:
-        """The data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
+        """The number of data ranks that share one copy of what ZeRO divides; 1 without ZeRO."""
         return self.arrangement.shard if self.arrangement.zero.divides_optimizer else 1
+
+
+def half_flags(precision: Precision) -> Mapping[str, bool]:
+    """Return the two flags that tools have for 16 bits."""
+    scales = precision.scales_loss
+    return {"bf16": precision.is_half and not scales, "fp16": precision.is_half and scales}
+
+
+def some(names: Sequence[str]) -> str:
+    """Return names, shortened: "a, b and 4 more"."""
+    shown, more = ", ".join(names[:2]), len(names) - 2
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def tool_facts(plan: Plan) -> ToolFacts:
@@ -164,7 +177,7 @@ def _between_blocks(plan: Plan, layers: Layers) -> Iterator[Layout]:
 
 
 def price(facts: ToolFacts, **wanted: object) -> str:
-    """Return what is known of another arrangement's step."""
+    """Return in words the step time of a known plan with these values in its arrangement, or ""."""
     for one in facts.known:
         if all(getattr(one.arrangement, name) == value for name, value in wanted.items()):
             words = degrees_words(one.arrangement).replace(" · ", " + ")

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from autopar.codegen.launch.hugging_face import (
+from autopar.codegen.launch.sharding_tools import (
     accelerate_notes,
     accelerate_sections,
+    deepspeed_instead,
+    deepspeed_notes,
+    deepspeed_sections,
     sharded_instead,
     transformers_notes,
     transformers_sections,
@@ -19,16 +22,19 @@ from autopar.codegen.launch.tool_facts import (
     SettingValue,
     ToolFacts,
     ToolSection,
+    half_flags,
     price,
+    some,
 )
 from autopar.codegen.launch.views import LaunchFile, rendered
 from autopar.planner.costs.prediction import Arrangement, Compile, Recompute
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.precision import Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolView:
-    """A tool's file: what it says, and what the plan says beyond that."""
+    """The content of a tool's file: its settings, and notes on what they cannot express."""
 
     title: str
     notes: tuple[str, ...]
@@ -41,18 +47,19 @@ class Tool:
     """A training tool: its name, its files, and what it can express.
 
     A file has the name of its template. The tool has the pipeline schedules in `schedules`.
-    `nearest` returns the plan's facts in an arrangement that the tool has, and tells the changes.
+    `nearest` returns the facts of the nearest plan that the tool can run, and notes on the changes.
     """
 
     name: str
     sections: Callable[[ToolFacts, Recompute], Mapping[str, Sequence[ToolSection]]]
     schedules: Mapping[ScheduleKind, str]
     notes: Callable[[ToolFacts], Iterator[str]]
-    selective: str  # how its selective mode differs
+    selective: str  # how its selective mode differs from the plan's, in words
     compiles: bool
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
-    mixed: str  # the blocks that it recomputes where the plan recomputes some
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether these are as many as the plan's
+    splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
+    mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes just the plan's
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -69,7 +76,7 @@ def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tup
 
 
 def _mode(facts: ToolFacts) -> Recompute:
-    """Return the mode of the blocks, or of several the one that saves the most memory."""
+    """Return the mode of the blocks; of several modes, the one that keeps the least memory."""
     order = list(Recompute)
     again = (mode for mode in facts.modes if mode.runs_again)
     return max(again, key=order.index, default=Recompute.NONE)
@@ -77,28 +84,31 @@ def _mode(facts: ToolFacts) -> Recompute:
 
 def _notes(tool: Tool, facts: ToolFacts, mode: Recompute) -> Iterator[str]:
     """Yield what no tool, or not this one, can express."""
-    chosen = facts.arrangement
-    if facts.between:
-        yield f"{tool.name} has nothing between blocks; the plan has {_some(facts.between)} there"
+    chosen, between = facts.arrangement, some(facts.between)
+    if between:
+        yield f"{tool.name} has nothing between blocks; the plan has {between} there"
     if len(set(facts.modes)) > 1 and not tool.mixes(facts):
-        count = sum(one is mode for one in facts.modes)
         yield (
-            f"the plan recomputes {count} of {len(facts.modes)} blocks ({mode}), {tool.name} "
-            f"{tool.mixed}: slower, less memory"
+            f"the plan recomputes {facts.modes.count(mode)} of {len(facts.modes)} blocks ({mode}), "
+            f"{tool.name} recomputes {tool.mixed}: slower, less memory"
         )
     if mode.saved_ops is not None:
         yield f"selective: the plan saves the results of matrix products, {tool.selective}"
     again = [call for call, own in facts.modes_outside if own.runs_again]
     if again:
-        yield f"the plan recomputes {_some(again)}, too; {tool.name} only blocks: more memory"
+        yield f"the plan recomputes {some(again)}; {tool.name} only blocks: more memory"
     chunked = [call for call, own in facts.modes_outside if own.makes_chunks]
     if chunked:
-        yield f"the plan makes the logits of {_some(chunked)} in chunks; no setting here says so"
+        yield f"the plan makes the logits of {some(chunked)} in chunks; no setting here says so"
+    if chosen.float8 is not Float8.NONE:
+        yield f"the plan multiplies in float8 ({chosen.float8}); no setting here says so"
     if chosen.compile is not Compile.NONE and not tool.compiles:
         yield f"the plan compiles layers; {tool.name} has no setting for torch.compile"
+    if chosen.offload.has_states:
+        yield f"the plan steps the optimizer on the host; no setting of {tool.name} here says so"
     if len(set(chosen.rows)) > 1:
         rows = ", ".join(map(str, chosen.rows))
-        yield f"the plan gives data ranks unlike numbers of rows ({rows}), {tool.name} equal ones"
+        yield f"data ranks have unlike numbers of rows ({rows}); in {tool.name} equal ones"
     yield from _tensor_notes(tool, facts)
     if chosen.pipeline > 1 and chosen.schedule not in tool.schedules:
         nearest = _nearest_schedule(chosen, tool.schedules)
@@ -114,25 +124,21 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
         return
     if facts.whole_weights:
         yield (
-            f"the plan keeps {_some(facts.whole_weights)} whole on tensor ranks; {tool.name} "
-            "splits all matrices of blocks, the embedding and the head"
+            f"the plan keeps {some(facts.whole_weights)} whole on tensor ranks; {tool.name} "
+            f"splits {tool.splits}"
         )
     if any(facts.crossing) and not facts.splits_sequence:
         axes = sorted({one for one in facts.crossing if one})
-        yield f"the plan splits activations between blocks along {_some(axes)}; {tool.name} not"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return names, shortened: "a, b and 4 more"."""
-    shown, more = ", ".join(names[:2]), len(names) - 2
-    return f"{shown} and {more} more" if more > 0 else shown
+        yield (
+            f"the plan splits activations between blocks along {some(axes)}; {tool.name} does not"
+        )
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
     """Return the schedule of the plan, or one with as many stages per rank that a tool has."""
     if chosen.schedule in known:
         return chosen.schedule
-    several = chosen.stages_per_rank > 1
+    several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known
     return ScheduleKind.INTERLEAVED_1F1B if several else ScheduleKind.ONE_F_ONE_B
 
 
@@ -218,8 +224,13 @@ def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
     return {
         "local_batch_size": chosen.microbatch * passes,
         "global_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
-        "mixed_precision_param": "bfloat16" if chosen.precision.value == "bf16" else "float32",
+        "mixed_precision_param": _titan_precision(chosen.precision),
     }
+
+
+def _titan_precision(precision: Precision) -> str:
+    """Return the dtype of weights in passes: torchtitan scales no loss, so it has no fp16."""
+    return "float32" if precision.scales_loss else precision.torch_name
 
 
 def _titan_compile(chosen: Arrangement) -> Mapping[str, SettingValue]:
@@ -239,13 +250,10 @@ def _titan_notes(facts: ToolFacts) -> Iterator[str]:
             f"gathered{price(facts, data=chosen.data, shard=chosen.shard, zero=2)}"
         )
     if chosen.tensor > 1 and not facts.splits_sequence:
-        yield (
-            "torchtitan 0.2 always splits the sequence between blocks of tensor ranks; the plan "
-            "does not, and torchtitan 0.3 can leave it whole"
-        )
+        yield "torchtitan 0.2 always splits sequences between blocks; the plan and 0.3 do not"
     if chosen.compressed_gradients:
         yield "the plan reduces gradients in 16 bits, torchtitan in 32"
-    if chosen.precision.value not in ("bf16", "fp32"):
+    if chosen.precision.scales_loss or chosen.precision.products:
         yield f"torchtitan has no {chosen.precision.value}; the nearest is float32"
 
 
@@ -264,8 +272,7 @@ def _megatron_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
         "micro-batch-size": chosen.microbatch,
         "global-batch-size": chosen.microbatch * chosen.microbatches * chosen.data,
         "sequence-parallel": chosen.tensor > 1 and facts.splits_sequence,
-        "bf16": chosen.precision.value == "bf16",
-        "fp16": chosen.precision.value == "fp16",
+        **half_flags(chosen.precision),
         "grad-reduce-in-bf16": chosen.compressed_gradients,
         "overlap-grad-reduce": chosen.data > 1,
     }
@@ -304,12 +311,12 @@ def _megatron_sharding(facts: ToolFacts) -> Mapping[str, SettingValue]:
 
 
 def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, SettingValue]:
-    """Return the flags of the mode; the method "block" recomputes as many blocks of each stage."""
+    """Return the flags of the mode; "block" recomputes equally many blocks in each stage."""
     if not mode.runs_again:
         return {}
     if mode.saved_ops is not None:
         return {"recompute-granularity": "selective"}
-    most = max(stage.modes.count(mode) for stage in facts.stages)
+    most = max(stage.modes.count(mode) for stage in facts.stages)  # blocks of any stage
     is_all = all(one is mode for one in facts.modes)
     method = "uniform" if is_all else "block"
     return {
@@ -320,7 +327,7 @@ def _megatron_recompute(facts: ToolFacts, mode: Recompute) -> Mapping[str, Setti
 
 
 def _is_block_method(facts: ToolFacts) -> bool:
-    """Whether each stage recomputes as many blocks in full, and the others not at all."""
+    """Whether all stages recompute equally many blocks in full, and other blocks not at all."""
     mode = _mode(facts)
     counts = {stage.modes.count(mode) for stage in facts.stages}
     is_full_or_none = mode.saved_ops is None and {*facts.modes} <= {mode, Recompute.NONE}
@@ -330,10 +337,10 @@ def _is_block_method(facts: ToolFacts) -> bool:
 def _megatron_notes(facts: ToolFacts) -> Iterator[str]:
     early = [call for stage in facts.stages[:-1] for call in stage.after]
     if early:
-        yield f"the plan cuts after {_some(early)}; Megatron keeps norm and head in one stage"
+        yield f"the plan cuts after {some(early)}; Megatron keeps norm and head in one stage"
     late = [call for stage in facts.stages[1:] for call in stage.before]
     if late:
-        yield f"the plan cuts before {_some(late)}; Megatron embeds in the first stage"
+        yield f"the plan cuts before {some(late)}; Megatron embeds in the first stage"
     if facts.arrangement.zero.shards_modules and facts.arrangement.pipeline > 1:
         yield (
             "Megatron FSDP shards parameters in every microbatch of a pipeline; check that your "
@@ -348,18 +355,17 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=_titan_sections,
             schedules=_TORCH_SCHEDULES,
             notes=_titan_notes,
-            selective="torchtitan recomputes every second one as well: less memory, slower",
+            selective="torchtitan recomputes every second product: less memory, slower",
             compiles=True,
-            mixed="all blocks",
         ),
         "megatron": Tool(
             name="Megatron",
             sections=_megatron_sections,
             schedules=_MEGATRON_SCHEDULES,
             notes=_megatron_notes,
-            selective="Megatron of everything but the core of attention: more memory, faster",
+            selective="Megatron recomputes only the core of attention: more memory, faster",
             compiles=False,
-            mixed="equally many in every stage",
+            mixed="equally many blocks in every stage",
             mixes=_is_block_method,
         ),
         "accelerate": Tool(
@@ -367,9 +373,8 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=accelerate_sections,
             schedules={},
             notes=accelerate_notes,
-            selective="accelerate of none: slower, less memory",
+            selective="accelerate saves none: slower, less memory",
             compiles=False,
-            mixed="all blocks",
             nearest=partial(sharded_instead, "accelerate"),
         ),
         "transformers": Tool(
@@ -377,10 +382,19 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
             sections=transformers_sections,
             schedules={},
             notes=transformers_notes,
-            selective="transformers of none: slower, less memory",
+            selective="transformers saves none: slower, less memory",
             compiles=True,
-            mixed="all blocks",
             nearest=partial(sharded_instead, "transformers"),
+        ),
+        "deepspeed": Tool(
+            name="DeepSpeed",
+            sections=deepspeed_sections,
+            schedules={ScheduleKind.ONE_F_ONE_B: "1F1B"},
+            notes=deepspeed_notes,
+            selective="DeepSpeed saves none: slower, less memory",
+            compiles=True,
+            nearest=deepspeed_instead,
+            splits="the matrices of blocks",
         ),
     }
 )

@@ -10,26 +10,26 @@ from types import MappingProxyType
 
 from jinja2 import Environment
 
-from autopar.codegen.launch.quoting import (
-    bare,
-    command,
-    copied,
-    directive,
-    flag,
-    image,
-    lists,
-    plain,
-    pod_argument,
-    requirement,
-    shell,
-    yaml,
-)
 from autopar.codegen.launch.settings import (
     DOCKER,
     KUBERNETES,
     SKYPILOT,
     SLURM,
     LaunchSettings,
+    bare,
+    command,
+    copied,
+    directive,
+    flag,
+    image,
+    json_text,
+    lists,
+    members,
+    plain,
+    pod_argument,
+    requirement,
+    shell,
+    yaml,
 )
 from autopar.codegen.script.render import FILTERS, templates_of
 from autopar.codegen.text.values import Source
@@ -38,14 +38,14 @@ from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.telling.words import arrangement_words
 
 VOLUME = "/volume"  # where a volume is in the file system of a pod
-_PROCESSORS_OF_DEVICE = 4  # one computes, the others read rows
-_LAST_SECONDS = 20  # from torchrun's last patience to the end of the job
+_PROCESSORS_OF_DEVICE = 4  # CPU cores: one for the rank, the others for its DataLoader workers
+_LAST_SECONDS = 20  # torchrun stops waiting for ranks so long before the job is killed
 _LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a folder has for its training; `packages` are requirements of pip."""
+    """What a job's folder contains; `packages` are the lines of requirements.txt."""
 
     python: str  # "3.11"
     packages: tuple[str, ...]
@@ -55,7 +55,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
-    """What all schedulers are told: machines, processes, arguments of the script."""
+    """The facts that all schedulers need: machines, processes, arguments of the script."""
 
     title: str
     name: str
@@ -64,7 +64,7 @@ class LaunchJob:
     devices: int  # of a node; 0 without GPUs
     device: str
     arguments: tuple[str, ...]
-    metrics: str  # the file that the arguments name
+    metrics: str  # the script's metrics file, which `arguments` also name
 
 
 def job_name(plan: StoredPlan, settings: LaunchSettings) -> str:
@@ -161,7 +161,7 @@ def _patience(notice: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """A line of a map in YAML."""
+    """A key with its value in a YAML map."""
 
     key: str
     value: str
@@ -174,7 +174,7 @@ class KubernetesView:
     title: str
     name: str
     first_host: str
-    namespace: tuple[str, ...]  # one or none, as all tuples below that say so
+    namespace: tuple[str, ...]  # one or none
     labels: tuple[Labelled, ...]
     annotations: tuple[Labelled, ...]  # of pods
     image: str
@@ -333,13 +333,15 @@ TARGETS: Mapping[str, Callable[[LaunchJob, LaunchSettings, Content], Views]] = M
         SKYPILOT: _skypilot_files,
     }
 )
-FORGETFUL = (KUBERNETES, DOCKER, SKYPILOT)  # their files go with the machine, but on a volume
+FORGETFUL = (KUBERNETES, DOCKER, SKYPILOT)  # files outside a volume vanish with the machine
 _FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
     {
         **FILTERS,
         "shell": shell,
         "yaml": yaml,
         "plain": plain,
+        "json_text": json_text,
+        "members": members,
         "key": bare,
         "flag": flag,
         "lists": lists,
@@ -366,7 +368,7 @@ def launch_files(
 
 
 def rendered(views: Views) -> tuple[LaunchFile, ...]:
-    """Return files whose templates have their names."""
+    """Render views; each key is the name of a file, and of its template without `.j2`."""
     templates = _templates()
     return tuple(
         LaunchFile(name=name, text=templates.get_template(f"{name}.j2").render(view=view))

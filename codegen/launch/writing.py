@@ -17,12 +17,12 @@ from autopar.planner.model.guard import import_name, imported_names
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
 
-_RUNTIME = "autopar"  # the folder of a standalone script
-_OF_RUNTIME = ("torch", "safetensors")
+_RUNTIME = "autopar"  # the folder beside a standalone script that holds the runtime
+_REQUIREMENTS = ("torch", "safetensors")  # packages that the runtime imports
 
 
 def content_of(model: Path) -> Content:
-    """Return what a job's folder has and needs for a model file."""
+    """Return the files and folders of a job's folder, and the packages that they need."""
     own = sorted({path.parts[0] for path in _relative(model)})
     folders = [name for name in own if not name.endswith(".py")]
     files = [name for name in own if name.endswith(".py")]
@@ -35,7 +35,10 @@ def content_of(model: Path) -> Content:
 
 
 def _relative(model: Path) -> list[Path]:
-    """Return the model file and what it imports of its own, relative to where imports begin."""
+    """Return the model file, the files beside it that it imports, and their `__init__.py` files.
+
+    The paths are relative to the folder from which the model file is imported.
+    """
     folder = import_name(model).folder
     found = {file.relative_to(folder) for file in sources(model)}
     above = {parent / "__init__.py" for one in found for parent in one.parents}
@@ -48,7 +51,7 @@ def _packages(model: Path) -> Iterator[str]:
     known = packages_distributions()
     own = {path.parts[0].removesuffix(".py") for path in _relative(model)} | {_RUNTIME}
     needed = {known[name][0] for name in names - own - sys.stdlib_module_names if name in known}
-    for name in sorted(needed | set(_OF_RUNTIME)):
+    for name in sorted(needed | set(_REQUIREMENTS)):
         yield f"{name}=={version(name).partition('+')[0]}"  # without the build: 2.13.0+cpu
 
 

@@ -77,7 +77,7 @@ def initial_value_faults(names: Iterable[str]) -> Iterator[str]:
 
 
 def apart(ranks: Sequence[Held], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return each tensor's largest difference; infinite if no rank has one of its elements."""
+    """Return each tensor's largest difference; infinite if some of its elements are on no rank."""
     found = {name: 0.0 for name, value in expected.items() if value.numel()}
     missing = {name: torch.ones_like(expected[name], dtype=torch.bool) for name in found}
     for block in (block for held in ranks for block in held if block.name in found):
@@ -210,7 +210,7 @@ class RankInHalf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InHalf:
-    """A script in 16 bits compared with plain PyTorch with fp32 masters.
+    """A script in 16 bits compared with plain PyTorch in 16 bits with fp32 masters.
 
     `initial` is zero if both begin equally. `loss` and `weights` are the script's distance from
     fp32 after its steps, relative to plain PyTorch's.

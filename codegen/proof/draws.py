@@ -1,7 +1,7 @@
 """Records the random numbers of a training, and compares trainings by them.
 
-Ranks that draw from the same generator state draw the same numbers, so masks need not be read. The
-checks: as many numbers are independent as in one process; no two modules or data ranks share any; a
+Equal generator states give equal numbers, so states are compared in place of numbers. The checks:
+as many numbers are independent as in one process; no two modules or data ranks share any; a
 recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
 """
 

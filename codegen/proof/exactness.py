@@ -24,7 +24,7 @@ from autopar.runtime.ranks.randomness import undrawn
 
 LAST_LINES = 15  # of a failed script's output
 _KILLED = re.compile(r"exitcode\s*: -9\b")  # in torchrun's message about the first failure
-_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of runtime.refusal
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # the format of `ExitReason`
 _HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # the beginning of faulthandler's output
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -74,6 +74,7 @@ def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     return list(takewhile(lambda line: line.strip() != rank.strip(), own))
 
 
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -81,9 +82,9 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 class Widely(TorchFunctionMode):
     """A mode that ignores casts of float64 to float32.
 
-    If a model casts its logits to float32, sums in another order differ by 1e-7, and this hides
-    real differences below that. In a float64 training new tensors are float64, too, and literals
-    have the values of a float32 training.
+    If a model casts its logits to float32, sums in another order differ by 1e-7, which would hide
+    smaller faults. In a float64 training new tensors are float64, too, and literals have the values
+    of a float32 training.
 
     Optimizer steps run without this mode. AdamW's fused kernel on a GPU reads its step count as
     float32, whatever the tensor's dtype is.
@@ -93,7 +94,7 @@ class Widely(TorchFunctionMode):
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
-        self.optimizers = 0  # number that step now; an optimizer may step another one
+        self.optimizers = 0  # how many are in their step now: one may call the step of another
         self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -149,7 +150,7 @@ class Widely(TorchFunctionMode):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscaled(*args)
         is_wide = self.dtype is torch.float64
-        if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
+        if is_wide or (self.dtype not in _HALVES and any(map(_is_wide, args))):
             func = Tensor.double if func is Tensor.float else func
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}
@@ -211,6 +212,10 @@ def _with_wide_weights(
     """Cast a loss's class weights, which the model file may have made, to the scores' dtype."""
     wide = None if weight is None else weight.to(scores.dtype)
     return (scores, target, wide, *args), kwargs
+
+
+def _is_wide(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype is torch.float64
 
 
 def _wide(argument: Any) -> Any:

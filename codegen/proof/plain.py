@@ -23,10 +23,14 @@ from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
 from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
+from autopar.planner.layers import find_layers, float8_linears
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import ADAMW, AdamWDefaults, narrowed_buffers
+from autopar.planner.precision import Float8
 from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.data.epochs import Dealing, Epochs
 from autopar.runtime.ranks.mesh import start, stop
@@ -114,6 +118,8 @@ class Task:
     clip_norm: float | None = 1.0  # as in the script
     adamw: AdamWDefaults = ADAMW  # used if the model file has no optimizer
     half_buffers: tuple[str, ...] = ()  # buffers that a 16-bit plan casts
+    scaling: str = Float8.NONE.value  # of the linear layers in `float8_layers`
+    float8_layers: tuple[str, ...] = ()
     device: str = "cpu"
 
 
@@ -121,7 +127,7 @@ def task_of(
     plan: Plan, spec: str, *, steps: int, uses_dataset: bool = True, dtype: str = "float64"
 ) -> Task:
     """Return the settings of a plan's training in one process; `spec` is the model file."""
-    keywords = plan.graph.calls[""].keywords
+    keywords, float8 = plan.graph.calls[""].keywords, plan.arrangement.float8
     return Task(
         spec=spec,
         arguments=tuple(f"{key}={value}" for key, value in plan.model.arguments),
@@ -132,7 +138,13 @@ def task_of(
         uses_dataset=uses_dataset,
         dtype=dtype,
         half_buffers=tuple(one.name for one in narrowed_buffers(plan)),
+        scaling=float8.value,
+        float8_layers=() if float8 is Float8.NONE else _float8_layers(plan.graph),
     )
+
+
+def _float8_layers(graph: Graph) -> tuple[str, ...]:
+    return tuple(float8_linears(graph, find_layers(graph, infer_axes(graph))).values())
 
 
 def build_alone(file: ModelFile, task: Task) -> nn.Module:
@@ -290,7 +302,7 @@ def all_steps(exact: int) -> int:
 
 
 def clipped_share(step: int) -> float:
-    """Return the fraction of its norm to which a step clips gradients.
+    """Return the fraction of their norm to which a step's gradients are clipped.
 
     Every clip is effective, because the norm is always larger. The fraction changes from step to
     step, so that a missing, wrong or late clip shows; Adam would not notice a constant factor.

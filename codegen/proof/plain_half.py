@@ -1,6 +1,7 @@
 """Trains a model file in 16 bits with plain PyTorch and fp32 masters, like a 16-bit script.
 
-The same training in fp32 is the reference for both.
+Products of a plan in float8 are in float8 here, too, by torchao. The same training in fp32, without
+float8, is the reference for both.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from autopar.codegen.proof.plain import (
     scheduler_of,
 )
 from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.runtime.model.parts import use_float8
 
-FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would underflow
+FIRST_SCALE = 2.0**15  # of a loss in fp16: without it, gradients would underflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,8 @@ class _Both:
 
 
 def train_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
-    """Train in a task's 16-bit dtype, and in fp32."""
-    return _trained(task), _trained(replace(task, dtype="float32"))
+    """Train in a task's 16-bit dtype, with its products in float8, and in fp32."""
+    return _trained(task), _trained(replace(task, dtype="float32", float8_layers=()))
 
 
 def _trained(task: Task) -> PlainHalf:
@@ -92,9 +94,10 @@ def _built(file: ModelFile, task: Task) -> _Both:
     for parameter in masters.parameters():
         if parameter.dtype in HALVES:
             parameter.data = parameter.data.float()
-    if dtype not in HALVES:
-        return _Both(masters, masters)
-    return _Both(masters, cast_model(build_alone(file, task), task))
+    computing = masters if dtype not in HALVES else cast_model(build_alone(file, task), task)
+    if task.float8_layers:
+        use_float8(computing, task.float8_layers, task.scaling)
+    return _Both(masters, computing)
 
 
 def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:

@@ -130,7 +130,7 @@ def _settings(
     plan: Plan, script: GivenScript, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[ScriptSetting]:
     adamw = script.adamw
-    yield ScriptSetting("STEPS", Source(_STEPS), "of which the learning rates are a share")
+    yield ScriptSetting("STEPS", Source(_STEPS), "the learning-rate schedule spans all of them")
     yield ScriptSetting("GLOBAL_BATCH", literal(plan.arrangement.global_batch), "rows of a step")
     if not plan.model.has_optimizer:
         yield ScriptSetting("LEARNING_RATE", literal(adamw.learning_rate), "of AdamW")
@@ -141,11 +141,11 @@ def _settings(
         yield ScriptSetting(
             "FINAL_SHARE", literal(adamw.final_share), "of LEARNING_RATE, at the end"
         )
-    clipped = "of all gradients together, at most; 0: they stay as they are"
+    clipped = "largest norm of all gradients together; 0: no clipping"
     yield ScriptSetting("CLIP_NORM", literal(script.clip_norm or 0.0), clipped)
     yield ScriptSetting("SEED", literal(script.seed), "of weights and rows")
     columns = (f"{literal(key)}: {dtype}" for key, dtype in dtypes.items())
-    yield ScriptSetting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "of a batch")
+    yield ScriptSetting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "a batch's keys and dtypes")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -127,7 +127,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """A mode for calls that make tensors on the device where no dispatch mode sees them."""
+    """A mode that handles calls which make tensors on the device unseen by dispatch modes."""
 
     def __torch_function__(
         self,

@@ -62,7 +62,7 @@ class Watched:
         self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients to a share of their norm, not to the limit; keep the first step's."""
+        """Clip gradients to a share of their norm, not to the limit; copy the first step's."""
         norm = self.clip(parts, math.inf, *args, **kwargs)
         if limit:
             share = clipped_share(self.step)
@@ -97,9 +97,9 @@ class Watched:
             return ("gradients are never clipped",)
         missing = [step for step in range(1, self.steps + 1) if step not in self.limits]
         others = [found for found in self.limits.values() if (found or 0) != (limit or 0)]
-        told = [f"gradients are not clipped in step {step}" for step in missing[:1]]
-        told += [f"gradients are clipped at {one:g}, CLIP_NORM is {limit}" for one in others[:1]]
-        return tuple(told)
+        faults = [f"gradients are not clipped in step {step}" for step in missing[:1]]
+        faults += [f"gradients are clipped at {one:g}, CLIP_NORM is {limit}" for one in others[:1]]
+        return tuple(faults)
 
 
 def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0) -> RankTrained:
@@ -249,13 +249,13 @@ def main(script: str, job_file: str) -> None:
 def _run_in_new_process(run: Callable[[], Any], job: Job, kind: str) -> None:
     """Run a training in a new process, so that trainings do not share state of the model file."""
 
-    def leave() -> None:
+    def run_and_save() -> None:
         faulthandler.dump_traceback_later(job.patience_seconds, exit=True)
         found = run()
         faulthandler.cancel_dump_traceback_later()
         job.left(kind, int(os.environ["RANK"])).write_bytes(pickle.dumps(found))
 
-    process = get_context("fork").Process(target=leave)
+    process = get_context("fork").Process(target=run_and_save)
     process.start()
     process.join()
     if process.exitcode:

@@ -32,6 +32,7 @@ from autopar.planner.files import read_given
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import AdamWDefaults
 from autopar.planner.plan.traced import model_spec
+from autopar.planner.precision import Float8
 
 _DIGEST = "# Written by autopar "
 _ADAMW_SETTINGS = {one.name: one.name.upper() for one in fields(AdamWDefaults)}
@@ -135,7 +136,7 @@ def carried_over(script: GivenScript, emitted: str, other: str) -> str:
         there = [places.get(line, -1) for line in whole]
         if there != list(range(there[0], there[0] + len(there))) or there[0] < 0:
             raise InputError(
-                "a line was changed where the script of the smaller model reads otherwise",
+                "a changed line has no counterpart in the script of the smaller model",
                 where=f"{script.path}, line {edit.line}",
                 fix="verify the script with the whole model, without --arg",
             )
@@ -173,7 +174,7 @@ STATE_BYTES = 72
 
 
 COMPILING_SECONDS = 300.0  # allowed for ranks that compile at once
-_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # torch.compile then returns what it is given
+_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
 
 
 def verify(
@@ -215,8 +216,14 @@ def verify(
     if half is not None:
         comparison = replace(comparison, half=compared_in_half(found["half"], *half))
     faults, more = _draws_again(plan, script) if expected.draws else ((), ())
-    notes = (*notes, *not_compiled, *more)
+    notes = (*notes, *_float8_notes(plan), *not_compiled, *more)
     return replace(comparison, faults=(*comparison.faults, *faults), notes=notes)
+
+
+def _float8_notes(plan: Plan) -> Iterator[str]:
+    """Yield where products are in float8."""
+    if plan.arrangement.float8 is not Float8.NONE:
+        yield f"products are in float8 beside {plan.arrangement.precision}, and not beside float64"
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
@@ -282,8 +289,8 @@ def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tupl
         return device_draw_faults(script.path, first_of_stages, arranged.ranks), ()
     except RuntimeError as error:
         why = str(error).strip().splitlines()[-2:]
-        told = f"what layers draw where they run again is not compared: {' '.join(why)}"
-        return (), (told,)
+        note = f"random numbers of recomputed layers are not compared: {' '.join(why)}"
+        return (), (note,)
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:

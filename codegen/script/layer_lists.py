@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -36,13 +36,16 @@ from autopar.planner.findings.writes import writing_calls
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import LayoutKind
 from autopar.planner.graph.ops import BATCH, MODEL_DTYPE, Extent
+from autopar.planner.layers import LINEAR, compiled_ops, last_products
 from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.precision import Float8
 from autopar.planner.programs.layouts.strategies import Parts, parts_of
+from autopar.runtime.model.parts import is_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTables:
-    """The tables of a pipelined script; `ties` is empty if stages share no weights."""
+    """The tables of a pipelined script; `ties` is empty if stages share no trainable weights."""
 
     stages: Source
     ties: Source
@@ -77,7 +80,7 @@ def stage_tables(plan: Plan, opened: OpenedSource, axes: GraphAxes, *, last: str
 
 
 def crossing_names(opened: OpenedSource) -> dict[str, Source]:
-    """Return names for the functions `crossing`, which give sent tensors' shapes, by source."""
+    """Return the names of the functions that describe what stages send, by their sources."""
     sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
     if len(sources) == 1:
         return {sources[0]: Source(CROSSING)}
@@ -124,7 +127,10 @@ def _common_steps(name: str, stage: StageClass) -> int:
 
 
 def crossings_follow_rows(opened: OpenedSource, axes: GraphAxes) -> bool:
-    """Whether all sent tensors have sizes that are constant, or multiples of the rows."""
+    """Whether the sizes of all sent tensors are constants, or multiples of the rows.
+
+    False if tensor ranks split rows, or if the number of rows decides how a tensor is cut.
+    """
     gives = [one for stage in opened.stages for one in stage.gives]
     sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
     are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)
@@ -195,7 +201,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     if plan.arrangement.zero.shards_modules:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     if plan.arrangement.compile is Compile.LAYERS:
-        found.append(_listed("COMPILED", _compiled(subject, paths, modes)))
+        found.append(_listed("COMPILED", compiled_layers(plan, subject)))
     for one in recomputations(plan):
         found.append(
             _listed(
@@ -206,22 +212,39 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
     return Source("\n".join(found))
 
 
-def _compiled(
-    subject: PlannedSubject, paths: Iterable[str], modes: Iterable[Recompute]
-) -> list[str]:
-    """Return the layers to compile: those with several ops, which torch.compile may fuse."""
-    layers = zip(subject.layers.layers, paths, modes, strict=True)
+def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
+    """Return the layers to compile."""
+    layers = zip(subject.layers.layers, _paths(subject), plan.layer_modes, strict=True)
     return [
         path
         for layer, path, mode in layers
-        if path and len(layer.ops) > 1 and not mode.makes_chunks
+        if path and compiled_ops(layer, subject.graph) and not mode.makes_chunks
     ]
+
+
+def float8_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
+    """Return the call that lets linear layers of `part` multiply in float8, or "" if none do."""
+    float8 = plan.arrangement.float8
+    if float8 is Float8.NONE:
+        return Source()
+    given = [part, "COMPILED", literal(float8.value)]
+    if heads := heads_in(compiled_layers(plan, subject), subject):
+        given.append(f"but={literal(heads)}")
+    return Source(call("use_float8", *given).laid_out(before=4, indent=4))
+
+
+def heads_in(layers: Collection[str], subject: PlannedSubject) -> tuple[str, ...]:
+    """Return the nn.Linear modules in some layers whose products are the last before the loss."""
+    calls, last = subject.graph.calls, last_products(subject.graph)
+    called = (calls[op.call] for op in subject.graph.ops if op.name in last and op.call in calls)
+    paths = dict.fromkeys(one.path for one in called if one.class_name == LINEAR)
+    return tuple(path for path in paths if is_held(path, layers))
 
 
 def _check_recomputed(
     subject: PlannedSubject, paths: Sequence[str], modes: Sequence[Recompute]
 ) -> None:
-    """Raise for a layer whose mode would be lost, because no module call remains."""
+    """Raise for a layer that is to recompute, but which the script does not call as a module."""
     calls = subject.graph.calls
     lost = [
         calls[layer.call].path

@@ -137,8 +137,8 @@ def _check_name(one: Imported) -> None:
     """Raise for a class (an autograd Function) that would hide a name of the script."""
     if one.name in KNOWN:
         raise InputError(
-            f"the plan needs {one.module}.{one.qualname}, and {one.name} is what the script calls "
-            "its own",
+            f"the plan needs {one.module}.{one.qualname}, but {one.name} already has another "
+            "meaning in scripts",
             fix="give the class another name",
         )
 
@@ -322,7 +322,7 @@ def evaluation_notes(subject: PlannedSubject) -> Iterator[str]:
     if names:
         yield (
             f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
-            "the forward asks self.training, and the code printed here has that branch alone."
+            "the forward asks self.training, and the code printed here has only that branch."
         )
 
 
@@ -330,9 +330,9 @@ def absent_notes(subject: PlannedSubject) -> Iterator[str]:
     """Yield a note on the model's outputs that metrics() cannot use, if there are any."""
     if subject.opened.absent:
         yield (
-            f"metrics() cannot use {', '.join(subject.opened.absent)}. Scripts with code of the "
-            "model compute what the loss depends on, and evaluations have what of that is there "
-            "where the loss is computed, in tuples, dicts, dataclasses and namedtuples."
+            f"metrics() cannot use {', '.join(subject.opened.absent)}. A script that contains code "
+            "of the model only has outputs on which the loss depends, and only those that reach "
+            "the code of the loss, in tuples, dicts, dataclasses and namedtuples."
         )
 
 
@@ -348,7 +348,10 @@ def _model(plan: Plan, subject: PlannedSubject) -> tuple[str, str]:
 
 
 def _rows(plan: Plan, subject: PlannedSubject) -> Bracketed:
-    """Return the call that reads rows; if ops mix rows, no row is repeated to fill a batch."""
+    """Return the call that reads rows.
+
+    If ops mix rows, or the model takes only one number of rows, no row is repeated to fill a batch.
+    """
     arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")

@@ -81,7 +81,7 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
 
 
 def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the outermost modules whose names are all chosen, and the remaining chosen names."""
+    """Yield the outermost modules in which all names are chosen, and the chosen names outside."""
     every = list(names)
     others = set(every).difference(chosen)
     yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
@@ -109,10 +109,10 @@ def numbered_runs(names: Iterable[str]) -> Iterator[str | Bracketed]:
     run: list[str] = []
     for name in names:
         if run and not _follows(run[-1], name):
-            yield from _told(run)
+            yield from _printed_run(run)
             run = []
         run.append(name)
-    yield from _told(run)
+    yield from _printed_run(run)
 
 
 def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed, Value]]:
@@ -126,14 +126,14 @@ def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Bracketed,
         if number is not None:
             numbers.setdefault((pattern, value), []).append(number)
     ranges = {key: _range(sorted(own)) for key, own in numbers.items()}
-    told = set[tuple[str, Value]]()
+    done = set[tuple[str, Value]]()
     for name, value in table.items():
         pattern, number = _numbered(name)
         bounds = ranges.get((pattern, value)) if number is not None else None
         if bounds is None:
             yield literal(name), value
-        elif (pattern, value) not in told:
-            told.add((pattern, value))
+        elif (pattern, value) not in done:
+            done.add((pattern, value))
             yield call("expand", literal(pattern), f"range({bounds})"), value
 
 
@@ -160,7 +160,7 @@ def _follows(before: str, name: str) -> bool:
     )
 
 
-def _told(run: list[str]) -> Iterator[str | Bracketed]:
+def _printed_run(run: list[str]) -> Iterator[str | Bracketed]:
     if len(run) < 2:
         yield from map(literal, run)
         return
@@ -194,7 +194,7 @@ class ParameterTables:
 
 
 def parameter_tables(plan: Plan, axes: GraphAxes) -> ParameterTables:
-    """Return the tables of split parameters, and of replicated ones (with summed gradients)."""
+    """Return the tables of split parameters, and of whole ones whose gradients are added up."""
     if plan.arrangement.tensor == 1:
         return ParameterTables(splits=Source(), summed=Source())
     known = list(names_with_aliases(plan.graph))
@@ -242,7 +242,7 @@ def half_buffers(plan: Plan) -> Source:
     """Return the script's list of fp32 buffers that a 16-bit plan casts."""
     found = dict.fromkeys((one.name for one in narrowed_buffers(plan)), True)
     names = patterns(found, [one.name for one in plan.graph.buffers])
-    meaning = "buffers in 16 bits too, for the model computes with them as they are"
+    meaning = "buffers that are cast to 16 bits, too, because the model computes with them"
     return assigned("HALF_BUFFERS", tuple_of(*map(literal, names)), meaning) if found else Source()
 
 
@@ -261,8 +261,9 @@ def _splits(plan: Plan, axes: GraphAxes) -> Iterator[tuple[str, ParameterSplit]]
 def split_text(dim: int, parts: Parts, *, degree: int = 0) -> str:
     """Return the cut of a dim as Python.
 
-    A single part is left out if it has single elements, or if its blocks divide evenly over
-    `degree` ranks. The parts of fused weights are often equal.
+    `parts` is a tuple of (blocks, elements of a block). It is left out if the runtime can infer it:
+    one part, of blocks of one element, or of blocks that divide evenly over `degree` ranks. Equal
+    parts, as of a fused q-k-v weight, are printed as a product: `((12, 64),) * 3`.
     """
     blocks, size = parts[0]
     if len(parts) == 1 and (size == 1 or (degree and blocks % degree == 0)):
@@ -287,4 +288,5 @@ def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
     names = (one for one, _ in numbered_rows(summed))
-    return assigned("REPLICATED", tuple_of(*map(unpacked, names)))
+    meaning = "whole on tensor ranks; train_step adds up their gradients, which are partial sums"
+    return assigned("REPLICATED", tuple_of(*map(unpacked, names)), meaning)

@@ -216,17 +216,18 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 _LINE = re.compile(
     r"^# Written by autopar (\S+)(?:, [^\n]*:| \(checksum) ([0-9a-f]{16})"
-    r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.)$",
+    r"(?:, plan ([0-9a-f]{16}))?(?:\.|\); edits are kept\.|\)\.\n# Once you edit [^\n]*)$",
     re.MULTILINE,
-)  # the form with a colon is that of earlier versions
+)  # earlier versions wrote the forms with a colon, and with "edits are kept"
 
 
 def with_checksum(script: str, plan: Plan) -> Source:
-    """Return a script with the line of its checksum after its docstring."""
+    """Return a script with its checksum after its docstring, in two lines of comments."""
     head, mark, body = script.partition('\n"""\n')
     own = f"checksum {_digest(script)}, plan {plan_digest(plan)}"
-    line = remark(f"Written by autopar {plan.autopar} ({own}); edits are kept.")
-    return Source(f"{head}{mark}{line}\n{body}")
+    line = remark(f"Written by autopar {plan.autopar} ({own}).")
+    kept = remark("Once you edit this file, autopar overwrites it only with --force.")
+    return Source(f"{head}{mark}{line}\n{kept}\n{body}")
 
 
 def is_unchanged(script: str) -> bool:

@@ -42,6 +42,7 @@ class BuildView:
     has_writing: bool  # layers that write to memory that other code reads
     has_steady: bool  # buffers that are written once a step, not in each microbatch
     compiles: bool  # compiles layers with torch.compile
+    float8: Source  # the call that lets their linear layers multiply in float8, or ""
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
 

@@ -19,6 +19,7 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
+    host_words,
     part_words,
     shares_of,
     simpler_words,
@@ -127,7 +128,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def sums_rows(plan: Plan) -> bool:
-    """Whether a batch has several parts in a step and its loss is the sum of their losses."""
+    """Whether a step divides its batch into parts whose losses add up to the batch's loss."""
     is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
     return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
@@ -156,6 +157,12 @@ def planned(plan: Plan) -> Iterator[ScriptSetting]:
     yield ScriptSetting("MICROBATCHES", literal(arranged.microbatches), count)
     if arranged.data > 1:
         yield from _data_parallel(arranged)
+    if has_own_buckets(arranged):
+        bucket = "gradients are sent in buckets of this size, during the backward"
+        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
+    if arranged.offload.has_states:
+        there = "gradients and optimizer states are in the host's memory, where it steps"
+        yield ScriptSetting("OFFLOAD", literal(True), there)
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield ScriptSetting("SCHEDULE", literal(str(arranged.schedule)), schedule)
@@ -208,9 +215,6 @@ def _data_parallel(arranged: Arrangement) -> Iterator[ScriptSetting]:
     if has_copies(arranged):
         shared = "data ranks that share one copy of what ZERO divides"
         yield ScriptSetting("SHARD", literal(arranged.shard), shared)
-    if has_own_buckets(arranged):
-        bucket = "gradients are sent in buckets of this size, during the backward"
-        yield ScriptSetting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
     if arranged.compressed_gradients:
         yield ScriptSetting("COMPRESS", literal(True), "gradients are sent in 16 bits")
 
@@ -290,7 +294,7 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     elif plan.machines.nodes > 1:
-        yield f"Run it on each of {nodes} nodes, NODE from 0 as told below; HOST is the first"
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as listed below; HOST is the first"
         yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
@@ -318,7 +322,8 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
         times = f"{one.count:,} × {one.collective} " if one.count else ""
         size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
         took = f"{size}{seconds_text(one.seconds)}, {_exposed(one)}"
-        yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
+        over = f"over {one.ranks} ranks, " if one.ranks > 1 else ""
+        yield from _wrapped(f"{one.reason}: {times}{over}{took}", indent=4)
     rank, memory = plan.fullest
     limit = plan.limit_bytes(rank)
     yield (
@@ -327,10 +332,11 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
     )
     sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
     yield from _shares(sizes, memory.device_bytes, bytes_text)
+    yield from (line for told in host_words(plan) for line in _wrapped(f"Beside it {told}"))
 
 
 def _exposed(term: CommunicationTerm) -> str:
-    """Return by how much a communication lengthens the step."""
+    """Return in words how much of a communication's time lengthens the step."""
     if not term.exposed_seconds:
         return "none of it exposed"
     if term.exposed_seconds >= term.seconds:
@@ -350,16 +356,19 @@ def _shares(
             rest += part
     if rest:
         sizes["the rest"] = rest
-    told = [f"{name} {text(part)}" for name, part in sizes.items()]
-    yield from _wrapped(", ".join(told), indent=4)
+    words = [f"{name} {text(part)}" for name, part in sizes.items()]
+    yield from _wrapped(", ".join(words), indent=4)
 
 
 def _why(plan: Plan) -> Iterator[str]:
     found = plan.prediction
     most = max(shares_of(found), key=lambda share: share.seconds).part
-    yield from _wrapped(f"Why this plan: {_certainty(plan)}; {part_words(found, most)}.")
-    if plan.fastest is not None:
-        yield from _wrapped(f"{simpler_words(plan)}.")
+    if plan.fastest is None:
+        yield from _wrapped(f"Why this plan: {_certainty(plan)}; {part_words(found, most)}.")
+    else:
+        simpler = simpler_words(plan)
+        yield from _wrapped(f"Why this plan: {simpler[0].lower()}{simpler[1:]}.")
+        yield from _wrapped(f"{_certainty(plan)}. In this plan, {part_words(found, most)}.")
     for other in plan.runners_up[:1]:
         slower = other.step_seconds / found.step_seconds - 1
         of = "" if plan.fastest is None else " of another kind"
@@ -370,7 +379,7 @@ def _why(plan: Plan) -> Iterator[str]:
 
 
 def _certainty(plan: Plan) -> str:
-    """Return what is proved about the plan, or about the fastest one if this one is simpler."""
+    """Return in words what is proved about the plan or, if it is a simpler one, the fastest one."""
     count, gap = plan.proof.enumerated, plan.proof.gap
     of_pinned = "no plan for the pinned arrangement"
     none = f"none of the {count:,} arrangements" if count > 1 else of_pinned
@@ -378,7 +387,7 @@ def _certainty(plan: Plan) -> str:
     if plan.fastest is None:
         return f"{none} is {by}"
     fastest = seconds_text(plan.fastest.step_seconds)
-    return f"the fastest plan found takes {fastest}, and {none} is {by}"
+    return f"The fastest plan found takes {fastest}, and {none} is {by} than that"
 
 
 def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:

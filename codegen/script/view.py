@@ -12,6 +12,7 @@ from autopar.codegen.forward.reading.modules import LOSS_STAGE, Imported
 from autopar.codegen.script.layer_lists import (
     StageTables,
     crossing_names,
+    float8_call,
     layer_lists,
     recomputations,
     stage_tables,
@@ -86,7 +87,7 @@ def script_view(plan: Plan, subject: PlannedSubject, destination: Path) -> Scrip
     tables = _script_tables(plan, subject)
     return ScriptView(
         head=_head(plan, subject, calls, tables, file_name=destination.name),
-        build=_build(plan, tables),
+        build=_build(plan, subject, tables),
         step=_step(plan, subject, calls, tables),
         training=_training(plan, subject, tables),
     )
@@ -150,7 +151,7 @@ def _head(
     )
 
 
-def _build(plan: Plan, tables: ScriptTables) -> BuildView:
+def _build(plan: Plan, subject: PlannedSubject, tables: ScriptTables) -> BuildView:
     is_pipelined = _is_pipelined(plan)
     return BuildView(
         is_pipelined=is_pipelined,
@@ -162,6 +163,7 @@ def _build(plan: Plan, tables: ScriptTables) -> BuildView:
         has_writing=tables.has_writing,
         has_steady=bool(tables.once),
         compiles=plan.arrangement.compile is Compile.LAYERS,
+        float8=float8_call(plan, subject, "part" if is_pipelined else "model"),
         recomputations=recomputations(plan),
         wrapping=_wrapping(plan, tables),
     )
@@ -278,7 +280,7 @@ def _own_rows_table(opened: OpenedSource) -> Source:
     if not opened.own_rows:
         return Source()
     keys = tuple_of(*map(literal, opened.own_rows))
-    return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
+    return assigned("OWN_ROWS", keys, "keys of the batch: a tensor rank gets only its own rows")
 
 
 def _classes(plan: Plan, subject: PlannedSubject, calls: ModelCalls) -> Source:
@@ -322,6 +324,8 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"
+    if arranged.offload.has_states:
+        yield "offload=OFFLOAD"
     if half_buffers(plan):
         yield "half_buffers=HALF_BUFFERS"
     if synchronises_batch_norms(plan):
@@ -383,7 +387,7 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; gradients that are also summed over other axes share no bucket."""
+    """Return the call of wrap; gradients that other axes also add up get buckets of their own."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

@@ -1,4 +1,4 @@
-"""Lines of Python as text: imports, line breaks, and values that need no second line."""
+"""Lines of Python as text: imports, line breaks, and values that are computed only once."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Line:
     is_ordered: bool = False
     has_gradient: bool = True
     is_random: bool = False
-    reason: str = ""
-    hint: str = ""
+    reason: str = ""  # why a value is converted; becomes a comment
+    hint: str = ""  # the name of the op, function or module
     names: tuple[tuple[str, ...], ...] = ()  # the author's names of each result
     module: str | None = None
     function: str = ""

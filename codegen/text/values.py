@@ -173,8 +173,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.checkpointing": "Keeper",
         "autopar.runtime.model": (
-            "ROWS Crossing StagePart compile_layers freeze keep_apart expand shard_parameters "
-            "submodules take_classes"
+            "ROWS Crossing StagePart compile_layers freeze keep_apart expand use_float8 "
+            "shard_parameters submodules take_classes"
         ),
         "autopar.runtime.optimizer": (
             "LossScale adamw build_optimizer build_scheduler clip_by_global_norm sum_replicated "

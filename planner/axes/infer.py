@@ -26,7 +26,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """A place where a rule contradicts the rest of the graph; the dim is not split there."""
+    """A dim of an op's input that other ops have in another form; it is not split in this op."""
 
     op: str
     tensor: str
@@ -35,7 +35,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpAxes:
-    """An op's signature, and the logical axes of its letters."""
+    """An op's signature, and what its letters are in logical axes."""
 
     signature: Signature
     letters: Mapping[str, Dim]
@@ -45,7 +45,7 @@ class OpAxes:
 class GraphAxes:
     """The dims of every tensor in logical axes, and the axes of each op's letters.
 
-    A leaf is one axis. `names` has its name; an axis without a name is shown by its size.
+    A leaf is one axis. `names` has its name, which is its size if no op proposed a name.
     """
 
     dims: Mapping[str, tuple[Dim, ...]]
@@ -120,7 +120,7 @@ class _Inference:
         self.hints += hints_of(op, rule, signature, letters, self.graph)
 
     def axes(self) -> GraphAxes:
-        """Return all dims in terms of the axes that unification has left."""
+        """Return all dims in terms of the leaves that are free after unification: the axes."""
         names, whole_names = named(self.graph, self.dims, self.unifier, self.hints)
 
         def final(dim: Dim) -> Dim:

@@ -24,7 +24,10 @@ from autopar.planner.rules.signature import (
 
 
 class Unifier:
-    """A growing set of equations between dims: a leaf is free, equal to another, or structured."""
+    """A growing set of equations between dims.
+
+    A leaf is free, or equal to another leaf, or equal to a product or a concatenation of dims.
+    """
 
     def __init__(self) -> None:
         self._bound: dict[str, Dim] = {}
@@ -38,10 +41,10 @@ class Unifier:
         return Leaf(f"d{self._count}", size)
 
     def representative(self, dim: Dim) -> Dim:
-        """Return the leaf that represents all leaves equal to this one; compresses the path to it.
+        """Return the leaf that represents all leaves equal to this one; other dims as they are.
 
-        Without path compression, every layer of a deep model would walk through all layers before
-        it.
+        Equations that are passed on the way are shortened to lead to this leaf at once. Otherwise
+        every layer of a deep model would walk through all layers before it.
         """
         passed: list[str] = []
         while isinstance(dim, Leaf):
@@ -55,12 +58,12 @@ class Unifier:
         return dim
 
     def structure(self, dim: Dim) -> Dim:
-        """Return the top structure of a dim: a free leaf, a product or a concatenation."""
+        """Return what a dim is at its top: a free leaf, a product or a concatenation."""
         dim = self.representative(dim)
         return self._bound.get(dim.name, dim) if isinstance(dim, Leaf) else dim
 
     def resolved(self, dim: Dim) -> Dim:
-        """Return a dim in terms of free leaves alone."""
+        """Return a dim that has free leaves alone: other leaves are replaced by what they equal."""
 
         def replace(leaf: Leaf) -> Dim:
             top = self.structure(leaf)
@@ -69,7 +72,10 @@ class Unifier:
         return substituted(dim, replace)
 
     def unify(self, a: Dim, b: Dim) -> bool:
-        """Make two dims equal. Returns False if they cannot be; parts that agree stay equal."""
+        """Make two dims equal; return whether they can be.
+
+        If they cannot, those of their parts that were made equal before stay so.
+        """
         a, b = self.representative(a), self.representative(b)
         if a == b:
             return True
@@ -95,9 +101,10 @@ class Unifier:
         return True
 
     def _unify_lists(self, top_a: FlattenedDims | Concat, top_b: FlattenedDims | Concat) -> bool:
-        """Unify factors or parts in their order.
+        """Make the factors of two products, or the parts of two concatenations, equal in order.
 
-        If one is longer and free, it is split to match the shorter one.
+        If one of a pair is longer, it is split to match the other, unless it has a structure that
+        does not fit.
         """
         kind = type(top_a)
         split = self._split_product if kind is FlattenedDims else self._cut_part
@@ -118,7 +125,10 @@ class Unifier:
         return not a and not b
 
     def _split_product(self, dim: Dim, outer: Dim) -> tuple[Dim, Dim] | None:
-        """Split a factor into an outer part of the given size and the rest."""
+        """Split a factor into an outer one of the size of `outer`, and the rest; None if it fails.
+
+        A concatenation of equal parts is their number times one part.
+        """
         top, size = self.structure(dim), size_of(outer)
         inner_size = size_of(dim).divided_by(size)
         if inner_size is None:
@@ -135,7 +145,7 @@ class Unifier:
         return halves
 
     def _cut_part(self, dim: Dim, first: Dim) -> tuple[Dim, Dim] | None:
-        """Split a part after its first elements, of the given size."""
+        """Split a free part of a concatenation after as many elements as `first` has; else None."""
         top, size = self.structure(dim), size_of(first)
         if not isinstance(top, Leaf):
             return None
@@ -144,7 +154,7 @@ class Unifier:
         return halves
 
     def _unify_product_with_concat(self, whole: FlattenedDims, parts: Concat) -> bool:
-        """Make k·x and [x | x | … k times] equal."""
+        """Make a product k·x and a concatenation [x | x | …] of k parts equal."""
         factors = self._flat(whole.factors, FlattenedDims)
         count = constant(len(parts.parts))
         lead: list[Dim] = []
@@ -158,7 +168,7 @@ class Unifier:
         return all(self.unify(dims[0], other) for other in dims[1:])
 
     def _flat(self, dims: Iterable[Dim], kind: type[FlattenedDims | Concat]) -> list[Dim]:
-        """Return dims, with nested ones of one kind flattened."""
+        """Return dims in which those of one kind (products, or concatenations) are flattened."""
         flat: list[Dim] = []
         for dim in dims:
             top = self.structure(dim)
@@ -171,8 +181,8 @@ class Unifier:
         return flat
 
 
-# Priorities of names. The role of an axis in the batch, in attention or in the vocabulary says more
-# than its role in a convolution or a norm.
+# Priorities of names. An axis of the batch, of attention or of the vocabulary has the name of this
+# role, even if it is also the channels of a convolution or the width of a norm.
 _RANKS = {
     "batch": 100,
     "seq": 90,
@@ -190,9 +200,9 @@ _RANKS = {
     "positions": 35,
     "ffn": 10,
 }
-# Names that also fit parts of a concatenation: a part of the features is still features, but half a
-# head_dim is not a head_dim.
-_MADE_OF_ALIKE = ("channels", "embed")
+# If such a dim is a concatenation, its parts get the name, too: a part of the features is still
+# features, but half a head_dim is not a head_dim.
+_SHARED_WITH_PARTS = ("channels", "embed")
 _WEAK = 30  # subtracted from the priority of an uncertain name
 
 
@@ -235,7 +245,7 @@ def _is_input(tensor: str, graph: Graph) -> bool:
 def named(
     graph: Graph, dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, hints: list[Hint]
 ) -> tuple[dict[str, str], dict[Dim, str]]:
-    """Return the names of all axes, and of concatenations with a name of their own."""
+    """Return the names of all axes, and the names of concatenations whose parts have no names."""
     proposals = [*_input_hints(graph, dims), *hints]
     chosen: dict[str, str] = {}
     wholes: dict[Dim, str] = {}
@@ -258,7 +268,7 @@ def named(
 def _name_vocabularies(
     seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
 ) -> None:
-    """Rename classes to vocabulary, if they are also looked up or have the size of a vocabulary."""
+    """Rename classes to vocab, if they are also rows of a look-up table, or as many as a vocab."""
     for leaf, names in seen.items():
         if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
             chosen[leaf] = "vocab"
@@ -302,7 +312,7 @@ def _propose(
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
         if not open_ and len(joined) == 1:  # heads of ALiBi, whose slopes are joined
             wholes.setdefault(unifier.resolved(joined[0]), name)
-    elif name in _MADE_OF_ALIKE:
+    elif name in _SHARED_WITH_PARTS:
         for part in top.parts:
             _propose(part, name, unifier, chosen, wholes)
     else:
@@ -310,7 +320,7 @@ def _propose(
 
 
 def _free(dim: Dim, unifier: Unifier) -> list[Leaf]:
-    """Return the free leaves in a product, or the leaf itself."""
+    """Return the free leaves in a product, or a dim that is a free leaf itself."""
     top = unifier.structure(dim)
     if isinstance(top, Leaf):
         return [top]
@@ -341,7 +351,10 @@ def _name_inner_axes(
 def _numbered(
     dims: Mapping[str, tuple[Dim, ...]], unifier: Unifier, chosen: dict[str, str]
 ) -> dict[str, str]:
-    """Name every free axis; equal names of different sizes are numbered."""
+    """Name every axis; if axes of different sizes have one name, those after the first get numbers.
+
+    An axis without a name is called by its size.
+    """
     numbers: dict[str, list[str]] = {}
     names: dict[str, str] = {}
     for leaf in _every(dims, unifier):

@@ -33,7 +33,7 @@ class Topology(StrEnum):
 
 
 class Backend(StrEnum):
-    """The library that runs the collectives; NCCL also stands for RCCL, which has its protocols."""
+    """The library that runs the collectives; NCCL also stands for RCCL: its protocols are equal."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -68,7 +68,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between devices, sockets or nodes; with half a port per device, two share a port."""
+    """A link between devices, sockets or nodes; with 0.5 ports per device, two share a port."""
 
     name: str
     topology: Topology
@@ -79,6 +79,15 @@ class Link:
     reduction_efficiency: Share = 0.0  # fraction reached when the switch itself sums; 0: it cannot
     backend: Backend = Backend.NCCL
     collectives: tuple[MeasuredCollective, ...] = ()  # measured times, if any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """A device's share of its machine's own memory, and the link to it; rates are raw."""
+
+    memory_bytes: SomeBytes
+    memory_bytes_per_second: Rate
+    bytes_per_second: Rate  # of the link, in one direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +105,7 @@ class Device:
     devices_per_node: Degree
     launch_seconds: Seconds
     fabric: str  # the usual network between nodes
+    host: HostShare
     bridge: Link | None = None  # between pairs, if the cluster file has it
     devices_per_socket: Degree | None = None  # if traffic between sockets is slower
     power_watts: Rate | None = None

@@ -30,13 +30,14 @@ from autopar.planner.cluster.sheet import (
     link_of,
     link_tables,
     local_devices,
+    with_host_memory,
 )
 from autopar.planner.cluster.toml_reading import TOP, parsed, placed
 from autopar.planner.errors import InputError
 from autopar.planner.files import MOST_DEVICES, read_given
 
 SECTIONS = ("nodes", "network", "racks", "devices", "links")
-NODE_KEYS = ("count", "device", "devices", "bridged", "link")
+NODE_KEYS = ("count", "device", "devices", "bridged", "link", "host_memory")
 NETWORK_KEYS = ("like", "cards_per_node", *FABRIC_KEYS)
 RACK_KEYS = ("nodes_per_rack", "cards_per_node", *FABRIC_KEYS)
 
@@ -132,6 +133,9 @@ def _node(
     name = reading.text(table, "device", where=where)
     device = devices[name] if name in devices else _known_device(name, devices, where=where)
     count = reading.count(table, "devices", where=where, default=device.devices_per_node)
+    if "host_memory" in table:
+        machine_bytes = reading.figure(table, "host_memory", reading.parse_bytes, where=where)
+        device = with_host_memory(device, machine_bytes, count)
     is_bridged = reading.flag(table, "bridged", where=where)
     if is_bridged and device.bridge is None:
         raise InputError(
@@ -232,7 +236,7 @@ def default_node(device: Device, devices: int, *, is_bridged: bool = False) -> M
 
 
 def check_count(count: int, where: str) -> None:
-    """Raise if no cluster can have so many devices or nodes."""
+    """Raise for a number of devices or nodes that no cluster can have."""
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_DEVICES:
         raise InputError(
             f"{count} is not a number of {'machines' if where == '--nodes' else 'devices'}",
@@ -275,7 +279,7 @@ _MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return the allowed numbers of first devices: a part of the first node, or whole nodes."""
+    """Return how many first devices may be taken: a part of the first node, or whole nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 
@@ -287,7 +291,7 @@ def first_devices(cluster: Cluster, count: int) -> Cluster:
     sizes = prefix_sizes(cluster)
     if count not in sizes:
         raise InputError(
-            f"{count} of the {cluster.size} devices are not a number of whole nodes",
+            f"{count} of the {cluster.size} devices do not make whole nodes",
             expected=f"{_numbers_text(sizes)}",
             fix="take the first nodes as a whole, or a part of the first one",
         )

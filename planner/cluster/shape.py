@@ -85,12 +85,12 @@ def node_orders(cluster: Cluster) -> tuple[Cluster, ...]:
     if cluster.has_equal_nodes:
         return (cluster,)
     counts = Counter(cluster.nodes)
-    kinds = sorted(counts, key=_place)
+    kinds = sorted(counts, key=_fastest_first)
     return tuple(_ordered(cluster, nodes) for nodes in _orders(kinds, counts))
 
 
-def _place(node: Machine) -> tuple[object, ...]:
-    """Return a sort key for unlike nodes: fast, then much memory, then many devices."""
+def _fastest_first(node: Machine) -> tuple[object, ...]:
+    """Return a sort key for unlike nodes: the fastest first, then by memory, then by devices."""
     device = node.device
     return -half_peak(device), -device.memory_bytes, -node.devices, device.name, repr(node)
 
@@ -112,7 +112,7 @@ def _orders(kinds: Sequence[Machine], counts: Counter[Machine]) -> Iterator[tupl
 
 
 def _number(counts: Counter[Machine]) -> int:
-    """Return the number of orders of so many nodes of each kind, or any number over the limit."""
+    """Return the number of orders of these nodes; of many nodes, a number above MOST_ORDERS."""
     total = sum(counts.values())
     if total > MOST_ORDERS:
         return total
@@ -153,7 +153,10 @@ def _nodes_per_rack(cluster: Cluster) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossedLevel:
-    """A level that a group crosses: `parts` units of the level below, `members` ranks in each."""
+    """A level of links that a group crosses.
+
+    The group has ranks in `parts` units of the level below, and `members` ranks in each.
+    """
 
     level: str
     parts: int
@@ -274,7 +277,7 @@ def _shape(
             parts_of.setdefault(here[rank], set()).add(below[rank][0])
         parts = max(len(units) for units in parts_of.values())
         if parts > 1:
-            members = _most_common_size(below[rank][0] for rank in group)
+            members = _largest_number(below[rank][0] for rank in group)
             devices = min(below[rank][1] for rank in group)
             crossed = dict.fromkeys(
                 level.units[unit] for unit in sorted(parts_of) if len(parts_of[unit]) > 1
@@ -308,7 +311,8 @@ def _narrowest(crossings: Iterable[CrossedLevel]) -> CrossedLevel:
     )
 
 
-def _most_common_size(units: Iterable[int]) -> int:
+def _largest_number(units: Iterable[int]) -> int:
+    """Return how often the most frequent unit occurs."""
     sizes: dict[int, int] = {}
     for unit in units:
         sizes[unit] = sizes.get(unit, 0) + 1
@@ -328,7 +332,10 @@ def _crossing(
     """Return the crossing with the rate of one group.
 
     A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
-    most m·max(1, r) of them, and c concurrent groups share all: ports = min(d·r ÷ c, m·max(1, r)).
+    most m·max(1, r) of them, and c concurrent groups share all ports, at least one:
+
+        ports = min(max(1, d·r) ÷ c, m·max(1, r))
+
     c is d ÷ m if every device takes part. In a full mesh of u parts, a group over p of them uses
     the links to p − 1 of the u − 1 others.
     """

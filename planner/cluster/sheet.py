@@ -1,6 +1,7 @@
 """The devices and networks that autopar knows, and this machine's devices."""
 
 import difflib
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.planner.cluster import toml_reading as reading
-from autopar.planner.cluster.cluster import Backend, Device, Link, Topology
+from autopar.planner.cluster.cluster import Backend, Device, HostShare, Link, Topology
 from autopar.planner.cluster.toml_reading import (
     parse_bytes,
     parse_bytes_per_second,
@@ -46,8 +47,11 @@ DEVICE_KEYS = (
         "multiprocessors",
     ),
     *("cache", "usd_per_hour", "source"),
+    *("host", "host_memory", "host_memory_bandwidth", "host_bandwidth"),
 )
-# of a link for which none is given: NCCL reaches this share of NVLink's rate
+_HOST_KEYS = ("memory", "memory_bandwidth", "bandwidth")
+DEFAULT_HOST = "pcie4"
+# for a link without a given efficiency: NCCL reaches this share of NVLink's rate
 DEFAULT_EFFICIENCY = 0.8
 
 
@@ -113,7 +117,7 @@ def _meant(key: str) -> str:
 def canonical_name(name: str) -> str:
     """Return a device name in small letters and dashes, without the vendor."""
     key = name.strip().casefold().replace("_", "-").replace(" ", "-")
-    for vendor in ("nvidia-", "amd-", "tesla-"):
+    for vendor in ("nvidia-", "amd-", "tesla-", "instinct-"):
         key = key.removeprefix(vendor)
     return key
 
@@ -175,6 +179,7 @@ def device_of(
             where=where,
             default="ethernet-100",
         ),
+        host=_host(table, where=where),
         bridge=reading.choice(table, "bridge", all_links, where=where)
         if "bridge" in table
         else None,
@@ -190,6 +195,20 @@ def device_of(
         if "usd_per_hour" in table
         else None,
         source=reading.text(table, "source", where=where, default="cluster file"),
+    )
+
+
+def _host(table: Mapping[str, object], *, where: str) -> HostShare:
+    """Return a device's host: a usual one, except for figures that the table gives."""
+    known = dict(_tables("devices.toml", "host"))
+    usual = reading.choice(table, "host", known, where=where, default=DEFAULT_HOST)
+    own = {key: table.get(f"host_{key}", usual[key]) for key in _HOST_KEYS}
+    return HostShare(
+        memory_bytes=reading.figure(own, "memory", parse_bytes, where=where),
+        memory_bytes_per_second=reading.figure(
+            own, "memory_bandwidth", parse_bytes_per_second, where=where
+        ),
+        bytes_per_second=reading.figure(own, "bandwidth", parse_bytes_per_second, where=where),
     )
 
 
@@ -239,13 +258,13 @@ def _frozen(value: Any) -> Any:
 
 @cache
 def device_tables() -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of devices.toml, from which a cluster file may start (`like = …`)."""
+    """Return the tables of devices.toml, from which a cluster file may start (`like = …`)."""
     return MappingProxyType(dict(_tables("devices.toml", "device")))
 
 
 @cache
 def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
-    """Return the lines of links.toml for section "link" or "fabric"."""
+    """Return the tables of links.toml in section "link" or "fabric"."""
     return MappingProxyType(dict(_tables("links.toml", section)))
 
 
@@ -271,16 +290,23 @@ def local_devices() -> tuple[Device, ...]:
     properties = [
         torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
     ]
-    return tuple(
+    devices = [
         recognised(
             one.name, memory_bytes=one.total_memory, multiprocessors=one.multi_processor_count
         )
         for one in properties
-    )
+    ]
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return tuple(with_host_memory(one, machine_bytes, len(devices)) for one in devices)
+
+
+def with_host_memory(device: Device, machine_bytes: int, devices: int) -> Device:
+    """Return a device of a machine with this memory, which all its devices share."""
+    return replace(device, host=replace(device.host, memory_bytes=machine_bytes // devices))
 
 
 def _may_have_gpus() -> bool:
-    """Whether a GPU driver has its device file here. Only on Linux are their names known."""
+    """Whether a GPU driver may be there: on Linux, only if a driver's device file exists."""
     return sys.platform != "linux" or any(Path(one).exists() for one in _DRIVER_FILES)
 
 
@@ -291,7 +317,7 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     the one nearest in memory is taken then; if several are, the one whose name adds the fewest
     words.
     """
-    device = _by_name(name) or _by_words(name, memory_bytes)
+    device = device_like(name, memory_bytes)
     if device is None:
         raise InputError(
             f"this machine has a {name!r}, which autopar does not know",
@@ -302,6 +328,14 @@ def recognised(name: str, *, memory_bytes: int, multiprocessors: int | None = No
     )
 
 
+def device_like(name: str, memory_bytes: int | None) -> Device | None:
+    """Return the known device with this name, or the nearest of its model.
+
+    If `memory_bytes` is None, it is the one with the least memory among equally near ones.
+    """
+    return _by_name(name) or _by_words(name, memory_bytes)
+
+
 def _by_name(name: str) -> Device | None:
     try:
         return find_device(name)
@@ -309,15 +343,16 @@ def _by_name(name: str) -> Device | None:
         return None
 
 
-def _by_words(name: str, memory_bytes: int) -> Device | None:
+def _by_words(name: str, memory_bytes: int | None) -> Device | None:
     model = canonical_name(name).split("-")[0]
     words = set(canonical_name(name).split("-"))
     candidates = [one for key, one in device_sheet().items() if model in key.split("-")]
     return min(
         candidates,
         key=lambda one: (
-            round(abs(one.memory_bytes - memory_bytes) / (4 * GIBIBYTE)),
+            round(abs(one.memory_bytes - (memory_bytes or one.memory_bytes)) / (4 * GIBIBYTE)),
             len(set(one.name.split("-")) - words),
+            one.memory_bytes if memory_bytes is None else 0,
         ),
         default=None,
     )

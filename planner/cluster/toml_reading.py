@@ -124,7 +124,7 @@ def bandwidth_text(bytes_per_second: float) -> str:
 
 _PLACE = re.compile(r"(?P<fault>.*) \(at line (?P<line>\d+), column (?P<column>\d+)\)")
 _BARE_TEXT = re.compile(r"\s*(?P<key>[\w.-]+)\s*=\s*(?P<text>\w[^\"'#,\[\]{}]*?)\s*(#.*)?")
-_FIXES = (  # tomllib's message → what to do
+_FIXES = (  # how tomllib's message begins → what to do
     ("Cannot overwrite a value", "the key is already defined: leave one of the two out"),
     ("Cannot declare", "the section is already defined: put all of its keys below one header"),
     ("Expected '=' after a key", "write it as key = value"),
@@ -138,18 +138,18 @@ def parsed(source: str, *, where: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
-        told = _PLACE.fullmatch(str(error))
-        if told is None:  # at the end of the file: a quote or bracket was not closed
+        found = _PLACE.fullmatch(str(error))
+        if found is None:  # at the end of the file: a quote or bracket was not closed
             raise InputError(
                 f"not a valid TOML file: {error}",
                 where=where,
                 fix="close the quote or bracket that is open",
             ) from None
-        line = source.split("\n")[int(told["line"]) - 1].strip()
+        line = source.split("\n")[int(found["line"]) - 1].strip()
         raise InputError(
-            f"not a valid TOML file: {told['fault']}",
-            where=f"{where}, line {told['line']}, column {told['column']}: {line}",
-            fix=_fix(told["fault"], line),
+            f"not a valid TOML file: {found['fault']}",
+            where=f"{where}, line {found['line']}, column {found['column']}: {line}",
+            fix=_fix(found["fault"], line),
         ) from None
     except RecursionError:
         raise InputError("the TOML file is nested too deeply", where=where) from None
@@ -158,7 +158,7 @@ def parsed(source: str, *, where: str) -> Mapping[str, Any]:
 
 
 def _fix(fault: str, line: str) -> str:
-    known = next((fix for telling, fix in _FIXES if fault.startswith(telling)), "")
+    known = next((fix for beginning, fix in _FIXES if fault.startswith(beginning)), "")
     bare = _BARE_TEXT.fullmatch(line)
     if not known and bare:
         return f'texts need quotes: {bare["key"]} = "{bare["text"]}"'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from autopar.planner.files import (
     SomeSeconds,
 )
 from autopar.planner.graph.ops import Op
-from autopar.planner.precision import Kernels, Precision
+from autopar.planner.precision import Float8, Kernels, Precision
 from autopar.planner.rules.table import rule_of
 
 
@@ -46,7 +46,7 @@ class Recompute(StrEnum):
 
     _value_: str
     runs_again: bool
-    # the ops whose results are saved, so that they do not run again; None: only a layer's inputs
+    # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
     # the script's constant with the paths of these layers; the script calls each as a module
@@ -55,7 +55,7 @@ class Recompute(StrEnum):
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
 
     NONE = "none", False, None, True, "", "", False
-    # inside compiled code, inductor would decide itself which products run again
+    # not compiled: inside compiled code, inductor decides by itself which products run again
     SELECTIVE = (
         *("selective", True, _is_product, False),
         *("RECOMPUTED_IN_PART", 'recompute(layer, "selective")', False),
@@ -88,15 +88,33 @@ class Compile(StrEnum):
     LAYERS = "layers"  # each layer by itself; layers with equal code share the compiled code
 
 
+class Offload(StrEnum):
+    """What lies in the host's memory instead of the device's."""
+
+    _value_: str
+    has_states: bool  # gradients and optimizer states, where the optimizer steps on the CPU
+    words: str
+
+    NONE = "none", False, ""
+    OPTIMIZER = "optimizer", True, "optimizer on the host"
+
+    def __new__(cls, name: str, *row: Any) -> Self:
+        """Return a choice with the columns of its row."""
+        one = str.__new__(cls, name)
+        one._value_ = name
+        one.has_states, one.words = row
+        return one
+
+
 class Zero(IntEnum):
-    """What is divided between the ranks of the shard axis."""
+    """A ZeRO level: what is divided between the ranks of the shard axis."""
 
     _value_: int
     divides_optimizer: bool
-    divides_gradients: bool  # of a reduced gradient, a rank keeps its part alone
+    divides_gradients: bool  # a rank keeps only its part of a reduced gradient
     divides_parameters: bool  # each pass gathers them
     shards_modules: bool  # by torch's fully_shard, which has no buckets of gradients
-    reduces_each: bool  # gradients are reduced in every backward of a step, not in the last alone
+    reduces_each: bool  # gradients are reduced in every backward of a step, not only in the last
     words: str
 
     # level, divides optimizer states, gradients, parameters; shards modules; reduces each; words
@@ -145,7 +163,7 @@ def zero_words(levels: Iterable[Zero]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How ranks share the training; ranks are counted tensor first, then data, then pipeline.
+    """How ranks share the training; they are numbered tensor first, then data, then pipeline.
 
     `shard` ranks together hold one sharded copy: all of `data`, or fewer (HSDP). If the microbatch
     sizes of data ranks differ, `rows` has each rank's, and `microbatch` is the largest.
@@ -164,8 +182,10 @@ class Arrangement:
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
     compile: Compile = Compile.NONE
+    float8: Float8 = Float8.NONE  # of the linear layers inside compiled layers
+    offload: Offload = Offload.NONE
     rows: tuple[Rows, ...] = ()
-    # index into the tried orders of unlike nodes; 0 in a plan, whose cluster is in the chosen order
+    # which of the tried orders of unlike nodes; 0 in a plan: its cluster has the chosen order
     order: Number = 0
 
     @property
@@ -180,18 +200,36 @@ class Arrangement:
 
     @property
     def divided(self) -> Zero:
-        """The ZeRO level whose parts are smaller than the whole; ZeRO-0 if one rank has them."""
+        """The ZeRO level, or ZeRO-0 if a single rank would have all parts."""
         return self.zero if self.shard > 1 else Zero.NONE
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether every backward of a step sends gradients, not the last alone.
+
+        A device without memory for its optimizer has none for sums of gradients either.
+        """
+        return self.zero.reduces_each or self.offload.has_states
+
+    @property
+    def shards_on_host(self) -> bool:
+        """Whether fully_shard keeps its parts of the parameters in host memory, too."""
+        return self.offload.has_states and self.divided.shards_modules
+
+    @property
     def optimizer_ranks(self) -> int:
-        """The data ranks that divide the optimizer's states between them."""
+        """The number of data ranks that divide the optimizer's states between them."""
         return self.shard if self.zero.divides_optimizer else 1
 
     @property
     def has_buckets(self) -> bool:
-        """Whether gradients lie in buckets, whose memory stays from step to step."""
-        return self.data > 1 and not self.zero.shards_modules
+        """Whether gradients lie in buckets; if they go to the host, even on a single data rank."""
+        return (self.data > 1 or self.offload.has_states) and not self.zero.shards_modules
+
+    @property
+    def keeps_buckets(self) -> bool:
+        """Whether the memory of buckets stays from step to step."""
+        return self.has_buckets and not self.offload.has_states
 
     @property
     def global_batch(self) -> int:
@@ -248,7 +286,7 @@ Modes = Mapping[Recompute, LayerCost]  # the cost of a layer in each mode
 class CommunicationTerm:
     """A kind of communication of the busiest rank in one step, and its reason."""
 
-    reason: str  # "data parallel gradients", "tensor parallel activations", …
+    reason: str  # "gradients summed over the data axis", …
     collective: str
     ranks: Degree
     count: Elements
@@ -283,6 +321,7 @@ class MemoryPrediction:
     communication_bytes: Bytes  # buckets and buffers
     margin_bytes: Bytes  # allocator fragments
     context_bytes: Bytes  # device context and communication libraries
+    host_bytes: Bytes = 0  # in the host's memory
 
     @property
     def allocated_bytes(self) -> int:
@@ -339,42 +378,3 @@ class Prediction:
     def peak_memory(self) -> MemoryPrediction:
         """Memory of the fullest rank."""
         return max((stage.memory for stage in self.stages), key=lambda m: m.device_bytes)
-
-
-_GREATEST = (
-    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
-    *("learning_bytes", "learned_gradient_bytes", "early_gradient_bytes", "deferred_bytes"),
-)
-
-
-def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
-    """Return each layer's cost on the slowest kind of device; equal layers stay one object.
-
-    Forward, whole backward, and the part for input gradients are each taken from the device that is
-    slowest in it. Saved bytes are those of the device that saves most.
-    """
-    if len(rows) == 1:
-        return rows[0]
-    known: dict[tuple[int, ...], Modes] = {}
-    row = []
-    for alternatives in zip(*rows, strict=True):
-        key = tuple(map(id, alternatives))
-        if key not in known:
-            known[key] = {
-                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
-            }
-        row.append(known[key])
-    return tuple(row)
-
-
-def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the maxima of times and sizes; other figures are those of the slowest device."""
-    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
-    backward = max(one.backward_seconds for one in costs)
-    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
-    return replace(
-        most,
-        backward_seconds=backward,
-        weight_gradient_seconds=backward - inputs,
-        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
-    )

@@ -61,10 +61,10 @@ def is_class(graph: Graph, target: Ref) -> bool:
 
 
 def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
-    """Return the tensors that decide what a mean counts; () if it counts all rows, or is no mean.
+    """Return the tensors that decide which elements a mean counts; () if it counts all of them.
 
     For a loss over classes, these are the targets and class weights. Otherwise it is the mask that
-    selected the mean's elements.
+    selected the mean's elements. For an op that is no mean, the result is (), too.
     """
     arguments = dict(op.arguments)
     is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
@@ -83,7 +83,11 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_untold(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts elements that the model selects: a part's count is then unknown."""
+    """Whether a mean counts elements that the model selects, and the batch does not tell how many.
+
+    If only the targets of a loss decide, this is so if an op that computes them has the loss's
+    ignore_index as an argument.
+    """
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False
@@ -93,7 +97,7 @@ def counts_untold(op: Op, graph: Graph) -> bool:
 
 
 def is_told(graph: Graph, names: Iterable[str]) -> bool:
-    """Whether the batch alone determines what a mean counts."""
+    """Whether the batch alone determines these tensors, which decide what a mean counts."""
     tensors = [graph.tensors.get(name) for name in names]
     is_known = all(one is not None and one.counted_by != one.name for one in tensors)
     return is_known and steps_from_batch(graph, names) is not None
@@ -127,9 +131,10 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 
 def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
-    """Return the ops that compute a number from numbers, in order, and the numbers made of rows.
+    """Return the ops that compute a scalar from other scalars, in order, and what they start from.
 
-    Ops that compute numbers which are the same for every batch are returned, too.
+    They start from scalars that are computed from rows. Ops whose result is the same for every
+    batch are included.
     """
     of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
     waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
@@ -148,7 +153,7 @@ def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str
 
 
 def _is_of_numbers(op: Op, graph: Graph) -> bool:
-    """Whether an op computes a number from numbers, independently of rows."""
+    """Whether an op computes a scalar from scalars, and not from the number of rows."""
     is_for_each = rule_of(op.target).shape is elementwise and not counts_rows(op)
     return is_for_each and not op.writes and not any(graph.tensors[i].shape for i in op.inputs)
 
@@ -167,13 +172,13 @@ def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | N
 
 
 class Follows(StrEnum):
-    """How a tensor of a whole batch follows from those of its equal parts."""
+    """How a tensor computed from a batch follows from those computed from its equal parts."""
 
     ALIKE = "alike"  # it does not depend on rows
     ROWS = "rows"  # it has a value for each row
-    MEAN = "mean"
-    SUM = "sum"
-    NEARLY = "nearly"  # their mean, except for weights or a term that depend on the whole batch
+    MEAN = "mean"  # of the parts' tensors
+    SUM = "sum"  # of the parts' tensors
+    NEARLY = "nearly"  # the mean, except for weights or a term that depend on the whole batch
     MEETS = "meets"  # it cannot be computed from parts
 
 
@@ -187,7 +192,8 @@ class LossOfParts:
 
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
-_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # from all rows, even if the result's size varies
+# a result of all rows, even if its size depends on the batch: it has no value for each row
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
 
@@ -218,7 +224,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from means whose parts are not weighted by their rows."""
+    """Whether a number is computed from a mean in which a part's weight is not its rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False
@@ -228,7 +234,7 @@ def _is_weighed(number: str, graph: Graph) -> bool:
 
 
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
-    """Return the first op on the path to the loss with this kind of result."""
+    """Return the op at which this kind of result begins, on a path back from the loss."""
     makers = graph.index.made_by
     op = makers.get(graph.loss)
     while op is not None:
@@ -246,7 +252,7 @@ class _LossReader:
         self.graph = graph
         self.follows: dict[str, Follows] = {}
         zeros = (op for op in graph.ops if "zeros" in op.target)
-        self.zeros = {out for op in zeros for out in op.outputs}  # the start of a sum
+        self.zeros = {out for op in zeros for out in op.outputs}  # a sum may start with them
         for tensor in graph.tensors.values():
             if tensor.origin is not TensorOrigin.OP:
                 self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
@@ -289,7 +295,7 @@ class _LossReader:
             return Follows.MEAN
         if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
             return Follows.SUM  # the bins do not depend on rows
-        adds = isinstance(arguments.get(rule.added), Ref)  # would be added once per part
+        adds = isinstance(arguments.get(rule.added), Ref)  # a sum of parts would add it many times
         if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
             return Follows.SUM
         return self._unknown(op, rule)

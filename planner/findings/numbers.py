@@ -18,7 +18,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import has_line, kind_of, rule_of
 
-LARGE = 0.05  # of the bytes of a step: a smaller share hardly matters
+LARGE = 0.05  # the share of a step's bytes from which a missing formula matters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +53,15 @@ def _reads_parameter(op: Op, graph: Graph) -> bool:
     return any(graph.tensors[root].origin is TensorOrigin.PARAMETER for root in roots)
 
 
-SLOW = 0.02  # of the seconds of a microbatch: a smaller loss hardly matters
-LEAST_LOSS_SECONDS = 1e-3  # of a microbatch: small models are not trained for their speed
+SLOW = 0.02  # the share of a microbatch's seconds from which lost time matters
+LEAST_LOSS_SECONDS = 1e-3  # less lost time per microbatch does not matter: the model is small
 _ALIGNED = 8  # 16-bit elements: 16 bytes
-_PADDED = 64  # elements: whole rows of tiles
+_PADDED = 64  # elements: a multiple of it fills whole tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unaligned:
-    """A size of matrix products whose rows are no multiple of 16 bytes; seconds per microbatch."""
+    """A size in matrix products that is no multiple of 16 bytes; all seconds are per microbatch."""
 
     size: int
     location: str

@@ -40,10 +40,10 @@ from autopar.planner.model.without_memory import marked_like, without_memory
 
 Schedule: TypeAlias = Callable[[Any], Any]
 
-_LARGEST_DIM = 4  # of a stand-in's dims
+_LARGEST_DIM = 4  # larger dims are cut to this size in a stand-in
 _FP32_BYTES = 4
 _STEPS = 3
-_LISTS = ("params", "param_names")  # keys of a parameter group
+_LISTS = ("params", "param_names")  # keys of a parameter group that are no settings
 _WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
 _LARGEST_DIFFERENCE = 1e-3  # relative to the largest update; larger differences count
 
@@ -62,9 +62,10 @@ class _Stepped(NamedTuple):
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
-    """Return the properties of the model's optimizer, or AdamW; None if it cannot be tried here.
+    """Return the properties of the model's optimizer, or of AdamW if the model file builds none.
 
-    Raises for an optimizer or scheduler that a script cannot create or call.
+    None if the optimizer cannot be tried here. Raises for an optimizer or scheduler that a script
+    cannot create or call.
     """
     with _generators_restored():
         return _traits(model_file, graph)
@@ -194,8 +195,8 @@ def _is_mistake(cause: BaseException | None) -> bool:
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
     """Whether build_optimizer also finds wrong values with the model's own parameters.
 
-    The model's parameters are on meta. If an optimizer reads their values, torch raises an error of
-    another type, which does not count.
+    The model's parameters are on meta. If an optimizer reads their values there, torch raises an
+    error of another type, for which the result is False.
     """
     if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
         return False
@@ -222,6 +223,7 @@ def _step_once(optimizer: Any, scheduler: Any) -> None:
 
 
 def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
+    """Return parameters with random values, marked like the originals."""
     made, found = torch.Generator().manual_seed(0), []
     for one in sizes:
         found.append(nn.Parameter(torch.randn(one.size, generator=made)))
@@ -232,7 +234,7 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
 
 
 def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
-    """Return an optimizer's reach: change some elements, and see whether other updates change."""
+    """Return an optimizer's reach: change some elements, and see whether others' updates change."""
     second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
@@ -246,7 +248,7 @@ def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
 
 
 def _every_second(sizes: Sequence[StandIn]) -> list[Tensor]:
-    """Return masks of every second element along each dim of a parameter, like a chessboard."""
+    """Return a mask for each parameter, of every second element along each dim (a chessboard)."""
     places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
     return [one % 2 == 1 for one in places]
 
@@ -351,7 +353,7 @@ def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[Stan
 def _settings(
     make: Make, schedule: Schedule | None, parameters: Sequence[nn.Parameter]
 ) -> dict[int, str]:
-    """Return the settings of each parameter over some steps, by identity."""
+    """Return, for the id of each parameter, the settings of its group in some steps as text."""
     optimizer = make(parameters)
     scheduler = None if schedule is None else schedule(optimizer)
     found: dict[int, str] = defaultdict(str)

@@ -1,8 +1,8 @@
-"""Calls build_optimizer with its argument, on small stand-ins, and tries its schedule.
+"""Calls build_optimizer on small stand-ins for the parameters, and tries its schedule.
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips
-parameters without a gradient, whereas zero gradients would decay them.
+parameters without a gradient; with zero gradients, its weight decay would change them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ NAME = "stand_in_for"  # an attribute of a stand-in
 
 
 def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:
-    """Return a function from stand-ins to the optimizer, passed as build_optimizer takes them."""
+    """Return a function that makes the optimizer for stand-ins.
+
+    It passes them as build_optimizer takes them: as a list, named, or in the model.
+    """
     build = model_file.build_optimizer
     if build is None:
         return lambda parameters: AdamW(parameters)
@@ -78,7 +81,7 @@ def check_optimizer(made: Any, where: str) -> None:
     raise InputError(
         f"build_optimizer returns a {name}, {lacks}",
         where=where,
-        expected="a torch.optim.Optimizer, be it around another one",
+        expected="a torch.optim.Optimizer, which may wrap another one",
         fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
         "super().__init__(optimizer.param_groups, {}): both have the same groups then",
     )
@@ -98,7 +101,7 @@ def _check_once(optimizer: Optimizer, where: str) -> None:
 
 def check_step(called: Any, maker: str, fix: str, where: str) -> None:
     """Raise if the step of an optimizer or scheduler takes arguments, or is missing."""
-    kind = type(called)  # schedulers wrap the step of the optimizer itself
+    kind = type(called)  # the object's own `step` may be a scheduler's wrapper
     name, step = kind.__name__, getattr(kind, "step", None)
     if step is None:
         raise InputError(
@@ -116,9 +119,10 @@ def check_step(called: Any, maker: str, fix: str, where: str) -> None:
 
 
 def own_tensors(optimizer: Any) -> tuple[str, ...]:
-    """Return the attributes of an optimizer, or of an inner one, that hold copies of parameters.
+    """Return the attributes of an optimizer, or of an inner one, that hold tensors like parameters.
 
-    They are as large as whole parameters, and no checkpoint stores them.
+    Such a tensor has the shape of a parameter, or is a vector of all of them. It is not in the
+    optimizer's state, so no checkpoint stores it.
     """
     stepped = [one for group in optimizer.param_groups for one in group["params"]]
     given, shapes = set(map(id, stepped)), {one.shape for one in stepped}
@@ -134,7 +138,7 @@ def own_tensors(optimizer: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-TRIED_STEPS = 100  # a script's default
+TRIED_STEPS = 100  # the number of steps of a script without --steps
 
 
 def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:
@@ -142,7 +146,7 @@ def schedule_end(model_file: ModelFile, scheduler: Any) -> ScheduleEnd | None:
     before = state_scope(model_file.path).snapshot()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about an optimizer that is not stepped
+            warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped
             for step in range(1, TRIED_STEPS + 1):
                 try:
                     scheduler.step()

@@ -1,8 +1,8 @@
 """Finds ops that mix or reorder rows of a batch, and random numbers that all rows share.
 
-A mixture of experts sorts rows and returns them: the rows are sorted by expert, each group is
-multiplied by its expert's matrix, and every row returns to its place. Rows do not affect each other
-if tensors in the order of a sort never meet tensors in another order.
+A mixture of experts sorts rows by expert, multiplies each group by its expert's matrix, and puts
+every row back in its place. Rows do not affect each other if no op combines a tensor in the order
+of a sort with a tensor in another order.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autopar.planner.rules.table import kind_of, takes_statistics
 def norm_of_rows(graph: Graph) -> Op | None:
     """Return the first batch norm in training that takes statistics over the rows of a batch.
 
-    Data ranks share such statistics. Microbatches cannot: the first one has been normalised, and
-    its backward may be done, before the next one exists.
+    Data ranks can share such statistics, because they normalise at the same time. Microbatches
+    cannot: the first one is normalised, and perhaps through its backward, before the next begins.
     """
     for op in graph.ops:
         if takes_statistics(op):
@@ -39,12 +39,13 @@ def norm_of_rows(graph: Graph) -> Op | None:
 
 
 _NATURAL = ""
-# Ops that turn the indices of a sort into indices of rows.
-_STEPS = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
+# Ops on the indices of a sort whose result still counts as indices of its rows: index // k and
+# index % k (each row is sorted k times, once for each of its experts), and expanding them.
+_KEEPING_INDICES = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
 
 
 def grouped_rows(graph: Graph) -> frozenset[str]:
-    """Return the sorts of integers, and the grouped products, that mix no rows."""
+    """Return the names of the sorts of integers, and of the grouped products, that mix no rows."""
     reader = _OrderReader(graph)
     for op in graph.ops:
         reader.read(op)
@@ -58,7 +59,7 @@ class _OrderReader:
         self.graph = graph
         self.order: dict[str, str] = {}  # tensor → the sort that its rows are ordered by
         self.places: dict[str, str] = {}  # tensor → the sort whose row indices it holds
-        self.ways_back: dict[str, str] = {}  # tensor → the sort that it inverts
+        self.ways_back: dict[str, str] = {}  # tensor → the sort that indexing by it undoes
         self.sorts: dict[str, str] = {}  # a sort, or an op in its order → the sort
         self.mixed: set[str] = set()
 
@@ -73,7 +74,7 @@ class _OrderReader:
         elif kind is OpKind.ADD_AT and self._returns(op):
             return
         elif kind not in (OpKind.COUNT, OpKind.LIKE):
-            self._keep(op, kind)
+            self._keep_order(op, kind)
 
     def _sorts_groups(self, op: Op) -> bool:
         given = self.graph.tensors[op.inputs[0]]
@@ -81,7 +82,7 @@ class _OrderReader:
 
     def _sort(self, op: Op) -> None:
         (given,), places = op.inputs, op.outputs[-1]
-        if given in self.places:  # sorting a sort's indices inverts it
+        if given in self.places:  # sorting the indices of a sort gives the inverse permutation
             self.ways_back[places] = self.sorts[op.name] = self.places[given]
             return
         self._mix(given)
@@ -110,11 +111,12 @@ class _OrderReader:
         elif index in self.ways_back and order == self.ways_back[index]:
             return
         elif not self._rows(source) and index not in self.ways_back:
-            self.order[made] = self.order.get(index, _NATURAL)  # values of each row's group
+            # a table without rows of the batch (a bias for each expert): the order of the index
+            self.order[made] = self.order.get(index, _NATURAL)
         else:
             self._mix(source, index)
 
-    def _keep(self, op: Op, kind: OpKind) -> None:
+    def _keep_order(self, op: Op, kind: OpKind) -> None:
         rowed = [one for one in op.inputs if self._rows(one)]
         orders = {self.order.get(one, _NATURAL) for one in rowed}
         leads_back = any(one in self.ways_back for one in op.inputs)
@@ -127,7 +129,7 @@ class _OrderReader:
             return
         (order,) = orders
         self.order.update(dict.fromkeys(kept, order))
-        if (kind.keeps_entries or kind in _STEPS) and op.inputs[0] in self.places:
+        if (kind.keeps_entries or kind in _KEEPING_INDICES) and op.inputs[0] in self.places:
             self.places.update(dict.fromkeys(kept, order))
         if kind is OpKind.GROUPED:
             self.sorts[op.name] = order
@@ -155,10 +157,10 @@ def meeting_rows(graph: Graph) -> Op | None:
     """Return the first op that combines rows, for the loss or for a buffer.
 
     It may compare all pairs of rows (contrastive losses), a row with the next one, or the two
-    halves of a batch; use a result of all rows in each row (centering); compute with their number;
-    take a nonlinear function, such as a root, of their mean or sum; write a result of all rows to a
-    buffer; or normalise rows by their statistics without being one of torch's batch norms, which
-    share statistics over all ranks.
+    halves of a batch; use a result of all rows in each row (centering); compute with the number of
+    rows; take a nonlinear function, such as a root, of a mean or sum over rows; write a result of
+    rows to a buffer; or normalise rows by their statistics. torch's own batch norms do not count:
+    they share their statistics over all ranks.
     """
     of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
     for op in graph.ops:
@@ -166,7 +168,7 @@ def meeting_rows(graph: Graph) -> Op | None:
             continue
         if any(by(op, graph) for by in _MEETING):
             return op
-        if any(by(op, graph, of_parts) for by in (_shares, _counts, _keeps)):
+        if any(by(op, graph, of_parts) for by in (_shares_result, _uses_row_count, _writes_result)):
             return op
     return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
 
@@ -176,11 +178,11 @@ def _compares_rows(op: Op, graph: Graph) -> bool:
     return any(_varying(graph, name) > 1 for name in op.outputs)
 
 
-def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+def _shares_result(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op uses a result of all rows in each row.
 
-    The gradient of a sum over rows is each row's own. The gradient of a mean contains the number of
-    rows.
+    A gradient (`torch.autograd.grad`) of a sum over rows does not: each row's part of it depends on
+    that row alone. A gradient of a mean does, because it contains the number of rows.
     """
     if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
         return False
@@ -193,8 +195,11 @@ def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
     return all(of_parts[name] in added for name in op.inputs)
 
 
-def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op computes with the number of rows; `loss_of_parts` judges means and sums."""
+def _uses_row_count(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op computes with the number of rows.
+
+    Ops on a mean or sum over rows do not count here: `loss_of_parts` judges them.
+    """
     del graph
     known = (Follows.MEAN, Follows.SUM)
     return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
@@ -214,8 +219,8 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
     return any(not size.is_constant for size in sizes)
 
 
-def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op writes a result of rows to a buffer; each rank would have its own."""
+def _writes_result(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op writes a result of rows to a buffer: ranks would write different results."""
     if kind_of(op) is OpKind.BATCH_NORM:
         return False
     return bool(written_buffers(op, graph)) and any(
@@ -223,8 +228,8 @@ def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     )
 
 
-def _counts_all(op: Op, graph: Graph) -> bool:
-    """Whether an embedding divides its gradient by how often all rows name an entry."""
+def _divides_by_frequency(op: Op, graph: Graph) -> bool:
+    """Whether an embedding divides an entry's gradient by how often it occurs in all rows."""
     del graph
     return bool(dict(op.arguments).get("scale_grad_by_freq"))
 
@@ -241,11 +246,14 @@ def _varying(graph: Graph, name: str) -> int:
     return sum(not size.is_constant for size in graph.tensors[name].shape)
 
 
-_MEETING = (_compares_rows, _mixes_rows, _counts_all, _normalises_alone)
+_MEETING = (_compares_rows, _mixes_rows, _divides_by_frequency, _normalises_alone)
 
 
 def may_be_uneven(graph: Graph) -> bool:
-    """Whether rows are independent, and the batch's loss follows from unequal parts."""
+    """Whether a batch may be cut into parts of unequal size.
+
+    Rows must be independent, and the losses of such parts must give the batch's loss.
+    """
     if graph.fixed_batch is not None or meeting_rows(graph) is not None:
         return False
     return parts_have_weights(graph)
@@ -254,8 +262,9 @@ def may_be_uneven(graph: Graph) -> bool:
 def parts_have_weights(graph: Graph) -> bool:
     """Whether the loss of a batch is a weighted mean, or a sum, of the losses of unequal parts.
 
-    The weight of a part is its number of rows, or of what the mean counts, such as valid targets. A
-    mean divided by another mean is neither: its count is not a sum over parts.
+    The weight of a part is its number of rows, or of what the mean counts, such as valid targets.
+    `(x * m).mean() / m.mean()` is no such loss: the divisor for the batch is not the sum of the
+    parts' divisors.
     """
     follows = all_of_parts(graph)
     if follows[graph.loss] not in (Follows.MEAN, Follows.SUM):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ScheduleEnd(NamedTuple):
-    """The step in which a schedule raises an error, the error's message and its place."""
+    """The step in which a schedule raises an error, the error's message, and where it is raised."""
 
     step: int
     said: str
@@ -32,5 +32,5 @@ class OptimizerTraits:
     groups_by_position: bool  # groups depend on positions in the list of parameters
     moments: tuple[float, ...]  # of each trainable parameter: see Parameter.moments
     draws: bool = False  # its step draws random numbers
-    own_tensors: tuple[str, ...] = ()  # attributes that hold tensors outside of its state
+    own_tensors: tuple[str, ...] = ()  # see `own_tensors` in optimizer_call.py
     ends: ScheduleEnd | None = None  # where its schedule fails

@@ -1,8 +1,8 @@
-"""Finds layers that write to their inputs, layers that can be recomputed, and step counts.
+"""Finds layers that write to their inputs or cannot be recomputed, and buffers that count steps.
 
-A layer that writes to its inputs, or whose results others write to, works on copies if it is
-recomputed or is a unit of `fully_shard` (runtime/model/parts.py). Other code must then see its
-writes only in its results.
+A layer that writes to its inputs, or to whose results other code writes, works on copies if it is
+recomputed or is a unit of `fully_shard` (runtime/model/parts.py). This is right only if the layer's
+results are the only tensors in which other code sees its writes.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
 code would keep the traced value.
@@ -53,9 +53,9 @@ def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
 
 
 def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
-    """Yield the storages of activations that ops write to, including the batch.
+    """Yield the storages that ops write to, of activations and of the batch.
 
-    A scatter in the graph is a write to a part of a tensor in the code.
+    A scatter in the graph counts as a write: in the code it writes to a part of a tensor.
     """
     for op in ops:
         for name in op.inputs[:1] if kind_of(op) is OpKind.SCATTER else op.writes:
@@ -65,7 +65,7 @@ def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
 
 
 class _Borders:
-    """Writes that cross the border of a call, from within or afterwards."""
+    """The writes of a call to its inputs, and those of later ops to its results."""
 
     def __init__(self, graph: Graph, call: str) -> None:
         self.graph, self.call = graph, graph.calls[call]
@@ -101,7 +101,7 @@ class _Borders:
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
     def _is_seen(self, storage: str) -> bool:
-        """Whether other code would miss the call's writes to a copy."""
+        """Whether other code would miss the call's writes if these went to a copy."""
         given = self.graph.tensors.keys() & _given(self.call)
         if len([name for name in given if self._storage(name) == storage]) != 1:
             return True
@@ -163,7 +163,7 @@ class Hindrance:
     where: str = ""
 
 
-_SMALL = "small gradients in fp16 must be scaled before they are computed, and these are not"
+_SMALL = "it would compute gradients of the unscaled loss, and small ones would be 0 in fp16"
 _TWICE = "the model computes a gradient, through which the backward runs a second time"
 Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
 
@@ -200,8 +200,8 @@ def _not_chunked(
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
     """Return the classes of layers' arguments that are objects, not tensors or modules.
 
-    A recomputed layer gets such an object, for example a cache, in its first state again. So the
-    object's contents are kept until then.
+    A recomputed layer gets such an object, for example a cache, in the state that it had before the
+    layer's forward. So its contents of that time are kept until the recomputation.
     """
     calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
     values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))
@@ -235,7 +235,7 @@ def _recurrent(layer: Layer) -> Op | None:
 def _written_result(
     layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
 ) -> Hindrance | None:
-    """Return the op that writes into a result which a mode would save; None without one."""
+    """Return why a layer cannot have a mode: an op writes into a result that it would save."""
     if mode.saved_ops is None:
         return None
     op = _recurrent(layer) or _writer_into_saved(layer, graph, writers, mode)
@@ -248,9 +248,10 @@ def _written_result(
 def _writer_into_saved(
     layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
 ) -> Op | None:
-    """Return an op that writes into a result which a mode saves.
+    """Return an op that writes into a result which a mode saves, or None.
 
-    The last tensor that the backward needs ends the recomputation; later writes do no harm.
+    The recomputation ends with the last op of which the backward needs a tensor, so writes into
+    results of later ops do no harm.
     """
     if not writers:
         return None
@@ -263,7 +264,7 @@ def _writer_into_saved(
 def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:
     """Run a step, undo its changes, and raise if the forward or the loss reads what it changed.
 
-    A step can set such state if the optimizer holds the model, or is a global of the file.
+    A step can change such state if the optimizer holds the model, or the file holds the optimizer.
     """
     from autopar.planner.model.outside import state_scope  # here alone: torch takes seconds
 

@@ -1,7 +1,7 @@
 """The traced model as immutable data, with one index for questions about it.
 
 The index answers which op makes a tensor, which ops write to its memory, and what depends on what.
-Writes and aliases are defined only here. Tensors may share a storage. An op that writes to one of
+No other file decides what a write changes: tensors may share a storage; an op that writes to one of
 them writes to the storage, and later reads of all of them see the new values.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Index:
-    """The index of a graph, stored with it; each part is computed on first use."""
+    """The index of a graph, stored with the graph; each part is computed on first use."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class Index:
 
     @cached_property
     def made_by(self) -> Mapping[str, Op]:
-        """The op that makes each tensor that an op makes."""
+        """The op that makes a tensor, by the tensor's name; none for parameters, inputs, …"""
         return MappingProxyType({out: op for op in self._ops for out in op.outputs})
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[Op, ...]]:
-        """The ops that read each tensor, in order, without repetition."""
+        """The ops that read each tensor, in order, each once."""
         return _gathered((name, op) for op in self._ops for name in dict.fromkeys(op.inputs))
 
     @cached_property
@@ -67,7 +67,7 @@ class Index:
         return _gathered((name, op) for op in self._ops for name in self.written_by(op))
 
     def made_at(self, name: str) -> int:
-        """Return the position of the op that makes a tensor, or -1 if it comes from outside."""
+        """Return the position of the op that makes a tensor, or -1 if no op does."""
         return self.places[self.made_by[name].name] if name in self.made_by else -1
 
     def last_read_at(self, name: str) -> int:
@@ -97,7 +97,7 @@ class Index:
     def needed_for(self, values: Iterable[str], *, without: Iterable[Op] = ()) -> tuple[Op, ...]:
         """Return the ops that determine the final values of some tensors, in order.
 
-        Ops in `without` are left out, and so are ops that only these need.
+        Ops in `without` are left out, and so are those that are needed only by them.
         """
         wanted = set(values)
         written = self.storages(wanted) & self.writers.keys()
@@ -116,9 +116,10 @@ class Index:
 
     @cached_property
     def _flow(self) -> nx.DiGraph:
-        """Dependencies: ops by position, tensors by name, memory by its last writer.
+        """Dependencies between ops (by position), tensors (by name) and states of memory.
 
-        An op reads its inputs' memory in the state left by the last writer before it.
+        A state of memory is a storage with the op that last wrote to it. An op depends on the
+        states of its inputs' storages at its position.
         """
         flow, latest = nx.DiGraph(), dict[str, tuple[str, int]]()
         flow.add_nodes_from(self._tensors)
@@ -156,7 +157,7 @@ class Index:
 
     @cached_property
     def functions(self) -> Mapping[str, tuple[FunctionCall, ...]]:
-        """The calls of plain functions by their first ops, the outer ones first."""
+        """The calls of plain functions, by the name of their first op, the outermost call first."""
         return _gathered((one.ops[0], one) for one in reversed(self._functions))
 
 
@@ -174,15 +175,24 @@ def _gathered(pairs: Iterable[tuple[str, T]]) -> Mapping[str, tuple[T, ...]]:
     return MappingProxyType(_Several({name: tuple(own) for name, own in found.items()}))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBreak:
+    """A line that torch.compile cannot trace, and the modules (layers) that run it."""
+
+    paths: tuple[str, ...]
+    where: str  # file:line
+    why: str  # as torch says it
+
+
 @dataclass(frozen=True, kw_only=True)  # no slots, because it carries its index
 class Graph:
-    """A model with its loss, traced once for every batch size.
+    """A model with its loss; one trace serves every batch size.
 
-    `fixed_batch` is the only batch size of a model that treats it as a constant, `fixed_at` the
-    place. `recomputed_at` is where a model uses torch.utils.checkpoint, `autocast_at` where it uses
-    torch.autocast. `devices_meet_at` is where it creates a tensor on the CPU that fails on another
-    device. `was_noticed` if the model could detect the trace: in training, it may pass other
-    arguments to its modules, such as no mask.
+    If the model treats its batch size as a constant, `fixed_batch` is the only size that the graph
+    serves, and `fixed_at` the line. `recomputed_at` is where the model uses torch.utils.checkpoint,
+    `autocast_at` where it uses torch.autocast. `devices_meet_at` is where it combines a tensor on
+    the CPU with one on another device, which fails. `was_noticed`: the model could detect the
+    trace, so in training it may pass other arguments to its modules, such as no mask.
     """
 
     ops: tuple[Op, ...]
@@ -195,18 +205,19 @@ class Graph:
     loss: str
     fixed_batch: int | None
     fixed_at: str = ""
-    images: tuple[str, ...] = ()  # inputs that a GPU's convolutions may take in channels_last
+    images: tuple[str, ...] = ()  # inputs that a script may put into channels_last on a GPU
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""
     was_noticed: bool = False
-    functions: tuple[FunctionCall, ...] = ()  # an inner call comes before the outer one
+    functions: tuple[FunctionCall, ...] = ()  # an inner call comes before the call around it
     own_gradients: tuple[OwnGradient, ...] = ()
-    # trainable parts in evaluation mode that compute otherwise in training
+    # paths of trainable parts in evaluation mode, if the graph would differ in training mode
     in_eval_mode: tuple[str, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()  # of layers, which are therefore not compiled
 
     def learns(self, op: Op) -> bool:
-        """Whether gradients flow through an op's results."""
+        """Whether gradients flow through an op, because one of its results requires a gradient."""
         return any(self.tensors[name].requires_grad for name in op.outputs)
 
     @property
@@ -219,18 +230,23 @@ class Graph:
         return 1
 
     @cached_property
+    def broken(self) -> frozenset[str]:
+        """The paths of layers that torch.compile cannot trace whole."""
+        return frozenset(path for one in self.breaks for path in one.paths)
+
+    @cached_property
     def index(self) -> Index:
         """The index: the ops that make and read each tensor, and dependencies."""
         return Index(self.ops, self.tensors, self.calls, self.functions)
 
 
 def input_name(key: str, taken: Container[str]) -> str:
-    """Return an input's name: its key in the batch, or `batch["key"]` if the key is taken."""
+    """Return an input's name: its key, or `batch["key"]` if another tensor has this name."""
     return f'batch["{key}"]' if key in taken else key
 
 
 def batch_key(name: str) -> str:
-    """Return the key of an input in the batch."""
+    """Return the key of an input in the batch, from the input's name."""
     return name.removeprefix('batch["').removesuffix('"]')
 
 

@@ -5,7 +5,7 @@
     S      split along a logical axis, and so is its gradient
     P      a partial sum of the value on each rank; its gradient is whole on every rank
 
-A producer and a consumer whose layouts have no conversion here are an error in the plan.
+A plan is wrong if an op needs a tensor in a layout to which no conversion here leads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout; `axis` (a leaf of the logical axes) and `dim` (of the tensor) if split."""
+    """A layout. If the tensor is split, `axis` is the logical axis, and `dim` the tensor's dim."""
 
     kind: LayoutKind
     axis: str = ""
@@ -45,16 +45,17 @@ PARTIAL = Layout(LayoutKind.PARTIAL)
 
 
 def split(axis: str, dim: int) -> Layout:
-    """Return the layout of a tensor split along an axis, which is in this dim."""
+    """Return the layout of a tensor that is split along an axis, which lies in its dim `dim`."""
     return Layout(LayoutKind.SPLIT, axis, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLayout:
-    """How an op is split: the axis of a letter of its rule, or "" if it is not split.
+    """How an op is split: along a letter of its rule, whose axis is `axis`; "" if it is not split.
 
     `needs` are the layouts that its inputs are converted to, in the order of `op.inputs`; `gives`
-    are those of its outputs. The layout before conversion is the producer's `gives`.
+    are those of its outputs. Before its conversion, an input has the layout in the `gives` of the
+    op that made it.
     """
 
     letter: str
@@ -72,17 +73,17 @@ class ParameterLayout:
 
 
 class Local(StrEnum):
-    """A conversion's local work, without communication."""
+    """What a rank does in a conversion without communication."""
 
     NOTHING = "nothing"
     SLICE = "slice"
-    PAD = "pad"  # the rank's own part, and zeros for the rest
+    PAD = "pad"  # the rank's shard, and zeros for the rest of the tensor
     MASK = "mask"  # the value on the first rank, zeros on the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion between layouts, forward and backward; `function` is the runtime's."""
+    """A conversion between layouts: the runtime's function, and what it does in each direction."""
 
     function: str
     forward: Collective | Local

@@ -1,9 +1,9 @@
 """The parts of a graph as immutable data: tensors, ops, module calls, parameters, sizes.
 
-Names are unique strings. A tensor is made by one op, or comes from outside (parameter, buffer,
-constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
-dtype, which a precision setting replaces; a tensor that the model itself pins to float32 has that
-dtype.
+Names are unique strings. A tensor is made by one op, or is a parameter, a buffer, a constant or an
+input. Sizes may depend on the batch size B. `MODEL_DTYPE` stands for the floating dtype of the
+model, which a plan's precision replaces; a tensor that the model's code casts to float32 is
+"float32".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.planner.errors import InputError, SourceSpan
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A size c₀ + c₁·B + c₂·B² + …, where B is the batch; no trailing zero coefficients."""
+    """A size c₀ + c₁·B + c₂·B² + …, where B is the batch size; the last coefficient is not zero."""
 
     coefficients: tuple[int, ...]
 
@@ -115,9 +115,10 @@ def _term(coefficient: int, power: int) -> str:
 
 
 MODEL_DTYPE = "model"
-LOSS_CALL = "(loss)"  # around the ops of the loss function, which is not a module
-MODULE = "module "  # prefix of a module's path as an argument
-MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the dtypes used for tracing
+LOSS_CALL = "(loss)"  # the call of the ops in the loss function, which is not a module
+MODULE = "module "  # comes before the path of a module that is an argument
+# the largest numbers of float64 and bfloat16, the dtypes of traces (torch.finfo(x.dtype).max)
+MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +139,28 @@ Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple
 
 
 class Listed(tuple[Value, ...]):
-    """A list at the border of a call; other sequences are tuples."""
+    """A list among the arguments or in the result of a call; other sequences are tuples."""
 
     __slots__ = ()
 
 
 class Mapped(tuple[Value, ...]):
-    """A plain dict at the border of a call, as pairs of key and value."""
+    """A plain dict among the arguments or in the result of a call, as pairs of key and value."""
 
     __slots__ = ()
 
 
 class Fields(tuple[Value, ...]):
-    """An object at the border of a call (a dataclass, the outputs of a library's model).
+    """An object among the arguments or in the result of a call, as pairs of name and value.
 
-    It is the pairs of attribute names and values.
+    Examples are a dataclass, and the outputs of a library's model.
     """
 
     __slots__ = ()
 
 
 class NamedFields(Fields):
-    """A namedtuple at the border of a call, as pairs of names and values."""
+    """A namedtuple among the arguments or in the result of a call, as pairs of name and value."""
 
     __slots__ = ()
 
@@ -179,9 +180,9 @@ class Tensor:
     """A value of the graph; `storage` is the tensor that owns its memory.
 
     If its size depends on data (`x[mask]`), its shape is the largest possible one, and `counted_by`
-    is the mask that selects its elements; without a mask, it is the first op with such a size.
-    `expected` is the fraction of these elements that prices assume: an equal share if masks
-    partition them, as in a loop over experts.
+    is the mask that selects its elements; without a mask, it is the first op with such a result.
+    `expected` is the fraction of the largest number of elements that prices assume: if masks share
+    out the rows among them, as in a loop over experts, an equal part for each.
     """
 
     name: str
@@ -237,7 +238,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A tensor that the forward made from plain numbers; `values` (nested) if they are few."""
+    """A tensor that the forward made from plain numbers; `values` are these, if they are few."""
 
     name: str
     values: Value
@@ -248,20 +249,21 @@ class Left(StrEnum):
 
     NOTHING = ""
     BEHIND = "behind"
-    FOR_A_WHILE = "for a while"  # other code removes it in the same step
+    FOR_A_WHILE = "for a while"  # other code undoes the change in the same step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """A call of a module: `key` is unique, `path` is the module, equal for repeated calls.
+    """A call of a module: `key` is unique, `path` is the module's, the same for all its calls.
 
-    `is_function` marks a custom autograd.Function: the graph has its forward, but its backward is
-    its own, so it is called as it is. Arguments that are neither tensors nor plain values are text
-    such as "<DynamicCache>"; the model's modules are "<module h.0.position>". Lists are `Listed`,
-    because callers concatenate them; dicts are `Mapped`, and objects with fields `Fields`.
-    `has_unused` marks a call that computes something from activations that the loss does not depend
-    on, `is_batch_norm` one of torch's batch norms, which share statistics over data ranks,
-    `mode_is_set` one whose module was set to training or evaluation by the code around it.
+    `is_function` marks a custom autograd.Function: the graph has its forward but not the backward
+    that it defines, so scripts call the Function instead of printing its code. Arguments that are
+    neither tensors nor plain values are text such as "<DynamicCache>"; the model's modules are
+    "<module h.0.position>". Lists are `Listed`, because callers concatenate them; dicts are
+    `Mapped`, and objects with fields `Fields`. `has_unused` marks a call that computes something
+    from activations that the loss does not depend on, `is_batch_norm` one of torch's batch norms,
+    which share statistics over data ranks. `left` says whether the call changes Python state.
+    `mode_is_set` marks a call before which other code set the module to training or evaluation.
     `spans` are the expressions that call it: the innermost one first, the one in a forward last.
     """
 
@@ -287,9 +289,8 @@ LOSS_FUNCTION = ("", "loss")  # module and name of the model file's own loss fun
 class FunctionCall:
     """A call of a plain function in the model's code, such as `rotate(x, cos, sin)`.
 
-    `module` and `name` are where Python finds the function, `call` is the module call that runs it,
-    `ops` are the names of its ops. Arguments, result and spans have the form of those of a module
-    call.
+    The function is imported as `name` from `module`; `call` is the module call that runs it, `ops`
+    are the names of its ops. Arguments, result and spans are as in a ModuleCall.
     """
 
     module: str
@@ -307,15 +308,15 @@ class GradientUse(StrEnum):
 
     CHANGED = "changed"  # by a hook
     TAKEN = "taken"  # by torch.autograd.grad
-    KEPT = "kept"  # by retain_grad, to look at it
+    KEPT = "kept"  # by retain_grad, for code that reads `.grad`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnGradient:
-    """A place where a model changes or takes gradients, so that its code cannot be printed.
+    """A place where a model uses gradients; code that changes or takes them cannot be printed.
 
-    `call` is the module call, or LOSS_CALL in the loss function. `how` is the torch function,
-    `where` the line, or the module with a hook.
+    `call` is the module call, or LOSS_CALL in the loss function. `how` names the function of torch,
+    `where` is the line, or the module that has a hook.
     """
 
     call: str
@@ -344,7 +345,7 @@ class Op:
 
     @property
     def location(self) -> str:
-        """The line of the model that runs it, "" where no file of the model does."""
+        """The line of the model that runs the op, as `file:line`, or "" if there is none."""
         return str(self.spans[0]) if self.spans else ""
 
     def argument(self, name: str) -> Value:
@@ -368,9 +369,9 @@ def refs(value: Value) -> Iterator[str]:
 
 
 def objects(value: Value) -> Iterator[str]:
-    """Yield the objects in an argument that are neither tensors nor plain, also inside containers.
+    """Yield the objects in an argument, also inside containers; tensors and numbers do not count.
 
-    An object is named by its class, or for a module by its path after `MODULE`.
+    An object is named by its class, a module by `MODULE` and its path.
     """
     if isinstance(value, str) and value.startswith("<"):
         yield value[1:-1]
@@ -380,13 +381,13 @@ def objects(value: Value) -> Iterator[str]:
 
 
 def sizes(value: Value) -> tuple[Extent, ...]:
-    """Return an argument that is a list of sizes as extents (−1 stays −1)."""
+    """Return the sizes in an argument as extents; −1 is the extent −1."""
     assert isinstance(value, tuple)
     return tuple(size(item) for item in value)
 
 
 def size(value: Value) -> Extent:
-    """Return an argument that is a size as an extent."""
+    """Return the size in an argument as an extent."""
     if isinstance(value, Extent):
         return value
     assert isinstance(value, int)

@@ -23,7 +23,7 @@ _LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
 
 
 def sources(path: Path) -> list[Path]:
-    """Return a file and the files it imports from its own folder."""
+    """Return a file and the files of its folder that it imports, also through other files."""
     folder, found, waiting = import_name(path).folder, {path}, [path]
     while waiting:
         importing = waiting.pop()
@@ -37,7 +37,10 @@ def sources(path: Path) -> list[Path]:
 
 
 def _place(name: str, importing: Path, folder: Path) -> Path:
-    """Return where a module would be; one dot is the file's folder, each further dot goes up."""
+    """Return a module's path, without `.py`.
+
+    One leading dot means the folder of the importing file, each further dot the folder above.
+    """
     absolute = name.lstrip(".")
     level = len(name) - len(absolute)
     above = importing.parents[level - 1] if level else folder
@@ -71,7 +74,7 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
     """Return the Python function that a method, a partial or a callable object runs."""
     while isinstance(called, partial):
         called = called.func
-    called = inspect.unwrap(called)  # of a wrapper object, such as lru_cache's
+    called = inspect.unwrap(called)  # it may be a wrapper object, such as lru_cache's
     if not isinstance(called, FunctionType | MethodType | BuiltinFunctionType):
         called = type(called).__call__
     plain: Callable[..., Any] = inspect.unwrap(getattr(called, "__func__", called))
@@ -79,7 +82,10 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
-    """Return a file's Python functions that another file can import by name."""
+    """Return the Python functions in a file's globals that can be imported by name; none of torch.
+
+    A function counts if its own module has it under its name.
+    """
     found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
     return [(name, function) for name, function in found if _is_importable(function)]
 
@@ -151,7 +157,8 @@ class DataReads:
     def __init__(self) -> None:
         self.paths: dict[str, State] = {}  # each with its state when it was last read
         self.variables: dict[str, str | None] = {}
-        self._first: set[str] = set()  # variables whose first value in this watch is known
+        self._first: set[str] = set()  # variables that were read in this watch before
+        # the frame that has begun to list all variables, and its instruction
         self._lister: tuple[FrameType, int] | None = None
         self._depth = 0
         self._is_hooked = False
@@ -176,7 +183,10 @@ class DataReads:
                 self._lister = None
 
     def _hook(self) -> Callable[[str, tuple[Any, ...]], None]:
-        """Return a hook that is quick for other events: a trace of 1,000 layers has millions."""
+        """Return the audit hook, which is quick if nothing is read.
+
+        Python calls it for many other events: millions in a trace of 1,000 layers.
+        """
         reads, on_read = frozenset(("open", "os.listdir", "os.scandir")), self._on_read
 
         def hook(event: str, given: tuple[Any, ...]) -> None:
@@ -218,8 +228,8 @@ class DataReads:
     def _on_variable(self, name: str, value: str | None) -> None:
         """Record a variable's first value: a model may set it afterwards.
 
-        Variables that are read one by one because all of them are listed (a copy of the environment
-        for another process) do not count.
+        Not recorded are variables that are read only because the code lists all of them, for
+        example to copy the environment for another process.
         """
         frame = _outside_python()
         is_listing = self._lister is not None and self._lister == (frame, frame.f_lasti)
@@ -232,7 +242,7 @@ class DataReads:
 
 
 DATA_READS = DataReads()
-# These change from window to window, and libraries read them to print.
+# Variables that differ between windows of a terminal; libraries read them before they print.
 _OF_TERMINALS = ("COLUMNS", "LINES", "TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "TTY_")
 
 
@@ -247,7 +257,7 @@ def _outside_python() -> FrameType:
 
 
 def _is_importing() -> bool:
-    """Whether Python is importing a module: `sources` and `loaded_sources` find these."""
+    """Whether Python is importing a module; `sources` and `loaded_sources` find its files."""
     inside = takewhile(_is_of_python, _frames())
     return any(_package(one) in ("importlib", "_frozen_importlib") for one in inside)
 

@@ -32,13 +32,17 @@ class ImportName:
 
     @property
     def home(self) -> Path:
-        """The folder that holds the file and its neighbours; in a package, the package's folder."""
+        """The folder of the file; if `name` begins with a package, the package's folder."""
         top, dot, _ = self.name.partition(".")
         return self.folder / top if dot else self.folder
 
 
 def import_name(path: Path) -> ImportName:
-    """Return a file's import name; its package is part of it if the file imports from that."""
+    """Return the name to import a file by.
+
+    It begins with the file's package (`myproj.model`) if the file imports from this package. Else
+    it is the file's name without `.py`.
+    """
     parts, folder = [path.stem], path.parent
     while (folder / INIT).is_file() and folder != folder.parent:
         parts.insert(0, folder.name)
@@ -70,7 +74,10 @@ def _is_of(package: str, name: str) -> bool:
 
 @contextmanager
 def contained(path: Path) -> Iterator[None]:
-    """Send prints to stderr, refuse os._exit, end forks, and restore the working directory."""
+    """Send prints to stderr, refuse os._exit, and restore the working directory afterwards.
+
+    A process that the body forks ends with the body.
+    """
     process, folder, leave = os.getpid(), _folder(), os._exit
 
     def refuse(status: int) -> NoReturn:
@@ -146,7 +153,7 @@ def nearest_file(path: Path) -> str:
 
 
 def instead_of(name: str, path: Path, module: ModuleType) -> str:
-    """Return what to do about a missing function, from the functions that exist."""
+    """Return what to do about a missing function, judged by the functions that the file has."""
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     functions = [key for key, value in own.items() if inspect.isroutine(value)]
     near = get_close_matches(name, functions, n=1)

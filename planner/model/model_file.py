@@ -29,7 +29,7 @@ from autopar.planner.model.guard import (
     uncompiled,
 )
 
-# passed by autopar itself
+# parameters that autopar itself passes, not --arg
 _PASSED = frozenset({"batch_size", "outputs", "batch", "params", "optimizer"})
 
 
@@ -88,9 +88,18 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file anew. Its folder, or its package's, is first on sys.path, as in `python`."""
+    """Import a file, even if it was imported before.
+
+    As in `python FILE`, its folder comes first on sys.path; for a file in a package, this is the
+    folder that holds the package.
+    """
     known = import_name(path)
     _check_name(path, known)
+    text = path.read_bytes()
+    before = _WITH_OPS.get(path)
+    if before is not None and before.text == text:
+        sys.modules[known.name] = before.module
+        return before.module
     spec = importlib.util.spec_from_file_location(known.name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -99,6 +108,7 @@ def import_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(known.folder))
     _forget_packages_elsewhere(known)
     shadowed = sys.modules.get(known.name)
+    ops = _defined_ops()
     try:
         with guarded(f"importing {path.name}", path), no_process_group(path), uncompiled():
             if package := known.name.rpartition(".")[0]:
@@ -110,7 +120,27 @@ def import_file(path: Path) -> ModuleType:
         if shadowed is not None:
             sys.modules[known.name] = shadowed
         raise
+    if _defined_ops() - ops or before is not None:
+        _WITH_OPS[path] = ImportedFile(text=text, module=module)
     return module
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedFile:
+    """A file as it was imported."""
+
+    text: bytes
+    module: ModuleType
+
+
+# Files that define ops, which are imported once: to define an op again, torch frees the first one,
+# and graphs that were traced with it would crash the process.
+_WITH_OPS: dict[Path, ImportedFile] = {}
+
+
+def _defined_ops() -> frozenset[str]:
+    library = sys.modules.get("torch.library")
+    return frozenset(getattr(library, "_defs", ()))
 
 
 def _forget_packages_elsewhere(known: ImportName) -> None:
@@ -170,7 +200,7 @@ class ModelFile:
         return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
 
     def plain_entries(self) -> dict[str, Any]:
-        """Return the batch's entries that are no tensors; they are the same for every batch."""
+        """Return the batch's entries that are not tensors; they are the same for every batch."""
         from torch import Tensor  # imported here, because it takes seconds
 
         batch = self.example_batch(1)

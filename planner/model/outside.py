@@ -1,8 +1,8 @@
 """Records and restores the Python state that running a model may change.
 
-A trace records a plain value as a constant. A count that grows with each call (a global, a class
-attribute, a closure, a default argument, a module that a loss calls) would keep its first value in
-printed code. In the model's own code it would grow with each microbatch.
+A trace records a plain value as a constant. If the model counts its calls (in a global, a class
+attribute, a closure, a default argument, a module that a loss calls), the count would keep its
+first value in code that autopar prints, and grow with each microbatch in code of the model.
 
 The state is the globals of the model's files, the attributes of its modules, the environment, and
 all values inside these: in containers, iterators, functions with closures and defaults, classes of
@@ -36,9 +36,9 @@ PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
 # compared by repr: nan != nan, and itertools.count compares by identity
 _COMPARED_BY_REPR = (float, complex, itertools.count)
 _LONGEST = 1000  # entries: a longer container holds data
-_LARGEST_BYTES = 2**20  # of an array
+_LARGEST_BYTES = 2**20  # of an array: a larger one holds data
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-_HOOK_ATTRIBUTES = frozenset(  # empty for most modules
+_MODULE_COLLECTIONS = frozenset(  # every module has these; the dicts of hooks are mostly empty
     key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
 )
 _PYTHON_ATTRIBUTES = frozenset(
@@ -51,7 +51,11 @@ ABSENT = object()
 
 
 class StateValue(NamedTuple):
-    """A value in comparable form, and whether it is compared by value or by identity."""
+    """A value in comparable form (`told_by`).
+
+    `is_number`: it is compared by its content, and a change means that a step left state for the
+    next one. Otherwise it is a tensor, compared by identity, or a cache, compared by its size.
+    """
 
     told_by: Any
     is_number: bool
@@ -92,7 +96,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """Recorded state: plain values and tensors by place, and the objects that hold them."""
+    """Recorded state: values by place (`step of model.py`), and the objects that hold them."""
 
     leaves: dict[str, StateValue] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class StateSnapshot:
             function.cache_clear()
 
     def changes_to(self, after: StateSnapshot) -> Mapping[str, bool]:
-        """Map each place that changed to whether it is compared by value."""
+        """Return the places whose values changed, each with whether its content is compared."""
         return {
             place: leaf.is_number
             for place, leaf in after.leaves.items()
@@ -116,13 +120,13 @@ class StateSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateScope:
-    """The scope of recording: a model's files, and its modules by path."""
+    """Where state is looked for: in a model's files, and in its modules (by path)."""
 
     files: tuple[ModuleType, ...]
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def around(self, path: str) -> StateScope:
-        """Return the scope of a module's call: the modules inside it and around it."""
+        """Return the scope for a call of a module: all files, and the modules inside and around."""
         names = path.split(".")
         above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
         outer = {name: self.modules[name] for name in above if name in self.modules}
@@ -130,10 +134,10 @@ class StateScope:
 
     def snapshot(self) -> StateSnapshot:
         """Record the current state."""
-        walk = _OutsideWalk({file.__name__ for file in self.files})
+        walk = _StateWalk({file.__name__ for file in self.files})
         for name, value in os.environ.items():
             walk.found.leaves[f"os.environ[{name!r}]"] = StateValue(value, is_number=True)
-        with torch._C.DisableTorchFunction():  # a trace's modes would record this as an op
+        with torch._C.DisableTorchFunction():  # otherwise a trace would record these reads as ops
             for file in self.files:
                 walk.look_into(vars(file), Path(str(file.__file__)).name)
             for path, module in self.modules.items():
@@ -151,14 +155,14 @@ class StateScope:
 
 
 def state_scope(path: Path, model: nn.Module | None = None) -> StateScope:
-    """Return the scope of a model that a file builds."""
+    """Return the scope for a model that a file builds."""
     modules = {} if model is None else dict(model.named_modules())
     classes = {kind for module in modules.values() for kind in type(module).__mro__}
     return StateScope(files=tuple(loaded_sources(path, classes)), modules=modules)
 
 
-class _OutsideWalk:
-    """A walk over values that visits each object once."""
+class _StateWalk:
+    """A walk over values and what they hold; it visits each object once."""
 
     def __init__(self, files: Set[str]) -> None:
         self.files = files
@@ -171,7 +175,7 @@ class _OutsideWalk:
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            if key in _HOOK_ATTRIBUTES and not value:  # a library may add hooks in its first call
+            if key in _MODULE_COLLECTIONS and not value:  # a library may add hooks when it runs
                 if isinstance(value, dict):
                     self.found.holders[id(value)] = Holder(value, {})
             elif key not in _REGISTRIES and not key.startswith("__"):
@@ -280,7 +284,11 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _progress(iterator: Iterator[Any]) -> Any:
-    """Return an iterator's position, if it can be found."""
+    """Return an iterator's position, if Python tells it.
+
+    It is the number of items that are left, or for a generator its instruction and its plain local
+    variables.
+    """
     if not isinstance(iterator, GeneratorType):
         return operator.length_hint(iterator, -1)
     frame = iterator.gi_frame

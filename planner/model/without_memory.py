@@ -1,6 +1,7 @@
 """Builds a model file's model on the meta device, where tensors have no values.
 
-The model is built as scripts build it. This is the planner's only use of the runtime.
+The model is built as scripts build it. Therefore this file uses the runtime, as the only one of the
+planner.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def with_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Mo
 
 
 def marked_like(tensor: Tensor, original: Tensor) -> None:
-    """Give a stand-in for a parameter the parameter's class and attributes."""
+    """Give a stand-in (`tensor`) the class and the attributes of the original parameter."""
     made_like(tensor, original)
 
 
 class _Check:
-    """Raises an error for a model that no script could train, before its tensors are moved."""
+    """Raises an error for a model that no script could train, before its tensors move to meta."""
 
     def __init__(self, refuse: Refuse, where: str) -> None:
         self.has_begun = False
@@ -69,10 +70,10 @@ class _Check:
             if name == f"{other}_orig":
                 continue  # from torch's older spectral_norm; the trace reports it
             raise InputError(
-                f"{other} lies in the memory of the parameter {name}, and is another tensor",
+                f"{other} lies in the memory of the parameter {name}, but is not the same tensor",
                 where=self._where,
-                expected="tensors that have memory of their own, or are one: each rank holds its "
-                "part",
+                expected="two tensors with memory of their own, or one tensor under both names: "
+                "each rank holds its part",
                 fix="to tie two parameters, give both modules one (decoder.weight = "
                 "encoder.weight); else copy it (.clone()), or compute it in the forward",
             )

@@ -1,4 +1,4 @@
-"""Plans a training again: on other devices, for a smaller model, or at one arrangement."""
+"""Plans a training again: on other devices, for a smaller model, or with other pins."""
 
 from __future__ import annotations
 
@@ -104,6 +104,8 @@ def _arrangement(plan: StoredPlan) -> Iterator[Declared]:
     places: dict[str, object] = {
         "precision": arranged.precision.value,
         "compile": arranged.compile.value,
+        "float8": arranged.float8.value,
+        "offload": arranged.offload.value,
         "tolerance": 0,  # the simplest plan of a smaller model may have other layouts
         "global_batch": count * block,
         "pins.pp": arranged.pipeline,
@@ -132,7 +134,7 @@ def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
     for layer in layers.layers:
         for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
             if layout.axis:
-                found.setdefault(_in_all(op.call, plan), set()).add(axes.names[layout.axis])
+                found.setdefault(_pattern(op.call, plan), set()).add(axes.names[layout.axis])
     inner_first = sorted(found.items(), key=lambda one: -one[0].count("."))
     clear = [(path, *along) for path, along in inner_first if path and len(along) == 1]
     for number, (path, axis) in enumerate(clear, start=1):
@@ -145,7 +147,7 @@ def _recompute(plan: Plan, layers: Layers) -> Iterator[Declared]:
     """Yield a rule for each list of layers, with its most frequent recompute mode."""
     modes: dict[str, Counter[Recompute]] = {}
     for layer, mode in zip(layers.layers, plan.layer_modes, strict=True):
-        modes.setdefault(_in_all(layer.call, plan) or "*", Counter())[mode] += 1
+        modes.setdefault(_pattern(layer.call, plan) or "*", Counter())[mode] += 1
     every = {"*": Recompute.NONE} | {
         path: most.most_common(1)[0][0] for path, most in modes.items()
     }
@@ -158,10 +160,10 @@ def _rule(field: str, number: int, value: SplitRule | RecomputePin, text: str) -
     return Declared(place=f"{field} {number}", field=field, value=value, text=text, origin=ORIGIN)
 
 
-def _in_all(call: str, plan: Plan) -> str:
+def _pattern(call: str, plan: Plan) -> str:
     """Return the pattern of a call's module in all layers of its list: "h.*.mlp" for "h.3.mlp".
 
-    "" for the loss function, which is in no module.
+    It is "" for the loss function, which is in no module.
     """
     path = plan.graph.calls[call].path if call in plan.graph.calls else ""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
@@ -192,13 +194,17 @@ class Resized:
 
 
 def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
-    """Return a plan's constraints with its global batch and precision, for other devices.
+    """Return a plan's constraints, its global batch, precision and float8, for other devices.
 
-    Demands that leave no degrees for so many devices are dropped one by one. The search reports any
-    other demand that cannot be met.
+    Dropped are deadline and budget and, one by one, demands that leave no degrees for so many
+    devices. The search reports any other demand that cannot be met.
     """
     arranged, batch = plan.arrangement, plan.model.batch
-    same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
+    same = {
+        "global_batch": arranged.global_batch,
+        "precision": arranged.precision.value,
+        "float8": arranged.float8.value,
+    }
     declared = (
         *plan.constraints,
         *(

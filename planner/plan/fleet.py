@@ -282,7 +282,7 @@ def planned_curve(
     prices, refusals = prices or Prices(), list[AutoparError]()
     began, spent = time.perf_counter(), 0.0
 
-    def told(size: int) -> Callable[[str], None]:
+    def report_of(size: int) -> Callable[[str], None]:
         if len(clusters) == 1:
             return report
         return lambda text: report(f"{size} devices: {text}")
@@ -303,7 +303,7 @@ def planned_curve(
                     cluster,
                     training.constraints,
                     time_limit_seconds=limit,
-                    report=told(size),
+                    report=report_of(size),
                     measured=training.measured,
                     prices=prices,
                 )
@@ -330,10 +330,11 @@ Entry = SearchNode[SearchItem] | FoundLeaf[Candidate] | Unproved
 def fewer_as_fast(
     training: Training, cluster: Cluster, plan: Plan, *, prices: Prices | None = None
 ) -> Fewer | None:
-    """Return the fewer devices with the fastest step within the plan's tolerance, or None.
+    """Return fewer devices whose step is at most the tolerance longer than the plan's, or None.
 
-    Tries half as many devices, a quarter and so on, powers of two, and one node less. Numbers
-    whose step is too long by the search's bounds are skipped.
+    Of several, those with the shortest step. Tries half as many devices, a quarter and so on,
+    powers of two, and one node less. Numbers whose step is too long by the search's bounds are
+    skipped.
     """
     constraints = completed(training.constraints, cluster, training.graph)
     exact = replace(training, constraints=replace(constraints, tolerance=0.0))

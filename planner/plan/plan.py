@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from autopar.planner.cluster.cluster import Cluster
@@ -101,12 +101,48 @@ class PlannedStage:
     recompute: tuple[Recompute, ...]
 
 
+Stages = tuple[PlannedStage, ...]
+
+
+def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
+    """Move layers between a rank's stages until `accepts` takes no move to more even ones."""
+    while True:
+        more_even = next(filter(accepts, _moves(stages)), None)
+        if more_even is None:
+            return stages
+        stages = more_even
+
+
+def _moves(stages: Stages) -> Iterator[Stages]:
+    """Yield the stages after a move of layers to a smaller stage of the same rank.
+
+    Either half of the surplus moves, or one layer.
+    """
+    for i, one in enumerate(stages):
+        for j, other in enumerate(stages):
+            surplus = one.count - other.count
+            if one.rank == other.rank and surplus > 1:
+                yield from (_moved(stages, i, j, n) for n in dict.fromkeys((surplus // 2, 1)))
+
+
+def _moved(stages: Stages, source: int, target: int, layers: int) -> Stages:
+    """Return the stages after a move of layers; each layer keeps its mode."""
+    modes = [mode for stage in stages for mode in stage.recompute]
+    moved = {source: -layers, target: layers}
+    counts = [stage.count + moved.get(number, 0) for number, stage in enumerate(stages)]
+    firsts = [sum(counts[:number]) for number in range(len(counts))]
+    return tuple(
+        replace(stage, first=first, count=count, recompute=tuple(modes[first : first + count]))
+        for stage, first, count in zip(stages, firsts, counts, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """How much of the space was searched, and how far the choice may be from the best."""
 
     enumerated: Elements
-    pruned: Elements  # not better than the best plan, or than one with fewer devices
+    pruned: Elements  # by bounds, or because fewer devices would be as fast
     solved: Elements
     infeasible: Elements  # because of memory
     programs: Elements  # integer programs solved
@@ -129,6 +165,16 @@ class RunnerUp:
     communication_seconds: Seconds  # exposed
     idle_seconds: Seconds
     difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCount:
+    """The plan for one of several numbers of devices that were asked about at once."""
+
+    arrangement: Arrangement
+    step_seconds: SomeSeconds
+    device_bytes: Bytes
+    usd_per_hour: FigureNumber | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +226,7 @@ class StoredPlan:
     model: Model
     machines: PlannedMachines
     objective: str
-    constraints: tuple[Declared, ...]  # the user's; the last one for a place applies
+    constraints: tuple[Declared, ...]  # the user's and the model's; the last for a place applies
     arrangement: Arrangement
     stages: tuple[PlannedStage, ...]
     classes: tuple[ClassLayouts, ...]
@@ -192,6 +238,7 @@ class StoredPlan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     fastest: RunnerUp | None = None  # if the plan is a simpler one within the tolerance
+    curve: tuple[PlannedCount, ...] = ()  # if several numbers of devices were planned
 
     @property
     def slower_by(self) -> float:
@@ -201,7 +248,7 @@ class StoredPlan:
         return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     def limit_bytes(self, rank: int) -> int:
-        """Return a pipeline rank's limit: the least of its devices."""
+        """Return a pipeline rank's memory limit: the least of its devices' limits."""
         limits = dict(self.machines.limits)
         if not limits:
             return self.machines.limit_bytes

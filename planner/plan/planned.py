@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
@@ -31,8 +31,8 @@ from autopar.planner.plan.fleet import (
     fewer_as_fast,
     planned_curve,
 )
-from autopar.planner.plan.plan import BatchFacts, Plan, with_graph
-from autopar.planner.plan.search.demands import check_memory
+from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
+from autopar.planner.plan.search.demands import check_float8, check_memory
 from autopar.planner.plan.search.space import check_degrees, leave_degrees
 from autopar.planner.plan.solving.prices import Place, PricedPlace, Prices
 from autopar.planner.plan.traced import TracedModel
@@ -40,7 +40,7 @@ from autopar.planner.plan.traced import TracedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDemands:
-    """The demands for a plan, beside its model."""
+    """Everything that a plan must satisfy, besides its model."""
 
     clusters: tuple[Cluster, ...]  # one of them is chosen
     constraints: Constraints
@@ -61,14 +61,27 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the chosen number of devices."""
-        return self.choice.point.plan
+        """The plan for the chosen number of devices, with the figures of the others."""
+        plan = self.choice.point.plan
+        if len(self.curve.points) == 1:
+            return plan
+        counts = (
+            PlannedCount(
+                arrangement=one.plan.arrangement,
+                step_seconds=one.step_seconds,
+                device_bytes=one.plan.prediction.peak_memory.device_bytes,
+                usd_per_hour=one.plan.machines.usd_per_hour,
+            )
+            for one in self.curve.points
+        )
+        return replace(plan, curve=tuple(counts))
 
 
 def check_demands(demands: PlanDemands) -> None:
     """Reject demands that no model can meet, before one is traced."""
     _check_degrees(demands.clusters, demands.constraints, BatchFacts(may_be_uneven=True))
     check_memory(demands.clusters[-1], demands.constraints)
+    check_float8(demands.clusters[-1], demands.constraints)
 
 
 def training_of(traced: TracedModel, demands: PlanDemands) -> Training:
@@ -107,7 +120,7 @@ def plan_training(
         prices = Prices(recall=lambda place: cache.find(PricedPlace, _of_place(training, place)))
         found = _searched(training, demands, report, prices)
         if _is_final(found, demands):
-            cache.keep(_kept(found), question)
+            cache.keep(_cached(found), question)
         cache.keep_all((one, _of_place(training, place)) for place, one in prices.grown())
     if demands.constraints.precision.scales_loss:
         check_means(training.graph, microbatch=found.plan.arrangement.microbatch)
@@ -136,8 +149,8 @@ def _searched(
 
 def _of_place(training: Training, place: Place) -> tuple[object, ...]:
     """Return everything that layouts and prices at a place depend on."""
-    constraints = training.constraints
-    return (*_priced(training), constraints.precision, constraints.compile, place)
+    asked = training.constraints
+    return (*_priced(training), asked.precision, asked.float8, asked.compile, place)
 
 
 def _priced(training: Training) -> tuple[object, ...]:
@@ -165,7 +178,7 @@ def _is_final(found: Planned, demands: PlanDemands) -> bool:
     )
 
 
-def _kept(found: Planned) -> CachedSearch:
+def _cached(found: Planned) -> CachedSearch:
     trials = (
         CachedTrial(
             devices=one.devices,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autopar.planner.costs.prediction import Compile
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.findings.traits import OptimizerTraits
 from autopar.planner.graph.graph import Graph
@@ -38,15 +39,20 @@ def trace_model(
     arguments: Sequence[str],
     precision: Precision,
     rows: int | None,
+    compiles: bool,
 ) -> TracedModel:
     """Trace a model file, and try its optimizer.
 
-    `rows` are those of a microbatch, for a model that accepts only one number of rows.
+    `rows` are those of a microbatch, for a model that accepts only one number of rows. If layers
+    may be compiled (`compiles`), it is tried whether torch.compile can trace them.
     """
     from autopar.planner.findings.optimizer import optimizer_traits  # needs torch
     from autopar.planner.trace import trace_for_rows
+    from autopar.planner.trace.breaks import graph_breaks
 
     graph = trace_for_rows(model_file, rows, precision)
+    if compiles:
+        graph = replace(graph, breaks=graph_breaks(model_file, graph))
     optimizer = optimizer_traits(model_file, graph)
     graph = with_moments(graph, optimizer)
     model = model_facts(model_file, graph, spec=spec, arguments=arguments)
@@ -110,6 +116,7 @@ def trace_planned(plan: StoredPlan, folder: Path) -> TracedModel:
         arguments=arguments,
         precision=plan.arrangement.precision,
         rows=plan.model.batch.fixed,
+        compiles=plan.arrangement.compile is Compile.LAYERS,
     )
 
 
@@ -145,7 +152,7 @@ def planned_file(plan: StoredPlan, folder: Path) -> ModelFile:
     ):
         if getattr(plan.model, fact) != (function is not None):
             raise InputError(
-                f"model.{fact} is {getattr(plan.model, fact)}, and the model file is otherwise",
+                f"model.{fact} is {getattr(plan.model, fact)}, but the model file says otherwise",
                 where=str(file.path),
                 fix="plan again with `autopar plan`",
             )

@@ -105,8 +105,13 @@ def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:
-    """Whether an arrangement has the pins, regardless of default constraints."""
-    pinned = replace(pins, precision=arrangement.precision, compression=(False, True))
+    """Whether an arrangement has the pins, whatever the constraints' defaults are."""
+    pinned = replace(
+        pins,
+        precision=arrangement.precision,
+        float8=arrangement.float8,
+        compression=(False, True),
+    )
     return allows(pinned, arrangement)
 
 
@@ -160,8 +165,8 @@ def _decision(
 
 
 def _unknown(plan: StoredPlan) -> tuple[str, ...]:
-    told = ", ".join(map(str, plan.constraints))
-    declared = f"; declared were {told}" if told else ""
+    listed = ", ".join(map(str, plan.constraints))
+    declared = f"; declared were {listed}" if listed else ""
     return (
         "it is not among the plans that were kept: a constraint refused it, it needs too much "
         f"memory, or its bound is above {seconds_text(plan.prediction.step_seconds)}{declared}",

@@ -36,7 +36,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuClock:
-    """The host's clock. A single thread's CPU time excludes other programs."""
+    """The host's clock: wall time, or one thread's CPU time, which excludes other programs."""
 
     threads: int
 
@@ -50,7 +50,7 @@ class CpuClock:
 
 @dataclass(frozen=True, slots=True)
 class CudaClock:
-    """Events of a GPU, which is kept busy first, so that it never waits for the host."""
+    """Events of a GPU. A wait on the GPU comes first, so that the work never waits for the host."""
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
         """Return the seconds of some work, and its result."""
@@ -71,7 +71,7 @@ def clock_of(device: str) -> Clock:
 
 
 def threads_of_a_rank() -> int:
-    """Return the number of torch's threads in a CPU rank; torchrun sets one by default."""
+    """Return torch's number of threads in a CPU rank: OMP_NUM_THREADS, or 1 as under torchrun."""
     told = os.environ.get("OMP_NUM_THREADS", "")
     return int(told) if told.isdigit() and int(told) > 0 else 1
 
@@ -115,11 +115,11 @@ class ProbeCall:
         return self.function(**self.arguments)
 
     def keep(self, result: Any) -> None:
-        """Keep the results for the backward."""
+        """Keep the results for the backward; raise if the first one has a wrong shape."""
         self.results = results_of(result)[: len(self.probe.results)]
         found, needed = tuple(self.results[0].shape), self.probe.results[0]
-        if found != needed:  # other results may be internal to the kernel
-            raise CannotCallError(f"gives {found} where {needed} is needed")
+        if found != needed:  # other results may be the kernel's own, in any shape
+            raise CannotCallError(f"returns the shape {found} instead of {needed}")
 
     def prepare_backward(self) -> bool:
         """Write the gradients of the results; return whether the probe has a backward."""
@@ -160,7 +160,10 @@ class ProbeCall:
         return made.requires_grad_(form.requires_grad)
 
     def _copies(self) -> dict[str, Tensor]:
-        """Return copies, because an op may not write to a leaf that needs a gradient."""
+        """Return the operands, with copies of leaves that need a gradient if the op writes to them.
+
+        torch does not let it write to such a leaf.
+        """
         written = set(self.probe.op.writes)
         return {
             name: tensor.clone() if name in written and tensor.requires_grad else tensor
@@ -192,7 +195,7 @@ def _local_sizes(probe: Probe, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _touch(tensor: Tensor) -> None:
-    """Read and write a tensor; elements of an expanded one share memory."""
+    """Read and write a tensor; not an expanded one, whose elements share memory."""
     if 0 not in tensor.stride():
         with torch.no_grad():
             tensor.mul_(1.0)

@@ -53,7 +53,7 @@ class MeasuredOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredHost:
-    """The times that a device's host adds, and torch's number of threads."""
+    """The times that the host of a device adds, measured with `threads` threads of torch."""
 
     device: str
     threads: Degree
@@ -76,7 +76,7 @@ class MeasuredNet:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFile:
-    """The content of a measured.toml; the latest torch version's times are used."""
+    """The content of a measured.toml; of times for several versions of torch, the latest count."""
 
     hosts: tuple[MeasuredHost, ...] = ()
     nets: tuple[MeasuredNet, ...] = ()
@@ -91,7 +91,7 @@ class MeasuredFile:
         return self._hosts.get(device)
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Return a cluster with the measured links."""
+        """Return a cluster in which the links that were measured have the measured figures."""
         nets = {net.device: net for net in self.nets}
         changed = {
             node.link: _link(node, nets[node.device.name])
@@ -102,12 +102,12 @@ class MeasuredFile:
             return cluster
         return replace(
             cluster,
-            nodes=tuple(_joined(node, changed) for node in cluster.nodes),
+            nodes=tuple(_with_link(node, changed) for node in cluster.nodes),
             levels=tuple(_relinked(level, changed) for level in cluster.levels),
         )
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
-        """Return the measurements of both files; newer ones replace older ones."""
+        """Return the measurements of both files; of an op in both, the newer one."""
         for host in newer.hosts:
             self._check_threads(host)
         ops = {(one.key, one.torch): one for one in (*self.ops, *newer.ops)}
@@ -158,7 +158,7 @@ def _link(node: Machine, net: MeasuredNet) -> Link:
     )
 
 
-def _joined(node: Machine, changed: Mapping[Link, Link]) -> Machine:
+def _with_link(node: Machine, changed: Mapping[Link, Link]) -> Machine:
     return replace(node, link=changed.get(node.link, node.link))
 
 
@@ -169,6 +169,10 @@ def _relinked(level: LinkLevel, changed: Mapping[Link, Link]) -> LinkLevel:
 
 FILE_NAME = "measured.toml"
 FORMAT = 7
+_HEADER = (
+    "# These times replace autopar's formulas. Another run of `autopar profile` adds to this file "
+    "and replaces what it measures again."
+)
 _EXPECTED = f"a {FILE_NAME} as `autopar profile` writes it"
 _AGAIN = "measure again with `autopar profile`"
 
@@ -246,7 +250,7 @@ def content_hash(measured: MeasuredFile) -> str:
 def measurements_text(measured: MeasuredFile, *, written: str) -> str:
     """Return the text of measured.toml: a table per host, link and op."""
     lines = [
-        "# What `autopar profile` measured; figures stand in for autopar's formulas. Runs add up.",
+        _HEADER,
         f"format = {FORMAT}",
         f"autopar = {_toml(__version__)}",
         f"written = {_toml(written)}",

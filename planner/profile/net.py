@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -80,15 +81,16 @@ def _last_line(error: BaseException) -> str:
 
 
 BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
-CASE_SECONDS = 0.06  # of a collective at one size in one pass
+CASE_SECONDS = 0.06  # the time for a collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
-# Cases alternate, so that another program disturbs some samples of all cases.
+# Each pass measures all cases: then another program disturbs some samples of all cases, not all
+# samples of one.
 _PASSES = 5
 
 
 def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str, int]]) -> None:
     """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has new names
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames functions
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -109,8 +111,12 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
 
 
 def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
+    """Return the seconds of a collective in each of several blocks, on the slowest rank."""
+    return _repeated(collective, _call(collective, payload_bytes, ranks, device), device)
+
+
+def _repeated(collective: Collective, call: Callable[[], object], device: str) -> list[float]:
     """Return the seconds of a call in each of several blocks, on the slowest rank."""
-    call = _call(collective, payload_bytes, ranks, device)
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
     first = slowest(_block(call, 2, device) / 2, device)
@@ -156,7 +162,8 @@ def _call(
 ) -> Callable[[], object]:
     """Return a call on fp32 tensors; costs/collectives/algorithms.py defines the payload.
 
-    Tensors are filled with ones: unwritten zero pages share one page, which caches hold.
+    Tensors are filled with ones, because pages of zeros that nobody wrote share one page of memory,
+    which would stay in the caches.
     """
     elements = max(ranks, payload_bytes // 4 // ranks * ranks)
     whole = torch.ones(elements, device=device)
@@ -168,20 +175,35 @@ def _call(
         Collective.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
         Collective.ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
         Collective.BROADCAST: lambda: dist.broadcast(whole, 0),
-        Collective.POINT_TO_POINT: lambda: _there_and_back(whole),
+        Collective.POINT_TO_POINT: lambda: _there_and_back(whole, 0, 1),
     }
     return calls[collective]
 
 
-def _there_and_back(tensor: Tensor) -> None:
-    """Send a message from the first rank to the second and back; the others do nothing."""
+def _there_and_back(tensor: Tensor, first: int, second: int) -> None:
+    """Send a message from one rank to another and back; the others do nothing."""
     rank = dist.get_rank()
-    if rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+    if rank == first:
+        dist.send(tensor, second)
+        dist.recv(tensor, second)
+    elif rank == second:
+        dist.recv(tensor, first)
+        dist.send(tensor, first)
+
+
+_PAIR_BYTES = (64, 2**20, 2**24, 2**26)
+
+
+def pair_link(first: int, second: int, device: str) -> Fit:
+    """Return the link between two ranks of the process group; every rank calls this."""
+    samples = []
+    for size in _PAIR_BYTES:
+        tensor = torch.ones(size // 4, device=device)
+        call = partial(_there_and_back, tensor, first, second)
+        seconds = typical(_repeated(Collective.POINT_TO_POINT, call, device))
+        one = NetSample(collective=Collective.POINT_TO_POINT, payload_bytes=size, seconds=seconds)
+        samples.append(one)
+    return fit(samples, 2)
 
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
@@ -215,7 +237,7 @@ def measure_net(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     timeout_seconds: float = 300.0,
 ) -> MeasuredNet:
-    """Return the link among ranks on "cpu" or "cuda" devices."""
+    """Measure the link between ranks, which run on "cpu" or "cuda" devices of this machine."""
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
         there = f"; {torch.cuda.device_count()} GPUs are here" if device == "cuda" else ""
@@ -260,10 +282,10 @@ def _alone(collective: Collective, samples: Sequence[NetSample], ranks: int) -> 
 
 
 def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return points whose seconds never decrease, since larger payloads are only faster by noise.
+    """Return points whose seconds never decrease: only noise makes a larger payload faster.
 
-    Decreasing neighbours are replaced by their geometric mean (isotonic regression of the
-    logarithms by pooling adjacent violators).
+    Neighbours that decrease get their geometric mean (isotonic regression of the logarithms by
+    pooling adjacent violators).
     """
     pools: list[list[float]] = []
     for _, seconds in sorted(points):
@@ -313,7 +335,7 @@ def fit(samples: Sequence[NetSample], ranks: int) -> Fit:
 
 
 def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Minimise Σ (h·x + s·y − 1)² with x, y ≥ 0: where one would be negative, the other alone."""
+    """Minimise Σ (h·x + s·y − 1)² with x, y ≥ 0: if one would be negative, it is 0."""
     hh = sum(h * h for h, _ in rows)
     ss = sum(s * s for _, s in rows)
     hs = sum(h * s for h, s in rows)

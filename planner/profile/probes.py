@@ -63,7 +63,7 @@ def callable_of(op: Op) -> Any:
 def arguments_of(
     op: Op, tensors: Mapping[str, Any], *, batch: int, precision: Precision, device: str
 ) -> dict[str, Any]:
-    """Return the arguments of an op by name, with these tensors inserted."""
+    """Return the arguments of an op by name, with tensors from `tensors` and plain values."""
 
     def plain(key: str, value: Value) -> Any:
         if isinstance(value, Ref):
@@ -149,7 +149,7 @@ class OperandForm:
     requires_grad: bool
     is_weight: bool  # last used a step ago; other tensors were just written by the previous op
     below: int  # all integers are smaller: row indices of a table, classes
-    spacing: int = 0  # of evenly rising integers: the starts of bags
+    spacing: int = 0  # if not 0, the integers rise by it from 0: the starts of bags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Met:
-    """The first op that has a key."""
+    """The first op that has a key, and how it is split."""
 
     op: Op
     split: OpSplit | None
@@ -184,7 +184,7 @@ def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...
     uses: dict[OpKey, int] = {}
     for op in pricer.graph.ops:
         for division in (None, *_splits(op, pricer, degrees)):
-            if _moves_nothing(pricer, op, division):
+            if _needs_no_probe(pricer, op, division):
                 continue
             key = pricer.key(op, division)
             uses[key] = uses.get(key, 0) + 1
@@ -195,7 +195,7 @@ def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...
         precision=pricer.precision,
         device="cpu" if pricer.rates.is_cpu else "cuda",
     )
-    found = {**split, **whole}  # a split that leaves everything on each rank equals the whole
+    found = {**split, **whole}  # a split that changes no size has the key of the whole op
     order = [*whole, *(key for key in split if key not in whole)]
     return tuple(_probe(pricer, key, found[key], strides, uses[key]) for key in order)
 
@@ -210,7 +210,7 @@ def _splits(op: Op, pricer: OpPricer, degrees: Sequence[int]) -> Iterator[OpSpli
                 yield OpSplit(letter=letter, axis=axis, degree=degree)
 
 
-def _moves_nothing(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
+def _needs_no_probe(pricer: OpPricer, op: Op, split: OpSplit | None) -> bool:
     """Whether an op needs no probe: its device time is 0 (a view), or the plain op is not run.
 
     For a split table or a split loss, ranks call functions of the runtime, whose time differs from

@@ -34,12 +34,12 @@ from autopar.planner.profile.rounds import (
 )
 
 _MOST_GROUP_BYTES = 4 * 2**30
-_FREE_SHARE = 0.5  # of the free memory
+_FREE_SHARE = 0.5  # the part of the free memory that probes may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What to measure, and the time for ops; measuring the host takes some seconds more."""
+    """What to measure, and the time for it; measuring the host takes some seconds more."""
 
     batches: tuple[int, ...]  # rows of a microbatch
     degrees: tuple[int, ...]  # of the tensor axis
@@ -59,7 +59,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledDevice:
-    """A device of this machine: its data sheet, and torch's name."""
+    """A device of this machine: its data sheet, and the name by which torch calls it."""
 
     device: Device
     torch_name: str
@@ -81,7 +81,7 @@ def profile(
     *,
     report: Callable[[str], None] = lambda _: None,
 ) -> Profiled:
-    """Measure the host and every distinct op of a model; batches share the time equally."""
+    """Measure the host and every distinct op of a model; slower ops get more of the time."""
     began = time.perf_counter()
     place = local_device()
     with as_in_training(place, request.precision):
@@ -171,7 +171,7 @@ _FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # limits for measuring the 
 
 
 class _Block(nn.Module):
-    """A module of two ops that compute nothing: a view, and a sum with a parameter."""
+    """A module of two ops with almost no work: a view, and a sum with a parameter."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
 
 
 def measure_host(graph: Graph, device: str) -> HostTimes:
-    """Return this host's times; the optimizer's for as many parameters as the model has."""
+    """Return this host's times; the optimizer has as many elements as the model, within limits."""
     forward, backward = _dispatch(device)
     action, step = _frame(device)
     tensor, element = _optimizer(graph, device)
@@ -213,7 +213,7 @@ def measure_host(graph: Graph, device: str) -> HostTimes:
 
 
 def _dispatch(device: str) -> tuple[float, float]:
-    """Return the host's seconds of one op in a model of Python modules, forward and backward."""
+    """Return the host's seconds for one op in a model of Python modules, forward and backward."""
     model = nn.Sequential(*(_Block(device) for _ in range(_BLOCKS)))
     x = torch.zeros(1, device=device)
     forward: list[float] = []
@@ -235,7 +235,7 @@ def _dispatch(device: str) -> tuple[float, float]:
 
 
 def _frame(device: str) -> tuple[float, float]:
-    """Return the seconds around an action (a forward or a backward), and around a step."""
+    """Return the seconds of an action (a forward or a backward) and a step with almost no work."""
     model = _Block(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.zeros(1, device=device)
@@ -259,8 +259,8 @@ def _frame(device: str) -> tuple[float, float]:
 def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
     """Return the seconds of clipping and fused AdamW per tensor and per element, all fp32.
 
-    Time is a·tensors + b·elements: many tensors of a few elements determine a; then few tensors
-    with as many elements as the model has (within limits) determine b.
+    An update takes a·tensors + b·elements. Many tensors of a few elements give a; then a few
+    tensors, with as many elements as the model has (within limits), give b.
     """
     small = _update_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
     learned = (one for one in graph.parameters if one.trainable)
@@ -298,7 +298,7 @@ def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
 
 
 def _host_clock(device: str) -> Callable[[], float]:
-    """Return a CPU thread's own time, or wall time if the host waits for a GPU."""
+    """Return a clock: the CPU time of a lone thread, or wall time with more threads or a GPU."""
     lone = device == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if lone else time.perf_counter
 

@@ -1,8 +1,9 @@
 """Measures probes in rounds: each op's forward in order, then each backward in reverse order.
 
-For caches and the allocator, a round resembles a training step: an op's inputs were written just
-before, its weights a round ago, and results stay until their backward. Other programs disturb
-single samples of all ops alike, which medians ignore.
+A probe is an op with tensors to run it on. For caches and the allocator, a round resembles a
+training step: an op's inputs were written just before, its weights a round ago, and results stay
+until their backward. If another program disturbs the machine for a while, it disturbs a few samples
+of many ops, which medians ignore.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
-VISITS = 4  # of each group; groups take turns
-_CALLS_OF_A_VISIT = 4  # to warm it up, and to take a few samples
-EVICTED_BYTES = 64 * 2**20  # the size of the last cache of a CPU or GPU
+VISITS = 4  # how often each group of probes is measured; groups take turns
+_CALLS_OF_A_VISIT = 4  # a visit needs time for this many calls: to warm up, and for a few samples
+EVICTED_BYTES = 64 * 2**20  # as large as the last cache of a CPU or GPU: writing them evicts it
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of measuring."""
+    """Limits of measuring, in seconds and in bytes of memory."""
 
-    total_seconds: float
-    op_seconds: float
-    group_bytes: int
+    total_seconds: float  # for all ops
+    op_seconds: float  # for one op
+    group_bytes: int  # for the ops of one round
     most_bytes: int  # for one op with its gradients
 
 
@@ -58,9 +59,9 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The time of a call that computes nothing, by the same clock.
+    """The time of a call that computes nothing, by the clock that times ops.
 
-    Dispatch is priced separately.
+    It is subtracted from every op's time, because dispatch is priced separately.
     """
 
     forward_seconds: float
@@ -69,7 +70,7 @@ class Baseline:
 
 @dataclass(slots=True)
 class _RunningProbe:
-    """A probe while it is measured; between visits of its group it has no tensors."""
+    """A probe and its samples; between visits of its group it has no tensors (`call` is None)."""
 
     probe: Probe
     call: ProbeCall | None
@@ -88,10 +89,10 @@ def measure(
     baseline: Baseline,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[Sampled, ...], tuple[LeftOut, ...]]:
-    """Return the medians of all ops that ran within the limits, and those left out.
+    """Return the medians of all ops that ran within the limits, and the ops that were left out.
 
-    Groups are visited alternately. A slow minute of the machine then affects some samples of all
-    groups, not all samples of one batch.
+    Groups take turns. A slow minute of the machine then affects some samples of all groups, not all
+    samples of one group.
     """
     deadline = time.perf_counter() + limits.total_seconds
     fitting = [probe for probe in probes if probe.size_bytes <= limits.most_bytes]
@@ -103,7 +104,7 @@ def measure(
     for visit in range(visits):
         for group, own in zip(groups, running, strict=True):
             began = time.perf_counter()
-            gc.collect()  # takes time in a process with many objects
+            gc.collect()  # its time does not count: it may be long in a process with many objects
             deadline += time.perf_counter() - began
             expected = sum(probe.expected_seconds for probe in group)
             share = max(0.0, deadline - time.perf_counter()) * expected / (waiting or 1.0)
@@ -113,7 +114,7 @@ def measure(
                 started, faulty, warming = _started(group, device, share * visits)
                 own += started
                 left_out += faulty
-                deadline += warming  # libraries that are loaded at an op's first call
+                deadline += warming  # does not count: an op's first call may load libraries
             elif not _restarted(own, device, share):
                 continue
             until = (visit + 1) / visits
@@ -123,10 +124,10 @@ def measure(
 
 
 def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
-    """Yield consecutive probes of one batch that fit into memory together.
+    """Yield groups of consecutive probes of one batch size that fit into memory together.
 
-    All batches in one round would need several times a step's memory: the allocator would return
-    memory that a step keeps, and forwards would take 1.5 times as long.
+    All batch sizes in one round would need several times the memory of a step. The allocator would
+    then give memory back that it keeps in a step, and forwards would take 1.5 times as long.
     """
     group: list[Probe] = []
     size = 0
@@ -152,7 +153,7 @@ def _visit(
     op_seconds: float,
     most_samples: float,
 ) -> None:
-    """Sample a group for its share of the time; at least the minimum number of samples."""
+    """Take samples of a group for its share of the time, and at least FEWEST_SAMPLES of each op."""
     deadline = time.perf_counter() + share_seconds
     step_bytes = sum(one.probe.uses * one.probe.size_bytes for one in running)
     scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
@@ -175,10 +176,10 @@ def _is_wanted(one: _RunningProbe, op_seconds: float, most_samples: float) -> bo
 def _started(
     group: Sequence[Probe], device: str, share_seconds: float
 ) -> tuple[list[_RunningProbe], list[LeftOut], float]:
-    """Call every probe twice to warm it up; also return the first calls' extra time.
+    """Call every probe twice; return the probes, those left out, and the first calls' extra time.
 
-    Probes are left out if they cannot be called at these sizes, or if there is no time for the
-    minimum number of samples; the first probes have priority.
+    A probe is left out if it cannot be called at these sizes, or if the probes before it need the
+    whole share of the time for FEWEST_SAMPLES of each.
     """
     running: list[_RunningProbe] = []
     left_out: list[LeftOut] = []
@@ -202,7 +203,10 @@ def _started(
 
 
 def _restarted(running: Sequence[_RunningProbe], device: str, share_seconds: float) -> bool:
-    """Recreate a group's tensors and warm it up, if its share suffices to sample it, too."""
+    """Make a group's tensors again and call each probe once; False if the time is too short.
+
+    The share must also suffice for a few samples.
+    """
     if share_seconds < _CALLS_OF_A_VISIT * sum(one.again_seconds for one in running):
         return False
     for one in running:
@@ -223,7 +227,7 @@ def _run_seconds(call: ProbeCall) -> float:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Disable Python's garbage collector."""
+    """Disable Python's garbage collector in the body."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -234,7 +238,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _round(turn: Sequence[_RunningProbe], clock: Clock, scratch: torch.Tensor) -> None:
-    scratch.add_(1.0)  # in a model, other ops run between two uses of a tensor and evict it
+    scratch.add_(1.0)  # evicts the caches, as other ops do between two uses of a tensor in a model
     calls = [(one, one.call) for one in turn if one.call is not None]
     for one, call in calls:
         call.prepare()

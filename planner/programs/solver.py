@@ -1,11 +1,11 @@
 """Solves an integer program through PuLP, and a linear program that gains rows.
 
-The outcome is solved, infeasible, or unfinished at a limit of nodes: seconds limit nothing, because
-a busy machine should find the same. HiGHS is used if it can be imported, else CBC. The outcome is
+The outcome is solved, infeasible, or unfinished at a limit of nodes. Seconds are not limited, so
+that a busy machine finds the same. HiGHS is used if it can be imported, else CBC. The outcome is
 read from `sol_status`, never from `status`: at a limit PuLP sets the latter to "Optimal", and CBC
-leaves plausible numbers in an infeasible program. Both solvers run on one thread
-and to a gap of zero, so that a program has one answer. They have a feasibility tolerance of about
-1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
+leaves plausible numbers in an infeasible program. Both solvers run on one thread, and to a gap of
+zero unless a gap is given: then a program has one answer. They have a feasibility tolerance of
+about 1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
 
 PuLP passes the whole program on for every solve. A program that gains rows is therefore given to
 HiGHS directly, and each solve starts from the last optimum.
@@ -76,7 +76,7 @@ class SolverReport:
     """The solver's statistics: number of programs, their size, nodes, and time."""
 
     calls: int = 0
-    nodes: int = 0  # of the branch and bound; CBC does not tell them, and 100 are assumed
+    nodes: int = 0  # of the branch and bound; CBC does not report them: 100 are assumed
     variables: int = 0
     constraints: int = 0
     seconds: float = 0.0
@@ -107,7 +107,7 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """The limit of nodes was reached; with an objective, the variables hold the best found.
+    """The limit of nodes was reached; if an objective was found, the variables hold its values.
 
     The bound is a lower bound of all assignments, if the solver reports one (CBC does not, here).
     """
@@ -133,7 +133,7 @@ def default_solver() -> SolverName:
 
 @cache
 def branching_solver() -> SolverName:
-    """Return CBC if it runs: six times as fast as HiGHS for programs that branch early.
+    """Return CBC if it runs: it is six times as fast as HiGHS for programs that branch early.
 
     Measured on stage programs of 1,000 columns with memory rows, whose relaxation is 2 % off: 0.8
     seconds instead of 4 to 5, which HiGHS spends on cuts at the root.
@@ -285,7 +285,7 @@ class _ProgramRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeNumbers:
-    """The result of a search for whole numbers below a limit: no solution is below the bound."""
+    """The result of a search for whole numbers: no solution has a first column below `bound`."""
 
     bound: float
     are_found: bool
@@ -331,9 +331,9 @@ class GrowingProgram:
     def solve(self, *, enough: float = inf) -> float | None:
         """Return the optimum, or `enough` once it is proved that the optimum is not below it.
 
-        Infinite if infeasible; None at the limit of iterations. The first solve starts from
-        nothing, where the primal simplex is twice as fast. The others gained rows and start from
-        the last optimum, where the dual simplex needs few iterations.
+        Infinite if no values satisfy the rows; None at the limit of iterations. The first solve has
+        no optimum to start from: then the primal simplex is twice as fast. The others start from
+        the last optimum, and the dual simplex needs few iterations for the new rows.
         """
         self._hand_over()
         is_first = not len(self._values)

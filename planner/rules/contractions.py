@@ -1,4 +1,4 @@
-"""Signatures of attention, products, einsum, losses, look-ups, and ops that cut and join dims."""
+"""Signatures of attention, products, einsum, losses, look-ups, and of ops that cut or join dims."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _CLASSES = Pattern.parse("self n v …, target n …, weight? v ->")
 
 
 def cross_entropy(case: Case) -> Signature:
-    """Each row has one class; class probabilities as targets are not supported."""
+    """Each row has one class; with class probabilities as targets, the signature is opaque."""
     target = case.tensors[case.tensor("target") or ""]
     return _CLASSES.signature(case) if target.is_whole_numbered else opaque(case)
 
@@ -84,7 +84,7 @@ _ENTRIES = Pattern.parse("weight v d, indices … -> … d")
 
 
 def embedding(case: Case) -> Signature:
-    """Rows of a table. scale_grad_by_freq needs all indices, so it excludes splits."""
+    """Rows of a table. With scale_grad_by_freq, a rank needs all indices: no dim may be split."""
     is_counted = case.argument("scale_grad_by_freq")
     return opaque(case) if is_counted else _ENTRIES.signature(case)
 
@@ -95,9 +95,9 @@ _MAX = 2  # the mode of bags
 def bags(case: Case) -> Signature:
     """Sums, means or maxima of rows of a table: weight v d, … -> b d.
 
-    Columns of the table are columns of the result. Rows may be split if the result is a sum, or a
-    mean, which each rank then divides by the bag's number of entries. Bags start at positions among
-    the indices, so these are not split.
+    Columns of the table are columns of the result. Rows of the table may be split if the result is
+    a sum, or a mean, for which each rank divides by the number of all entries of the bag. The
+    indices are not split, because the offsets of bags count along them.
     """
     if case.argument("scale_grad_by_freq"):
         return opaque(case)
@@ -121,7 +121,7 @@ def bags(case: Case) -> Signature:
 
 
 def added_product(first: str, second: str) -> ShapeFunction:
-    """Self + first (b) m k · second (b) k n -> (b) m n; self may be broadcast over any of them."""
+    """Self + first (b) m k · second (b) k n -> (b) m n; self may be broadcast along each dim."""
 
     def signature(case: Case) -> Signature:
         left, right = case.tensor(first) or "", case.tensor(second) or ""
@@ -239,7 +239,7 @@ def stack(case: Case) -> Signature:
 
 
 def sliced(case: Case) -> Signature:
-    """A slice of one dim: part of a concatenation, if other slices tile the rest of the dim."""
+    """A slice of one dim: a part of a concatenation, if other slices take the rest of the dim."""
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dim = case.number("dim") % len(shape)
     letters = Letters()
@@ -291,7 +291,10 @@ def padded(case: Case) -> Signature:
 
 
 def indexed(case: Case) -> Signature:
-    """Gathers by index tensors: indexed dims may not be split; the indices' dims are kept."""
+    """`x[i, :, j]` with index tensors: the result has the dims of the indices, and the others of x.
+
+    The indexed dims may not be split.
+    """
     letters = Letters()
     shape = case.shape(case.first)
     if case.tiles is not None:
@@ -318,7 +321,7 @@ def indexed(case: Case) -> Signature:
 
 
 def _indexed_tile(case: Case) -> Signature:
-    """An index of one constant position is a tile of size one."""
+    """An index with one constant position takes a tile of size one."""
     assert case.tiles is not None
     indices = case.argument("indices")
     assert isinstance(indices, tuple)
@@ -333,7 +336,7 @@ def _indexed_tile(case: Case) -> Signature:
 
 
 def gathered(case: Case) -> Signature:
-    """gather along `dim`: this dim may not be split; the tensors share the other dims."""
+    """torch.gather along `dim`: this dim may not be split; the tensors share the other dims."""
     letters = Letters()
     out_shape, shape = case.shape(case.result), case.shape(case.first)
     if len(shape) != len(out_shape):  # the source or the index is a scalar

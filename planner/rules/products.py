@@ -23,12 +23,13 @@ from autopar.planner.rules.rule import (
 
 
 def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
-    """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in both directions.
+    """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in one or both directions.
 
-    A layer multiplies all rows by its input weights at once, then each step's state by its hidden
-    weights (and by its projection), one step after the other: T·B × in by in × gates·H, and T times
-    B × H by H × gates·H. `kept` elements per row and hidden unit are saved for the backward;
-    `unfused` is the number of kernels per step beside products on a CPU.
+    A layer multiplies all rows by its input weights at once (T·B × in by in × gates·H). Then, one
+    step after the other, it multiplies the state by its hidden weights (T times B × H by
+    H × gates·H), and by its projection if it has one. `kept` elements per row and hidden unit are
+    saved for the backward; `unfused` is the number of kernels that a CPU runs in each step beside
+    the products.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -53,7 +54,10 @@ def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
 
 
 def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
-    """Return the input, its rows and its steps; for a packed input, `batch_sizes` has the steps."""
+    """Return the input, its rows (of all steps), and the steps: one for each of `batch_sizes`.
+
+    An input that is not packed has no `batch_sizes`, but a dim for the steps.
+    """
     packed = tensors(sizes, "data")
     if packed:
         return packed[0], sizes.shape(packed[0])[0], sizes.shape(tensor(sizes, "batch_sizes"))[0]
@@ -66,7 +70,10 @@ def _sequence(sizes: OpSizes) -> tuple[str, int, int]:
 def _layer(
     sizes: OpSizes, source: str, weights: tuple[str, ...], *, rows: int, steps: int
 ) -> Iterator[MatrixProducts]:
-    """Yield a layer's products; its first state is an input, which may need no gradient."""
+    """Yield a layer's products.
+
+    The first state is multiplied separately: it is the input `hx`, which may need no gradient.
+    """
     of_input, of_state, *more = weights
     together = rows // steps
     (wide, inputs), (_, states) = sizes.shape(of_input), sizes.shape(of_state)
@@ -102,8 +109,8 @@ def cell(gates: int, *, kept: int) -> Computing:
 def convolution(sizes: OpSizes) -> Computation:
     """A convolution with any number of dims; its FLOPs equal those that letters give.
 
-    Each result is a sum over the weights of one output channel. Transposed, each input of one input
-    channel is spread over the weights.
+    Each element of the result is a sum over the weights of its output channel. If the convolution
+    is transposed, each element of the input is spread over the weights of its input channel.
     """
     source, weight = tensor(sizes, "input", "self"), tensor(sizes, "weight")
     spread = "transpose" in sizes.op.target or bool(given(sizes, "transposed"))
@@ -148,7 +155,7 @@ def grouped(left: str, right: str) -> Computing:
 
 
 def rows_by_rows(left: str, right: str) -> Computing:
-    """Each row of … p m with each row of … r m: distances, inner products."""
+    """Each row of one tensor with each row of another: distances, inner products."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -191,7 +198,7 @@ def chain(sizes: OpSizes) -> Computation:
 
 
 def _cheapest(names: tuple[str, ...], edges: list[int]) -> tuple[MatrixProducts, ...]:
-    """Return the products of the best order; intermediate products have no name."""
+    """Return the products in the order with the fewest FLOPs; intermediate results have no name."""
     count = len(names)
     best: dict[tuple[int, int], tuple[MatrixProducts, ...]] = {(i, i): () for i in range(count)}
     for length in range(1, count):
@@ -219,7 +226,7 @@ def bilinear(sizes: OpSizes) -> Computation:
 
 
 def bags(sizes: OpSizes) -> Computation:
-    """Each row that is looked up is added to its bag, times its weight if it has one."""
+    """The FLOPs of bags whose rows have weights: each row times its weight is added to its bag."""
     rows = sum(prod(sizes.shape(name)) for name in tensors(sizes, "per_sample_weights"))
     flops = 2 * rows * sizes.shape(tensor(sizes, "weight"))[1]
     return Computation(flops=flops, backward_flops=flops)
@@ -242,7 +249,10 @@ def attention(sizes: OpSizes) -> Computation:
 
 
 def power(sizes: OpSizes) -> Computation:
-    """An integer power of a matrix: one square for each bit, and one product for each set bit."""
+    """An integer power of a matrix: of the exponent's bits, all but the first cost a square.
+
+    Of the bits that are set, all but one cost a product, too.
+    """
     source = tensor(sizes, "self")
     *lead, n, _ = sizes.shape(source)
     exponent = abs(number(sizes, "n", 1))
@@ -257,7 +267,10 @@ _PANEL = 32  # columns of a block in LAPACK's algorithms
 def factored(
     forward: Callable[[int, int], float], backward: Callable[[int, int], float]
 ) -> Computing:
-    """A factorisation in blocks: FLOPs from the larger and the smaller size of each matrix."""
+    """A factorisation in blocks; `forward` and `backward` give its FLOPs.
+
+    Their arguments are the larger and the smaller size of a matrix.
+    """
 
     def computation(sizes: OpSizes) -> Computation:
         *lead, rows, columns = sizes.shape(sizes.op.inputs[0])
@@ -277,10 +290,10 @@ def cubic(forward: float, backward: float) -> Computing:
 
 
 def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Computing:
-    """A factorisation and solves.
+    """A factorisation of the argument `matrix`, and solves for the columns of the argument `by`.
 
-    Factoring the matrix takes `factor`·n³ FLOPs, and each column of the right side 2·n²; a
-    triangular solve takes n². The backward solves once more, and multiplies.
+    Factoring takes `factor`·n³ FLOPs, and each column 2·n², or n² if the matrix is triangular. The
+    backward solves once more, and multiplies.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -299,7 +312,7 @@ def solved(factor: float, *, by: tuple[str, ...], matrix: tuple[str, ...]) -> Co
 
 
 def folded(forward: float, backward: float) -> Computing:
-    """A multiple of n³ FLOPs for a tensor that is an n × n matrix when flattened."""
+    """A multiple of n³ FLOPs for a tensor whose dims flatten to an n × n matrix."""
 
     def computation(sizes: OpSizes) -> Computation:
         n = round(prod(sizes.shape(sizes.op.inputs[0])) ** 0.5)
@@ -342,7 +355,7 @@ def short_time_fourier(sizes: OpSizes) -> Computation:
 
 
 def connectionist(sizes: OpSizes) -> Computation:
-    """CTC: for each row and step, sums of three transitions into each of 2·S + 1 states, twice."""
+    """CTC: in each row and step, 6 FLOPs for the three transitions into each of 2·S + 1 states."""
     steps, *_ = sizes.shape(tensor(sizes, "log_probs"))
     targets = sizes.shape(tensors(sizes, "targets")[0])
     rows = sizes.shape(tensor(sizes, "log_probs"))[1] if len(targets) > 1 else 1

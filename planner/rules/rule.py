@@ -1,4 +1,4 @@
-"""A row of the table: an op's signature, its computation, and what it saves for the backward."""
+"""The type of a row of the table: an op's signature, its work, what it saves for the backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.planner.rules.signature import UNIT, Case, Pattern, Signature, leav
 class MatrixProducts:
     """`batch` products of m × k by k × n, done `times` times in sequence.
 
-    `left` and `right` name the factors among the op's inputs; "" is an intermediate result of the
+    `left` and `right` are the op's inputs that are multiplied; "" is an intermediate result of the
     op.
     """
 
@@ -34,7 +34,7 @@ class MatrixProducts:
 
     @property
     def flops(self) -> int:
-        """Two for each multiply and add."""
+        """The FLOPs of the products: two for each multiplication with its addition."""
         return 2 * self.batch * self.m * self.n * self.k * self.times
 
 
@@ -42,10 +42,10 @@ class MatrixProducts:
 class Computation:
     """What an op computes on one rank.
 
-    `flops` and `backward_flops` exclude products, whose backward is one product for each factor
-    that needs a gradient. There are `steps` in sequence, each with an element-wise kernel beside
-    its products, or `unfused` kernels if no library fuses them. `kept` elements are made only for
-    the backward.
+    `flops` and `backward_flops` do not count the products: in the backward, each of these is one
+    product for each factor that needs a gradient. The op runs `steps` in sequence. Each has, beside
+    its products, one element-wise kernel, or `unfused` kernels if no library fuses them. `kept` is
+    the number of elements that are made only for the backward.
     """
 
     products: tuple[MatrixProducts, ...] = ()
@@ -62,7 +62,7 @@ class Computation:
 
 
 class OpSizes(Protocol):
-    """The sizes of an op's tensors on one rank."""
+    """An op, and the sizes of its tensors on one rank."""
 
     op: Op
 
@@ -90,19 +90,19 @@ def tensors(sizes: OpSizes, name: str) -> tuple[str, ...]:
 
 
 def tensor(sizes: OpSizes, *names: str) -> str:
-    """Return the tensor in the first of these arguments that is given."""
+    """Return the tensor in the first of these arguments that the op has."""
     return next(found for name in names for found in tensors(sizes, name))
 
 
 class OpKind(StrEnum):
-    """The kind of an op, if letters do not determine its price, splits or printed form."""
+    """The kind of an op, where its letters do not determine its price, splits or printed form."""
 
     OTHER = ""
     CONVOLUTION = "convolution"
     ATTENTION = "attention"
     LOOKUP = "look-up"  # rows of a table
     BAG = "bag"  # sums of rows of a table
-    NORM = "norm"
+    NORM = "norm"  # layer, group, instance or RMS norm
     BATCH_NORM = "batch norm"
     SOFTMAX = "softmax"
     DROPOUT = "dropout"
@@ -114,7 +114,7 @@ class OpKind(StrEnum):
     MEAN = "mean"
     ADDITION = "addition"
     SUBTRACTION = "subtraction"
-    NEGATION = "negation"  # of something that may be subtracted instead
+    NEGATION = "negation"  # the result is a number, or 0, minus the input
     MULTIPLICATION = "multiplication"
     DIVISION = "division"
     POWER = "power"
@@ -179,11 +179,11 @@ class Traffic(StrEnum):
 
 
 class Linear(StrEnum):
-    """The inputs in which an op is linear, so that a partial sum can pass through it."""
+    """In which inputs an op is linear: a partial sum in these gives a partial sum as the result."""
 
     UNTOLD = "untold"
     NO = "no"
-    FIRST = "first"  # in the first; the others only give an index, a shape or a dtype
+    FIRST = "first"  # in the first input; the others only give an index, a shape or a dtype
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
     EACH = "each"  # in each input if the others are whole: a product
 
@@ -193,9 +193,9 @@ class SavedForBackward:
     """A tensor saved for the backward: `what` is an argument, "out", or letters with a dtype."""
 
     what: str
-    needs: str = ""  # the argument that must need a gradient; "" means any
-    dtype: str = ""  # for letters: their dtype, "" is the result's
-    only: str = ""  # a condition on the kernel or the arguments
+    needs: str = ""  # it is saved if this argument needs a gradient; "": if any does
+    dtype: str = ""  # for letters: the tensor's dtype; "": the result's
+    only: str = ""  # it is saved under this condition: "fused", "unfused", "always"
 
     @staticmethod
     def parse_all(text: str) -> tuple[SavedForBackward, ...]:
@@ -219,13 +219,13 @@ class SavedForBackward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitForm:
-    """How ranks run an op that is split along a letter over which it sums, if not as the op itself.
+    """How ranks run an op that sums over a letter, if it is split along that letter.
 
-    `letter` is one of the signature's `letters`. Ranks call the runtime's `function`; without one,
-    they run the op and multiply its result by their share of the letter. `gives` is the result's
-    layout: P, or I if the function adds up the ranks' terms. `sends` lists the collectives in the
-    function's forward, and how many fp32 numbers a rank sends in each per row (all positions of
-    the letter).
+    Rules without a SplitForm run the op itself. `letter` is one of the signature's `letters`. Ranks
+    call the runtime's `function`; without one, they run the op and multiply its result by their
+    share of the letter. `gives` is the result's layout: P, or I if the function adds up the ranks'
+    terms. `sends` lists the collectives in the function's forward, and how many fp32 numbers a rank
+    sends in each for a row (for all positions of the letter together).
     """
 
     letter: str
@@ -246,10 +246,11 @@ class Rule:
     computation's `kept` elements, in the dtype of the first input. `added` is the argument that is
     added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
     with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
-    `written_by` is the op that makes a new tensor with this part replaced; `updates` are arguments
-    that the op writes to, although its schema does not say so. torch requires the arguments `alike`
-    to have one dtype ("*inputs": all tensors), and has no 16-bit kernel if `is_wide`. `names`
-    proposes names of letters. Only a split along the letter of `split_form` changes the op's form.
+    If the op takes a part of a tensor, `written_by` is the op that makes a new tensor in which that
+    part is replaced. `updates` are arguments that the op writes to, although its schema does not
+    say so. torch requires the arguments `alike` to have one dtype ("*inputs": all tensors), and has
+    no 16-bit kernel if `is_wide`. `names` proposes a name for the axis of a letter. Only a split
+    along the letter of `split_form` changes how ranks run the op.
     """
 
     target: str
@@ -274,11 +275,11 @@ class Rule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The arguments that a product multiplies; it saves only these."""
+        """The arguments that a product multiplies, which are all that it saves; else ()."""
         return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:
-        """Return the op's signature; opaque if the rule does not fit."""
+        """Return the op's signature; if the rule does not fit the op's sizes, an opaque one."""
         read = self.shape.signature if isinstance(self.shape, Pattern) else self.shape
         try:
             found = read(case)
@@ -306,7 +307,7 @@ def is_random(op: Op) -> bool:
     return not is_off and all(arguments.get(name) != 0.0 for name in _CHANCES)
 
 
-# The public ops of aten that torch marks as random; a trailing _ writes in place.
+# The public ops of aten that torch marks as random, without the _ of in-place forms.
 _DRAWING = (
     "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
     "feature_dropout geometric gru log_normal lstm miopen_rnn multinomial native_dropout normal "
@@ -342,10 +343,7 @@ def lines(
     alike: str = "",
     **facts: Any,
 ) -> list[Rule]:
-    """Return a rule for each op of a table row, which may have further columns (`facts`).
-
-    A group of letters in `contracts` is 2·∏(letters) FLOPs.
-    """
+    """Return a rule for each op of a table row; `facts` are further columns, as in Rule."""
     pairs = [pair.partition("=") for pair in names.split()]
     return [
         Rule(
@@ -367,12 +365,12 @@ def computing(
     saves: str = "*inputs, out",
     **facts: Any,
 ) -> list[Rule]:
-    """Return rules of ops of which only the batch and the computation are known."""
+    """Return rules for ops of which only the batch dim and the computation are known."""
     return lines(targets, opaque, saves, computes=computes, **facts)
 
 
 def _full_name(target: str) -> str:
-    """Complete an op's name; a library's op has all three parts."""
+    """Complete an op's name to library.name.overload; other libraries' ops are named in full."""
     if target.count(".") == 2:
         return target
     return f"aten.{target}" if "." in target else f"aten.{target}.default"

@@ -36,7 +36,7 @@ def of_type(case: Case) -> Signature:
 
 
 def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
-    """Return the dims that a shape has, aligned on the right; sizes of one are broadcast."""
+    """Return the dims of a shape aligned on the right with `dims`; sizes of one are broadcast."""
     tail = dims[len(dims) - len(shape) :]
     return tuple(UNIT if size == ONE else dim for dim, size in zip(tail, shape, strict=True))
 
@@ -60,7 +60,7 @@ def broadcast(case: Case) -> Signature:
 
 
 def over(*names: str) -> ShapeFunction:
-    """Dims that the arguments `names` list may not be split; the result keeps the other dims."""
+    """The dims listed in the arguments `names` may not be split; the result keeps the others."""
 
     def signature(case: Case) -> Signature:
         if len(case.op.inputs) > 1:  # prepended and appended tensors are not supported
@@ -78,7 +78,10 @@ def over(*names: str) -> ShapeFunction:
 
 
 def reduced(*, partial: bool) -> ShapeFunction:
-    """The dims in `dim` go away; a sum may be split along them, a maximum may not."""
+    """The dims that `dim` lists are reduced; the op may be split along them only if `partial`.
+
+    A sum over shards is a partial sum, a maximum is not.
+    """
 
     def signature(case: Case) -> Signature:
         dims = Letters().of(case.shape(case.first))
@@ -109,7 +112,11 @@ def reshape(case: Case) -> Signature:
 
 
 def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> Signature:
-    """Walk both shapes; a size that divides the other becomes a letter of both."""
+    """Return the signature of a view: walk both shapes, and give both a letter for equal factors.
+
+    Where the borders of dims do not meet, the dims up to the next common border get letters of
+    their own, which may not be split.
+    """
     letters = Letters()
     left: list[list[Dim]] = [[] for _ in before]
     right: list[list[Dim]] = [[] for _ in after]
@@ -159,7 +166,7 @@ def _shared(a: Extent, b: Extent) -> Extent | None:
 def _after_mismatch(
     before: Sequence[Extent], after: Sequence[Extent], i: int, j: int
 ) -> tuple[int, int, Extent, Extent]:
-    """Return the next position at which both shapes have the same number of elements."""
+    """Return the next positions after which both shapes have the same number of elements left."""
     for end_i in range(i + 1, len(before) + 1):
         for end_j in range(j + 1, len(after) + 1):
             if numel(tuple(before[end_i:])) == numel(tuple(after[end_j:])):
@@ -205,14 +212,14 @@ def reversed_order(_: Case, rank: int) -> Sequence[int]:
 
 
 def expanded(case: Case) -> Signature:
-    """Dims of size one, and new leading ones, are repeated: letters of the result only."""
+    """Dims of size one are repeated, and leading dims added: only the result has their letters."""
     out = Letters().of(case.shape(case.result))
     operand = _aligned_where_equal(out, case.shape(case.result), case.shape(case.first))
     return Signature(operands=of_first(case, operand), results=((case.result, out),))
 
 
 def as_other(alone: ShapeFunction) -> ShapeFunction:
-    """Take the sizes from another tensor, which has the result's dims."""
+    """An op whose result has the sizes of the tensor `other`, and its dims."""
 
     def shaped(case: Case) -> Signature:
         signature = alone(case)
@@ -232,7 +239,7 @@ def _aligned_where_equal(out: Dims, sizes: Sequence[Extent], shape: Sequence[Ext
 
 
 def repeated(case: Case) -> Signature:
-    """Tiles: each dim of the result is (times · dim)."""
+    """The whole tensor is repeated along its dims: each dim of the result is (times · dim)."""
     letters = Letters()
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dims = letters.of(shape)
@@ -245,7 +252,7 @@ def repeated(case: Case) -> Signature:
 
 
 def interleaved(case: Case) -> Signature:
-    """Each position repeated in place: the result's dim is (dim · times)."""
+    """Each position is repeated where it is: each dim of the result is (dim · times)."""
     letters = Letters()
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     if len(shape) != len(out_shape):
@@ -267,7 +274,7 @@ def made(case: Case) -> Signature:
 
 
 def opaque(case: Case) -> Signature:
-    """An op about which nothing is known except, if recognisable, its batch."""
+    """An op of which nothing is known but its batch dim, if its tensors show one."""
     letters = Letters()
     batch: dict[Extent, Dim] = {}
     operands = tuple((name, by_batch(case.shape(name), letters, batch)) for name in case.op.inputs)
@@ -278,7 +285,7 @@ def opaque(case: Case) -> Signature:
 
 
 def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Dim]) -> Dims:
-    """Return new letters; first dims of equal sizes that depend on the batch share a letter."""
+    """Return new letters; first dims share one if their sizes depend on the batch and are equal."""
     dims = list(letters.of(shape))
     if shape and not shape[0].is_constant:
         dims[0] = batch.setdefault(shape[0], dims[0])

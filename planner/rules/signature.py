@@ -1,9 +1,9 @@
-"""The language of the rules: which dims of an op's tensors are the same letter.
+"""The language of the rules: letters stand for the dims of an op's tensors.
 
 A pattern such as `input … i, weight o i, bias? o -> … o` names each tensor argument and its dims.
-`…` stands for any number of dims, aligned on the right and broadcast; `[d]` is a letter that may
-not be split; `g·c` is a product whose first size is the argument `groups`; `?` marks an optional
-tensor.
+Dims with the same letter are the same axis. `…` stands for any number of dims, aligned on the right
+and broadcast; `[d]` is a letter that may not be split; `g·c` is one dim that flattens two, of which
+the first has the size of the argument `groups`; `?` marks an optional tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Tiles = tuple[tuple[Extent, ...], int]
 
 
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
-    """Return, for each of the slices that tile a dim, the sizes of all and its own position."""
+    """Find slices that together cover a dim of a tensor.
+
+    Return for each slicing op, by name, the sizes of all these slices and the index of its own.
+    """
     cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
     source: dict[str, str] = {}  # x[:] → x
     for op in graph.ops:
@@ -46,7 +49,7 @@ def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
 
 
 def _cut(op: Op, graph: Graph) -> tuple[int, int, int] | None:
-    """Return dim, start and end of a slice with step one, or of a constant index."""
+    """Return dim, start and end of a slice with step one, or of a constant index; else None."""
     if op.target == "aten.slice.Tensor":
         shape = graph.tensors[op.inputs[0]].shape
         dim, step = op.argument("dim"), op.argument("step")
@@ -97,7 +100,7 @@ class FlattenedDims:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Concatenated dims; `name` if the whole has one."""
+    """Concatenated dims; `name` is the name of the concatenation, if it has one."""
 
     parts: tuple[Dim, ...]
     name: str = ""
@@ -123,7 +126,7 @@ def size_of(dim: Dim) -> Extent:
 
 
 def product(dims: Iterable[Dim]) -> Dim:
-    """Return the product of dims: nested products flattened, a single factor by itself."""
+    """Return the product of dims: nested products flattened, one dim as it is."""
     factors: list[Dim] = []
     for dim in dims:
         factors.extend(dim.factors if isinstance(dim, FlattenedDims) else (dim,))
@@ -131,7 +134,7 @@ def product(dims: Iterable[Dim]) -> Dim:
 
 
 def concat(dims: Iterable[Dim]) -> Dim:
-    """Return the concatenation of dims: nested ones flattened, a single part by itself."""
+    """Return the concatenation of dims: nested ones without a name flattened, one dim as it is."""
     parts: list[Dim] = []
     for dim in dims:
         flat = isinstance(dim, Concat) and not dim.name
@@ -175,7 +178,7 @@ _MANY = ("…", "[…]")
 class Signature:
     """The dims of an op's tensors in letters; a letter in `whole` may not be split.
 
-    If `is_opaque`, nothing is known about the op except its batch.
+    `letters` maps the letters of the rule to dims. If `is_opaque`, only the batch dim is known.
     """
 
     operands: tuple[tuple[str, Dims], ...]
@@ -197,8 +200,8 @@ class Signature:
 class Case:
     """An op with the shapes of its tensors, for the functions of the table.
 
-    For a slice that is one of several tiling a dim, `tiles` holds the sizes of all of them and its
-    position.
+    If the op is one of several slices that together cover a dim, `tiles` has the sizes of all
+    these slices and the index of its own.
     """
 
     op: Op
@@ -228,7 +231,7 @@ class Case:
         return tuple(item for item in items if isinstance(item, int))
 
     def tensor(self, name: str) -> str | None:
-        """Return the tensor that is this argument, if one is given."""
+        """Return the tensor that is this argument, or None."""
         return next(refs(self.argument(name)), None)
 
     @property
@@ -310,7 +313,10 @@ class Pattern:
 
 
 class _Reading:
-    """The letters found so far while a pattern is matched with an op's shapes."""
+    """The letters found so far while a pattern is matched with an op's shapes.
+
+    Those in `whole` may not be split.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case

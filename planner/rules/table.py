@@ -1,8 +1,9 @@
 """The table of rules: one row per op, similar to einsum.
 
 The letters say what may be split: a letter of operands and results is split in all of them; a
-letter of operands only is summed over, so splitting it leaves a partial sum; `[d]` is not split. An
-op without a row is never wrong, only slower: it is split along a recognisable batch, or not at all.
+letter of operands only is summed over, so splitting it leaves a partial sum; `[d]` is not split.
+Without a row, an op's plan is not wrong, only slower: the op is split along its batch dim if its
+sizes show one, and else not at all.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _RULES = (
                   names="b=heads k=head_dim n=head_dim", added="self"),
     *_contraction("matmul", c.matmul, contracts="… m k n",
                   saves="self if other, other if self", names="…=heads k=head_dim n=head_dim"),
-    *_contraction(  # of each group of rows with its own matrix
+    *_contraction(  # each group of rows times its own matrix
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
         kind=OpKind.GROUPED, alike="self mat2",
@@ -161,7 +162,7 @@ _RULES = (
     *_factoring("linalg_eigvalsh", m.cubic(4 / 3, 4)),
     *_factoring("linalg_eig", m.cubic(25, 8), "out"),
     *_factoring("linalg_eigvals", m.cubic(10, 8)),
-    # about eight products; the backward is the exponential of a matrix twice as large
+    # about eight products of n × n; the backward is the exponential of a 2·n × 2·n matrix
     *computing("matrix_exp linalg_matrix_exp", m.cubic(16, 128), "self"),
     *computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
                 "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
@@ -348,7 +349,7 @@ _RULES = (
     *lines("adaptive_avg_pool1d avg_pool1d", "self n c [x] -> n c [p]", linear=_JOINTLY),
     *lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
            "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
-    # --- made from nothing
+    # --- new tensors
     *lines("arange arange.start arange.start_step", s.made, kind=OpKind.RANGE),
     *lines("new_ones new_zeros new_full new_empty", s.made, kind=OpKind.NEW),
     *lines("tril triu", s.made, kind=OpKind.DIAGONAL),
@@ -363,7 +364,7 @@ _UNKNOWN = Rule(target="", shape=s.opaque, saves=SavedForBackward.parse_all("*in
 
 
 def rule_of(target: str) -> Rule:
-    """Return the rule of an op, or the rule that only knows the batch."""
+    """Return the rule of an op; without a row, a rule that knows only the batch dim."""
     return TABLE.get(target, _UNKNOWN)
 
 
@@ -383,16 +384,16 @@ def takes_statistics(op: Op) -> bool:
 
 
 def split_functions() -> Iterator[str]:
-    """Yield the runtime's functions for split ops."""
+    """Yield the names of the runtime's functions that ranks call instead of split ops."""
     forms = (rule.split_form for rule in _RULES)
     yield from (form.function for form in forms if form is not None and form.function)
 
 
 def has_rule(target: str) -> bool:
-    """Whether the table has an op's dims."""
+    """Whether the table has a signature for an op."""
     return rule_of(target).shape is not s.opaque
 
 
 def has_line(target: str) -> bool:
-    """Whether the table has an op's computation, even if not its dims."""
+    """Whether the table has a row for an op, perhaps one without a signature."""
     return target in TABLE

@@ -31,31 +31,31 @@ from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types, tr
 
 __all__ = ["trace", "trace_for_rows"]
 
-# If tracing on meta fails, models with at most so many bytes of parameters are traced on the CPU.
+# If tracing on meta fails, a model is traced on the CPU, unless its parameters exceed this size.
 _LARGEST_REAL_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """The device and dtype of a model while it is traced; None is the model's own dtype."""
+class _Attempt:
+    """The device and dtype of a model in one attempt to trace it; None: the model's own dtype."""
 
     device: str
     dtype: torch.dtype | None
 
 
-# Some models decide by their weights' dtype whether to cast. And only a trace in 16 bits shows that
-# an fp32 tensor meets 16-bit weights.
-_HALF_WAYS = (
-    _Way(device="meta", dtype=torch.bfloat16),
-    _Way(device="cpu", dtype=torch.bfloat16),
+# For 16-bit plans. Some models look at the dtype of their weights to decide whether they cast, and
+# only a trace in 16 bits shows where an fp32 tensor meets 16-bit weights.
+_HALF_ATTEMPTS = (
+    _Attempt(device="meta", dtype=torch.bfloat16),
+    _Attempt(device="cpu", dtype=torch.bfloat16),
 )
-# In float64, a cast to float32 by the model itself stays visible; in float32, `x.float()` does
-# nothing. If the trace in float64 fails, for example because dtypes mix, the model is traced in its
-# own dtype, and then on the CPU.
-_WAYS = (
-    _Way(device="meta", dtype=torch.float64),
-    _Way(device="meta", dtype=None),
-    _Way(device="cpu", dtype=None),
+# For fp32 plans. In a trace in float64, `x.float()` is an op; in float32, it leaves none. If the
+# trace in float64 fails, for example because dtypes mix, the model is traced in its own dtype, and
+# then on the CPU.
+_ATTEMPTS = (
+    _Attempt(device="meta", dtype=torch.float64),
+    _Attempt(device="meta", dtype=None),
+    _Attempt(device="cpu", dtype=None),
 )
 
 
@@ -66,13 +66,13 @@ def trace(
     batch_size: int = TRACED_BATCH,
     like: Graph | None = None,
 ) -> Graph:
-    """Trace one training step, from the batch to the loss, for every batch size at once.
+    """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    With `like`, an earlier trace, the same buffers are cast to 16 bits as there.
+    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too.
     """
     if not precision.is_half:
-        return _traced(model_file, batch_size, _WAYS)
-    in_half = partial(_traced, model_file, batch_size, _HALF_WAYS)
+        return _traced(model_file, batch_size, _ATTEMPTS)
+    in_half = partial(_traced, model_file, batch_size, _HALF_ATTEMPTS)
     try:
         if like is not None:
             return in_half([one.name for one in like.buffers if one.narrowed])
@@ -80,7 +80,8 @@ def trace(
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
-        graph = _traced(model_file, batch_size, _WAYS)  # raises an error that is not due to 16 bits
+        # If this fails, too, 16 bits are not the reason, and its error is raised instead.
+        graph = _traced(model_file, batch_size, _ATTEMPTS)
         if isinstance(error, UnlikeTypesError):
             raise error.in_half(precision) from None
         return graph
@@ -95,24 +96,27 @@ def _wide_buffers(model_file: ModelFile, batch_size: int) -> Mapping[str, Tensor
 
 
 def _traced(
-    model_file: ModelFile, batch_size: int, ways: Sequence[_Way], narrowed: Collection[str] = ()
+    model_file: ModelFile,
+    batch_size: int,
+    attempts: Sequence[_Attempt],
+    narrowed: Collection[str] = (),
 ) -> Graph:
     failures: list[AutoparError] = []
     size_bytes = 0
-    for way in ways:
-        if way.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
+    for attempt in attempts:
+        if attempt.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
         for is_noticed in (False, True):
             try:
                 subject = build(
                     model_file,
-                    device=way.device,
-                    dtype=way.dtype,
+                    device=attempt.device,
+                    dtype=attempt.dtype,
                     batch_size=batch_size,
                     narrowed=narrowed,
                 )
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-                is_half = way.dtype is torch.bfloat16
+                is_half = attempt.dtype is torch.bfloat16
                 graph = _graph_in_modes(subject, is_noticed=is_noticed, is_half=is_half)
                 meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
                 graph = replace(graph, devices_meet_at=next(meeting, ""))
@@ -128,7 +132,7 @@ def _traced(
 
 
 def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision) -> Graph:
-    """Trace a model for every batch size; if its code fixes the size, for `rows`, if it can."""
+    """Trace a model; if its code fixes the batch size, trace it with `rows` rows, if that works."""
     graph = trace(model_file, precision=precision)
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
@@ -140,7 +144,7 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Converted:
-    """A graph, and the changes of Python state that its trace made."""
+    """A graph, and what the traced step changed in the Python state."""
 
     graph: Graph
     traces: Traces
@@ -166,10 +170,11 @@ def _converted(
 
 
 def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
-    """Return the graph of a subject; raise if a step depends on an earlier step.
+    """Return a subject's graph; raise if a step depends on an earlier one through Python state.
 
-    A second run checks this: it must read no tensor that the first run left, advance no counter,
-    and give the same graph. Caches that are filled once are allowed.
+    If the first trace changes such state, a second trace starts with it. The second one must read
+    no tensor that the first one left, change no number, and give the same graph. Caches that are
+    filled once are allowed.
     """
     how = partial(_converted, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
     first = how()
@@ -190,13 +195,16 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
 
 
 def _computed_in(graph: Graph) -> Graph:
-    """Return a graph without its calls' changes of Python state: only a first call fills caches."""
+    """Return a graph for a comparison of two steps: as if no call changed Python state.
+
+    Only the first step fills caches.
+    """
     calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph, with the parts in eval mode if training mode would change it."""
+    """Return a subject's graph; name its parts in eval mode if training mode gives another one."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:
@@ -212,7 +220,7 @@ def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) 
 def _check_written_inputs(graph: Graph, subject: TracedSubject) -> None:
     """Raise if a step writes to an entry of the batch that shares memory with another entry.
 
-    On one device, both entries would change. In scripts, they are two tensors.
+    In plain PyTorch, both entries change. In scripts, they are two tensors, and one would change.
     """
     for op in graph.ops:
         for name in op.writes:

@@ -44,7 +44,7 @@ def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
-        elif tensor.is_complex():  # with components of that dtype
+        elif tensor.is_complex():  # to complex numbers with parts of that dtype
             tensor.data = tensor.data.to(torch.promote_types(dtype, torch.complex64))
 
 
@@ -75,7 +75,7 @@ class TracedStep(nn.Module):
     def run(
         self, batch: Mapping[str, Any], *, noted: Callable[[Loss], Loss] = lambda loss: loss
     ) -> torch.Tensor:
-        """Return the loss of a batch; `noted` wraps the loss function."""
+        """Return the loss of a batch; `noted` wraps the loss function, to record its call."""
         outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
@@ -272,7 +272,7 @@ _LOSS = "a scalar tensor with gradient"
 
 
 def _in_float32(values: Any) -> Any:
-    """Return 16-bit tensors in float32 for the loss: 16 bits are too few for sums and means."""
+    """Return values with 16-bit tensors in float32: 16 bits are too few for the loss's sums."""
     return tree_map_only(torch.Tensor, _wide, values)
 
 

@@ -41,18 +41,22 @@ from autopar.planner.trace.symbols import Ledger, ModelNames
 
 
 class CannotReplayError(Exception):
-    """A repeated block exchanges tensors with other code, beside its arguments and result."""
+    """A block cannot be replayed: it exchanges tensors other than its arguments and its result."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scope:
-    """A graph that is being read: its nodes' values, its current call, and what it replays."""
+    """A graph that is being read: its nodes' values, the owners of memory, and the current call.
+
+    In a replay (see `record`), `template` is the key of the traced call, whose nodes are read once
+    more, and `site` the key of the call for which they are read.
+    """
 
     values: dict[fx.Node, Value]
     storages: dict[int, str]
     call: str
     grad_enabled: bool = True
-    template: str | None = None  # in a replay: the key of the call that was traced
+    template: str | None = None
     site: str = ""
 
     def inner(self, **changes: Any) -> Scope:
@@ -61,7 +65,7 @@ class Scope:
 
 
 class Values:
-    """Reads the values of nodes and binds nodes to them, in a scope."""
+    """Turns the arguments of nodes into values of the graph; a scope keeps each node's value."""
 
     def __init__(self, exported: ExportedTrace, names: ModelNames, ledger: Ledger) -> None:
         self.program, self.recording = exported.program, exported.recording
@@ -104,7 +108,7 @@ class Values:
         scope.storages[storage_of(val)] = name
 
     def bind(self, node: fx.Node, value: Value, scope: Scope) -> None:
-        """Bind a node to a value, and record who owns the memory."""
+        """Bind a node to a value, and record which tensor owns its memory."""
         scope.values[node] = value
         self.remember_storage(node, value, scope)
 
@@ -157,9 +161,9 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return the replaying module's parameter or buffer that corresponds to the template's."""
+        """Return the tensor of the module at `site` for a parameter or buffer of the template."""
         spec = self.specs.get(node.name)
-        if spec is None:  # an input of a region around several blocks
+        if spec is None:  # an input of a no_grad or autocast graph around the block
             raise CannotReplayError(node.name)
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             target = (spec.target or "").removeprefix("model.")
@@ -192,7 +196,10 @@ class Values:
 
 
 def structured(value: Any) -> Value:
-    """Return nested containers as tuples; keys of mappings come before their values."""
+    """Return nested containers as tuples whose class names the kind (Listed, Mapped, Fields, …).
+
+    Mappings and objects become pairs of key and value.
+    """
     if isinstance(value, Mapping):
         is_object = is_dataclass(value) or isinstance(value, Attributes)
         is_plain = not is_object and all(isinstance(key, str) for key in value)
@@ -209,9 +216,10 @@ def structured(value: Any) -> Value:
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
-    """Yield the calls around unused calls, up to the first call with a used op.
+    """Yield unused calls and those around them, up to the first with a used op inside.
 
-    The code of these calls runs the unused ones, perhaps with arguments that are not computed.
+    Their code runs the unused calls, whose arguments a printed forward may not have: the ops that
+    make these arguments are removed.
     """
     needed = {around for call in live for around in graph.index.around(call)}
     for call in unused:
@@ -264,7 +272,8 @@ class Calls:
         self.functions: list[FunctionCall] = []
         loss = (one for one in recording.own_gradients if one.call == LOSS_CALL)
         self.own_gradients: list[OwnGradient] = list(loss)
-        self._begun: dict[str, tuple[FunctionCall, int]] = {}  # and how many ops are before it
+        # by recorded key: a function call, and how many ops were read before it began
+        self._begun: dict[str, tuple[FunctionCall, int]] = {}
 
     def read(self, node: fx.Node, scope: Scope) -> bool:
         """Read a node if it is a marker of a call; return whether it is one."""
@@ -361,13 +370,13 @@ class Calls:
         ]
 
     def _renamed(self, recorded: str, scope: Scope) -> str:
-        """Return the key of a recorded call; in a replay, the key of the corresponding call."""
+        """Return the key of a recorded call; in a replay, of the corresponding call at `site`."""
         paths, template = self.recording.paths, scope.template
         if template is None or not paths[recorded].startswith(paths[template]):
             return recorded
         if recorded == template:
             return scope.site
-        path = paths[recorded]  # the rest of the key counts the module's calls
+        path = paths[recorded]  # the key is this path, with @n from the module's second call on
         return scope.site + path.removeprefix(paths[template]) + recorded.removeprefix(path)
 
     def _module_path(self, recorded: str, scope: Scope) -> str:

@@ -36,14 +36,14 @@ from autopar.planner.trace.nodes import (
     writers_of,
     written_arguments,
 )
-from autopar.planner.trace.picking import mask_of, refuse_counted
-from autopar.planner.trace.scatter import with_scatters
+from autopar.planner.trace.scatter import mask_of, refuse_counted, with_scatters
 from autopar.planner.trace.symbols import Ledger, ModelNames, Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 
 # Ops without effect on the result: the exporter's checks, and aliases.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.detach_.default"})
+# ops that return their first operand if the second is this number
 _KEEPING = MappingProxyType(
     {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 )
@@ -160,14 +160,14 @@ class _Converter:
         )
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a dropout drops nothing. It then returns its input, and code may rely on that."""
+        """Whether an op is a dropout that drops nothing: it returns its input itself."""
         if rule_of(target).kind is not OpKind.DROPOUT:
             return False
         arguments = dict(self.values.arguments(node, scope))
         return arguments["p"] == 0.0 or arguments["train"] is False
 
     def _keeps_type(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether a cast returns its input under every precision."""
+        """Whether a cast changes nothing, whichever dtype the model will be trained in."""
         if not _SAME_IF_TYPE_IS_SAME.match(target):
             return False
         (source,) = refs(self.values.value(node.args[0], scope))
@@ -176,7 +176,10 @@ class _Converter:
         return same_type and not asks_copy
 
     def _keeps_numbers(self, node: fx.Node, target: str, scope: Scope) -> bool:
-        """Whether an op is `x + 0` or `x * 1.0` and neither tensor is written to."""
+        """Whether an op such as `x + 0` or `x * 1.0` may be replaced by x itself.
+
+        It must keep x's dtype and gradient, and neither x nor the result may be written to.
+        """
         first, *others = (*operands_of(node), None)
         if others != [_KEEPING.get(target), None] or node.kwargs or not isinstance(first, fx.Node):
             return False
@@ -248,7 +251,10 @@ class _Converter:
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
     ) -> None:
-        """Bound data-dependent sizes by the numel of the mask, or of the tensor that it masks."""
+        """Bound data-dependent sizes by the number of elements of the mask, or of the first input.
+
+        If the mask may be broadcast, the larger of both is the bound.
+        """
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
                 tensors = self.ledger.tensors
@@ -303,7 +309,7 @@ class _Converter:
         scope.values[node] = results
 
     def _first_location(self, region: Any, scope: Scope) -> str:
-        """Return where a region begins, from its first op; its own node has no line."""
+        """Return where a region begins: at its first op, because the region's node has no line."""
         graph = region_graph(region)
         places = (self._location(node, scope) for node in (graph.nodes if graph else ()))
         return next(filter(None, places), scope.call)

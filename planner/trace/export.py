@@ -23,7 +23,6 @@ from autopar.planner.model.outside import state_scope
 from autopar.planner.trace.build import TracedSubject
 from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.model_checks import failing_place
-from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import TraceRecording, recorded
 from autopar.planner.trace.replaced_calls import (
     ctc_traced,
@@ -54,6 +53,7 @@ from autopar.planner.trace.scalar_questions import (
     note_drawn,
     tensor_of_numbers,
 )
+from autopar.planner.trace.scatter import picked
 from autopar.planner.trace.traps import no_foreign_randomness
 from autopar.planner.trace.unlike_types import (
     NoKernelError,
@@ -102,17 +102,17 @@ def export(
     has_fixed_rows: bool = False,
     found: LeftBehind | None = None,
 ) -> ExportedTrace:
-    """Export a subject's step; the batch size is a symbol unless rows are fixed.
+    """Export a subject's step; the batch size is a symbol unless `has_fixed_rows`.
 
-    With `is_noticed`, the model can detect that it is traced. `found` is the Python state that an
-    earlier step left behind.
+    With `fold`, repeated blocks run only once. With `is_noticed`, the model can detect that it is
+    traced. `found` is the Python state that an earlier step left behind.
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
     traces, outside = Traces(), state_scope(subject.path, subject.model)
     try:
         with (
-            _quiet(),
+            quiet(),
             contained(subject.path),
             no_foreign_randomness(subject.model),
             recorded(subject.model, outside, fold=fold) as recording,
@@ -126,7 +126,7 @@ def export(
             own_weights_alone(),
             contextlib.nullcontext() if is_noticed else trace_hidden(),
             saving_noted(recording),
-            outside.kept(),  # the exporter gives modules copies of their containers
+            outside.kept(),  # the exporter replaces containers of modules by copies
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
@@ -156,8 +156,8 @@ class _OnMeta(TorchFunctionMode):
     """Preserves information that the meta device or the exporter would lose.
 
     The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept,
-    `x.type(dtype)` stays on its device, and `x.data` depends on x. Work on gradients is recorded,
-    because it leaves no op.
+    `x.type(dtype)` stays on its device, and `x.data` depends on x. Uses of gradients are recorded,
+    because they leave no op.
     """
 
     def __init__(self, recording: TraceRecording, found: LeftBehind) -> None:
@@ -211,7 +211,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress the exporter's output: on failure it prints the whole graph."""
     sink = io.StringIO()
     level = logging.root.manager.disable
@@ -263,7 +263,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|DataDependentOutput|data-dependent|_local_scalar_dense|unbacked",
         _BY_VALUES,
-        "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
+        "use torch.where or a mask instead of `if` on tensor values, or decide before the forward",
     ),
     (
         r"must match the size of tensor .*//2",
@@ -359,7 +359,7 @@ def _in_words(subject: TracedSubject) -> str:
 
 
 def _line(where: str) -> str:
-    """Return the line of code at a place from failing_place."""
+    """Return the line of code that a result of failing_place names, or ""."""
     place = re.match(r"(.+):(\d+)(, in module|$)", where)
     return linecache.getline(place[1], int(place[2])).strip() if place else ""
 

@@ -1,8 +1,9 @@
-"""Finds module calls that must trace alike, so that a repeated block is traced once.
+"""Finds module calls that must give the same ops, so that a repeated block is traced once.
 
 Large models repeat one block. Modules are equal if their class, plain attributes, and shapes of
-parameters are equal. Two calls of equal modules trace alike if the forms of their arguments are
-equal, too. Reads and writes of other state are not seen here; `convert` detects them.
+parameters are equal. Two calls of equal modules give the same ops if the forms of their arguments
+are equal, too. What a block reads and writes elsewhere is not seen here: `record` and `convert`
+detect it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The form of a tensor: everything that a trace can depend on."""
+    """The form of a tensor: all of it that can decide which ops a trace has."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -51,10 +52,10 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A traced call that others replay: its key, and the form of its result.
+    """A traced call that is replayed for equal ones (see `record`): its key, and its result's form.
 
-    A leaf of the result is a new tensor (its form), an unchanged argument (its index among the
-    arguments' leaves), or a plain value.
+    For each leaf of the result, `leaves` has the form of a new tensor, the index of an argument
+    that is returned unchanged (among the arguments' leaves), or a plain value.
     """
 
     call: str
@@ -73,7 +74,7 @@ class Template:
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call, or None if its result has opaque objects."""
+    """Return the template of a call; None if its result has more than tensors and plain values."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None
@@ -105,7 +106,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
 
 
 def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable | None:
-    """Return a key that is equal for calls that trace alike, or None if unknown."""
+    """Return a key that is equal for calls that give the same ops; None if this is unknown."""
     positions: dict[int, int] = {}
     parts: list[Hashable] = []
     for leaf in leaves:

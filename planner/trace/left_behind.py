@@ -1,8 +1,9 @@
 """Distinguishes caches from state: a second step finds the Python state that the first one left.
 
-A step is run twice. The first run's changes of Python state (see `outside`) stay for the second:
-numbers as they are; for tensors computed from the batch or weights, stand-ins that must not be
-read. A tensor made of constants is removed, because a cache is filled again.
+A step is traced twice. The second trace finds what the first one changed in the Python state (see
+model/outside.py). Numbers stay as they are. A tensor computed from the batch or weights is replaced
+by a stand-in, which the second trace must not read. A tensor made of constants alone is removed: it
+is a cache, which the second trace may fill again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LeftBehind:
 
 
 def left_by_call(before: StateSnapshot, after: StateSnapshot) -> tuple[StateValue, ...]:
-    """Return the values that a call changed, except tensors made of constants alone."""
+    """Return what a call changed: values compared by content, and tensors computed in the step."""
     changed = [after.leaves[place] for place in before.changes_to(after)]
     tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
     made = [one for one in tensors if _is_made_of_step(one.held)]
@@ -49,7 +50,7 @@ def left_by_call(before: StateSnapshot, after: StateSnapshot) -> tuple[StateValu
 
 
 def left_behind(before: StateSnapshot, after: StateSnapshot) -> LeftBehind:
-    """Return a step's changes between two snapshots; the trace must still be running."""
+    """Return a step's changes between two snapshots; call it while the trace is running."""
     left = LeftBehind()
     for key, holder in before.holders.items():
         later = after.holders.get(key)
@@ -79,7 +80,7 @@ def _is_stale(function: Any) -> bool:
 def _changed(
     before: Mapping[Any, Any], after: Mapping[Any, Any], replaced: dict[int, torch.Tensor]
 ) -> Mapping[Any, Any]:
-    """Return the changed values of a holder, as the next step finds them."""
+    """Return the changed values of a holder, as the next step is to find them."""
     pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
     return {
         key: _as_found_later(value, old, replaced)
@@ -89,7 +90,11 @@ def _changed(
 
 
 def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """Return a changed value as the next step finds it: as it is, replaced, or the old one."""
+    """Return what the next step is to find for a changed value.
+
+    This is the value itself if it has no traced tensors. If these are made of constants alone, it
+    is the old value; otherwise the value with stand-ins for them.
+    """
     fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
     if not fakes:
         return value
@@ -101,7 +106,7 @@ def _as_found_later(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> 
 
 
 def _real(fake: FakeTensor) -> torch.Tensor:
-    """Return a real tensor with the sizes and dtype of a traced one."""
+    """Return zeros with the sizes and dtype of a traced tensor."""
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in fake.shape]
     return torch.zeros(sizes, dtype=fake.dtype, device=fake.device)
 

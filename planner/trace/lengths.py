@@ -26,7 +26,7 @@ from autopar.planner.trace.build import TRACED_BATCH
 
 _Place = tuple[str, int]  # the name of an input, and the dim
 _Sizes = Mapping[_Place, int]
-_SHORTEST = 3  # shorter rows have no useful half
+_SHORTEST = 3  # half of this is too short to be traced
 
 
 def with_other_lengths(
@@ -55,8 +55,8 @@ def with_other_lengths(
 def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, the most informative first.
 
-    Twice the size plus one distinguishes halves that are rounded down and up. Twice the size has
-    the same divisors as the size. Half the size is for models with a maximum length.
+    Twice the size plus one distinguishes halves that are rounded down and up. Twice the size is for
+    models that need a divisor of the size, half the size for those with a maximum length.
     """
     weight_axes = {
         leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
@@ -78,7 +78,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
-    """Return larger and smaller sizes of some dims."""
+    """Return the sizes to try for some dims: larger ones, then smaller ones."""
     groups: list[Dim] = list(dict.fromkeys(chosen.values()))
     sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
     if not chosen or min(sizes.values()) <= _SHORTEST:

@@ -69,7 +69,7 @@ def calling_spans(step: CodeType) -> tuple[SourceSpan, ...]:
     """Return the expressions of the model that are being evaluated, the innermost one first.
 
     The last one is in the innermost forward, or in the loss function. The result is () if the step
-    is not running: the exporter copies nodes later.
+    is not running: the exporter also makes nodes afterwards, when it copies the graph.
     """
     found: list[SourceSpan] = []
     frame: FrameType | None = sys._getframe(1)
@@ -133,7 +133,7 @@ _REFUSED = (
 
 
 def check_structure(model: nn.Module, where: str) -> None:
-    """Raise if a module contains itself, or if its methods find other parts than torch's."""
+    """Raise if a module contains itself, or if its methods find other parts than torch's would."""
     _check_nesting(model, "", (), where)
     _check_own_methods(model, where)
 
@@ -220,7 +220,7 @@ def check_same_parameters(model: nn.Module, before: Collection[str], where: str)
 
 
 def own_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating dtype of most parameters."""
+    """Return the floating dtype that most elements of parameters have."""
     counts: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -23,7 +23,7 @@ from autopar.planner.trace import record
 from autopar.planner.trace.build import TracedSubject
 
 SPANS = "autopar_spans"  # a key of a node's meta
-_FEW = 64
+_FEW = 64  # elements: values of larger constants are not kept
 _DETACHES = "aten.detach_.default"  # in place, but does not change the values
 _DIGITS_OF_SINGLE = 9  # enough digits to distinguish all float32 numbers
 
@@ -51,7 +51,7 @@ def storage_of(val: torch.Tensor) -> int:
 
 
 def region_graph(argument: Any) -> fx.Graph | None:
-    """Return the nested graph of a wrapped region."""
+    """Return the nested graph that an argument names (of a no_grad region, say), or None."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         owner: Any = argument.graph.owning_module
         for part in str(argument.target).split("."):
@@ -68,7 +68,7 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
 
 
 def is_mapped(val: Any) -> bool:
-    """Whether a tensor comes from torch.vmap: one row that stands for all."""
+    """Whether a tensor is one inside torch.vmap: it has the shape of one row, for all rows."""
     return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
 
 
@@ -105,7 +105,7 @@ def spans_of(node: fx.Node) -> tuple[SourceSpan, ...]:
 
 
 def keeps_shapes(node: fx.Node) -> bool:
-    """Whether the node broadcasts tensors of equal shape, as F.mse_loss does."""
+    """Whether a node broadcasts tensors of equal shape, which changes nothing (F.mse_loss)."""
     if str(node.target) != "aten.broadcast_tensors.default":
         return False
     (given,) = operands_of(node)
@@ -168,8 +168,8 @@ def _as_single(number: float) -> float:
 def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...]:
     """Return the images that may be channels_last; () if the model convolves no images.
 
-    Code of the author that needs contiguous images (a `view` over channels) fails in a forward with
-    fake tensors. The result is () then, too.
+    The forward is tried with fake channels_last images. If it fails, because its code needs
+    contiguous ones (a `view` over channels), the result is (), too.
     """
     is_convolved = any(
         kind_of(op) is OpKind.CONVOLUTION and len(graph.tensors[op.inputs[0]].shape) == _IMAGE_DIMS
@@ -186,7 +186,7 @@ def channels_last_inputs(subject: TracedSubject, graph: Graph) -> tuple[str, ...
             }
             batch = {key: _fake(subject.batch[key], key in images) for key in subject.step.keys}
             functional_call(subject.model, state, kwargs=batch, strict=False)
-    except Exception:  # any error of the model's code: its images stay contiguous
+    except Exception:  # the model's code may raise any error
         return ()
     return images
 

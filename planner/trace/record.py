@@ -1,10 +1,13 @@
-"""Records every module call while the exporter runs, and replays the calls of equal blocks.
+"""Records every module call while the exporter runs, and runs equal blocks only once.
 
-During a trace each module's forward is wrapped. The wrapper adds two nodes without effect to the
-graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross the call's
-border; `convert` reads and removes them. A repeated block is not run again: a node
-`autopar::replay` stands for its ops. For a module with hooks, the whole call is wrapped, because
-the call runs the hooks.
+During a trace each module's forward is wrapped. The wrapper adds two nodes to the graph that
+compute nothing: `autopar::enter` has the tensors among the call's arguments, `autopar::leave` those
+in its result; `convert` reads and removes both. For a module with hooks, the whole call is wrapped,
+because the call runs the hooks.
+
+If a block repeats one that was traced (its template), it is not run. The graph has one node
+`autopar::replay` instead, for which `convert` replays the template: it reads the template's nodes
+once more, with the arguments and the parameters of this block.
 
 A custom autograd.Function is recorded like a module: the exporter would inline its forward and
 silently lose its backward.
@@ -38,13 +41,13 @@ from autopar.planner.trace.traps import assigned_buffers_written
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
-BEGIN, END = "autopar.begin.default", "autopar.end.default"  # of a plain function
+BEGIN, END = "autopar.begin.default", "autopar.end.default"  # around a plain function
 _BACKWARD_HOOK = "Module.register_full_backward_hook"
 _CALL = "_call_impl"  # the method of a module that runs hooks and forward
 
 
 class Attributes(dict[str, Any]):
-    """The attributes of a dataclass returned by a call."""
+    """The attributes of a dataclass that a call returned; pytree finds the tensors in them."""
 
 
 pytree.register_pytree_node(
@@ -56,7 +59,7 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:
-    """The values crossing into or out of a call, and their structure; TENSOR stands for tensors."""
+    """The arguments or the result of a call, flattened by pytree, with TENSOR for each tensor."""
 
     leaves: tuple[Any, ...]
     spec: Any
@@ -73,10 +76,11 @@ class TraceRecording:
     paths: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
-    plain: dict[str, tuple[str, str]] = field(default_factory=dict)  # functions: module and name
+    # by the calls of plain functions: the module and name of the function
+    plain: dict[str, tuple[str, str]] = field(default_factory=dict)
     parents: dict[str, str | None] = field(default_factory=dict)
-    entered: dict[str, Border] = field(default_factory=dict)
-    left: dict[str, Border] = field(default_factory=dict)
+    entered: dict[str, Border] = field(default_factory=dict)  # each call's arguments
+    left: dict[str, Border] = field(default_factory=dict)  # each call's result
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
@@ -115,7 +119,7 @@ class TraceRecording:
         return self.outside.around(self.paths[call]).snapshot()
 
     def left_by(self, call: str) -> Left:
-        """Return whether a call has changed Python state, and whether the change was undone."""
+        """Return whether a call changed Python state, and whether the change outlives the step."""
         left = self.kept.get(call, ())
         stays = all(one.is_number or one.told_by in self.at_end for one in left)
         return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
@@ -130,7 +134,7 @@ class TraceRecording:
         )
 
     def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
-        """Record the first use of gradients by the innermost call, or by the loss."""
+        """Record how the innermost call, or the loss, uses gradients; each use only once."""
         call = self.open_calls[-1] if self.open_calls else LOSS_CALL
         if all((one.call, one.use) != (call, use) for one in self.own_gradients):
             self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))
@@ -140,7 +144,7 @@ class TraceRecording:
         return _noting(loss, LOSS_FUNCTION, self)
 
     def open(self, path: str, class_name: str) -> str:
-        """Begin a call of a module and return its key."""
+        """Begin a call of a module; return its key, which is `path@n` from the second call on."""
         key = f"{path}@{self.counts[path]}" if self.counts[path] else path
         self.counts[path] += 1
         self.paths[key] = path
@@ -150,15 +154,19 @@ class TraceRecording:
         return key
 
 
+_RECORDINGS: list[TraceRecording] = []  # of the traces under way, the innermost last
+
+
 @contextmanager
 def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[TraceRecording]:
-    """Wrap the modules of a model during a trace."""
+    """Wrap the modules of a model during a trace; with `fold`, repeated blocks run only once."""
     modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     recording = TraceRecording(outside=outside, blocks=blocks)
-    with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
+    with _functions_recorded(recording), plain_functions_noted(recording):
+        _RECORDINGS.append(recording)
         try:
             for path, module in modules.items():
                 original = getattr(module, names[path])
@@ -166,20 +174,22 @@ def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[T
                 module.__dict__[names[path]] = noting
             yield recording
         finally:
+            _RECORDINGS.pop()
             for path, module in modules.items():
                 module.__dict__.pop(names[path], None)
                 if own[path] is not None:  # a forward assigned to the instance
                     module.__dict__[names[path]] = own[path]
 
 
-@contextmanager
-def _marker_ops(recording: TraceRecording) -> Iterator[None]:
-    """Define the marker ops during a trace."""
+def _marker_library() -> torch.library.Library:
+    """Define the marker ops.
+
+    They stay: if ops were removed after a trace, graphs and torch's caches would point to nothing.
+    """
     library = torch.library.Library("autopar", "FRAGMENT")
-    library.define("enter(Tensor[] tensors, str call) -> ()")
-    library.define("leave(Tensor[] tensors, str call) -> ()")
-    library.define("begin(Tensor[] tensors, str call) -> ()")
-    library.define("end(Tensor[] tensors, str call) -> ()")
+    markers = ("enter", "leave", "begin", "end")
+    for name in markers:
+        library.define(f"{name}(Tensor[] tensors, str call) -> ()")
     library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
     library.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] given) -> Tensor[]")
 
@@ -187,7 +197,8 @@ def _marker_ops(recording: TraceRecording) -> Iterator[None]:
         del tensors, call
 
     def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-        return [form.empty(tensors[0].device) for form in recording.replays[call].forms]
+        forms = _RECORDINGS[-1].replays[call].forms
+        return [form.empty(tensors[0].device) for form in forms]
 
     def gradient(_: Any, inputs: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
         del given
@@ -195,17 +206,14 @@ def _marker_ops(recording: TraceRecording) -> Iterator[None]:
 
     torch.library.register_fake("autopar::replay", replay, lib=library)
     torch.library.register_fake("autopar::gradient", gradient, lib=library)
-    markers = set()
-    for name in ("enter", "leave", "begin", "end"):
+    for name in markers:
         torch.library.register_fake(f"autopar::{name}", nothing, lib=library)
-        markers.add(getattr(torch.ops.autopar, name).default)
-    for marker in markers:
-        fx_node.has_side_effect(marker)  # otherwise dead code elimination removes them
-    try:
-        yield
-    finally:
-        fx_node._side_effectful_functions.difference_update(markers)
-        library._destroy()
+        # otherwise dead code elimination removes them
+        fx_node.has_side_effect(getattr(torch.ops.autopar, name).default)
+    return library
+
+
+_MARKERS = _marker_library()
 
 
 def _noting_call(
@@ -235,7 +243,7 @@ def _noting_call(
 
 
 def _with_fields(result: Any) -> Any:
-    """Return a result with `Attributes` in place of dataclasses, whose tensors torch hides."""
+    """Return a result with `Attributes` instead of dataclasses, into which pytree does not look."""
     return pytree.tree_map(_as_fields, result)
 
 
@@ -274,7 +282,7 @@ def _functions_recorded(recording: TraceRecording) -> Iterator[None]:
 
 @contextmanager
 def plain_functions_noted(recording: TraceRecording) -> Iterator[None]:
-    """Record each call of a plain function in the model's files, with its ops."""
+    """Record each call of a plain function that the model's files define or import."""
     files = {type(module).__module__ for module in recording.modules.values()}
     with ExitStack() as patches:
         for file in (sys.modules[name] for name in files if name in sys.modules):
@@ -317,8 +325,8 @@ def _run_or_replay(
     before, seen = recording.held_by(call), recording.seen_by(call)
     result = function(*args, **kwargs)
     made = template_of(call, leaves, result)
-    # A block that stores tensors outside of its result (a list, an attribute such as
-    # `self.aux_loss`) must run each time.
+    # A block that stores tensors elsewhere than in its result (in a list, in an attribute such as
+    # `self.aux_loss`) must run each time: a replay would not store them.
     leaves_after, _ = pytree.tree_flatten((args, kwargs))
     is_pure = before == recording.held_by(call) and not seen.changes_to(recording.seen_by(call))
     is_pure &= list(map(id, leaves)) == list(map(id, leaves_after))
@@ -338,7 +346,7 @@ def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
 def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
     """Add a marker directly to the graph if each tensor has a node; return whether it was added.
 
-    Calling the op would pass through every mode, which takes as long as an op of the model.
+    To call the marker's op would take as long as an op of the model: it passes all modes of torch.
     """
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:

@@ -35,7 +35,7 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 @contextmanager
 def ctc_traced() -> Iterator[None]:
-    """Make the op in the CTC loss return a loss per row, and an empty tensor for the backward."""
+    """Make the CTC loss's op return a loss per row, and no elements for the backward."""
     with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
         yield
 
@@ -52,7 +52,7 @@ _LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 def loss_of_each_row(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return the losses of all rows; None for another function or reduction."""
+    """Compute a loss with reduction "none" for all rows; return None for other calls."""
     if func not in _LOSSES or kwargs.get("reduction") != "none" or len(args) < 2:
         return None
     scores, classes, *rest = args
@@ -63,7 +63,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return `x[…]` with an op for each slice that takes a whole dim; None if none does."""
+    """Compute `x[…]` with an op for each slice that takes a whole dim; None if none does."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -107,7 +107,7 @@ def _result(mode: Any, _op: Any, rows: Tensor, matrices: Tensor, *_: Any, **__: 
 def inference_without_gradients() -> Iterator[None]:
     """Make inference_mode act as no_grad, because the exporter does not distinguish them.
 
-    The class itself is patched, because decorators made from it exist already.
+    A method of the class is patched: the model's decorators were made from this class before.
     """
 
     def enter(self: Any) -> None:
@@ -156,6 +156,7 @@ def _replace(node: fx.Node, plain: torch._ops.OpOverload) -> None:
     node.graph.erase_node(node)
 
 
+# generators of torch that run around the forward of a checkpointed function
 _AROUND_A_FORWARD = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",  # of torch 2.15
@@ -202,7 +203,7 @@ _LEARNS_OUTSIDE = (
     "the forward or the loss computes with a trainable parameter that is not the model's",
     "parameters of modules of the model: these are built, split and optimized",
     "make it, or the module that has it, a part of the model, and let forward compute with it "
-    "(return the loss, or what it needs); one that stays as it is: requires_grad_(False)",
+    "(return the loss, or what it needs); if it is not to be trained: requires_grad_(False)",
 )
 _DERIVES = (
     "the forward differentiates a function by torch.func, which has no plain graph",
@@ -234,7 +235,7 @@ def refuse_call(func: Callable[..., Any]) -> None:
 def refuse_learning_outside(args: Iterable[Any]) -> None:
     """Raise TraceError if code computes with a trainable parameter that is not the model's.
 
-    During a trace the model's own parameters are replaced by stand-ins.
+    During a trace stand-ins replace the model's own parameters, so an nn.Parameter is another one.
     """
     if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
         found, expected, fix = _LEARNS_OUTSIDE

@@ -1,4 +1,4 @@
-"""Runs a model during a trace, and records its effects outside of the graph.
+"""Runs a model during a trace, and records those of its effects that are not in the graph.
 
 Also records where a model changes or takes gradients, because printed code would not do so. In the
 graph, `torch.autograd.grad` is one op, `autopar::gradient`. Hooks leave no op.
@@ -120,7 +120,7 @@ class Traces:
 
 @dataclass(slots=True)
 class TracedRun:
-    """The record of a step's runs, and the state that they find."""
+    """Runs a step, which finds the state that an earlier step left, and records what it does."""
 
     recording: TraceRecording
     traces: Traces

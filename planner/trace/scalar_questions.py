@@ -62,9 +62,9 @@ def known_number(asked: Tensor) -> Any:
 
 
 def _known(last: fx.Node) -> Sequence[fx.Node]:
-    """Return the nodes that compute a value, in order; empty if one is unknown.
+    """Return the nodes that compute a value, in order; () if one of them may vary between steps.
 
-    Nodes that write to the memory of one of them are included.
+    They include the nodes that write to the memory of one of them.
     """
     flow, writers = nx.DiGraph(), writers_of(last.graph)
     flow.add_node(last)
@@ -79,7 +79,7 @@ def _known(last: fx.Node) -> Sequence[fx.Node]:
 
 
 def _is_steady(node: fx.Node) -> bool:
-    """Whether a node computes the same in every step, and is not too large."""
+    """Whether a node computes the same in every step, and its result is not too large."""
     values = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
     if any(_at(one.numel(), _ROWS[-1]) > _MOST_ELEMENTS for one in values):
         return False
@@ -200,11 +200,12 @@ def fixing_noted() -> Iterator[list[str]]:
 
 
 _OWN = str(Path(__file__).parent)
+# this function of torch looks for a causal mask only to choose a faster kernel
 _ONLY_FASTER = (transformer.__file__, "_detect_is_causal_mask")
 
 
 def passing_answer(asked: torch.Tensor) -> bool | None:
-    """Return the answer with which a check of a tensor passes; None if it is no plain check."""
+    """Return the answer with which a check of a tensor passes; None if the line is no check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame):
         frame = frame.f_back
@@ -245,14 +246,17 @@ def _only_raises(node: ast.If) -> bool:
 
 
 def _answer(test: ast.expr, *, passes: bool) -> bool | None:
-    """Return the value that all parts of a test need to pass a check; None if they differ."""
+    """Return the value that each part of a test must have for the test to be `passes`, or None.
+
+    The result is None if the parts may need different values (`a and not b`).
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _answer(test.operand, passes=not passes)
     differ = any(isinstance(one, ast.Not | ast.IfExp) for one in ast.walk(test))
     return None if differ else passes
 
 
-AT_RANDOM = "a decision at random"  # identifies the error of such a decision
+AT_RANDOM = "a decision at random"  # the text of an error, by which `export` recognises it
 
 _DRAWS = frozenset(
     {torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.rand_like, torch.randn_like,

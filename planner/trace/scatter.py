@@ -1,4 +1,4 @@
-"""Turns writes to parts of tensors into ops, and finds masks that partition rows.
+"""Turns writes to parts of tensors into ops, and finds rows that masks select, as in `x[mask]`.
 
 A loop over experts selects the rows of each by `chosen == 0`, `chosen == 1`, and so on. While
 planning, nobody knows how many rows each mask selects; it may be all. But together the masks select
@@ -13,13 +13,72 @@ that is older than the write is read after it, the write stays as it is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
+import torch
+from torch import fx
+
+from autopar.planner.errors import TraceError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.graph.ops import ModuleCall, Op, Ref, Tensor, TensorOrigin, Value
+from autopar.planner.graph.ops import ModuleCall, Op, Ref, Tensor, TensorOrigin, Value, refs
+from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.trace.symbols import depends_on_numbers
+
+_PICKING = frozenset({torch.masked_select, torch.Tensor.masked_select})
+_COUNTING = frozenset(
+    f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "argwhere", "where")
+)
+_NUMBERS = (
+    OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.NEGATION, OpKind.MULTIPLICATION, OpKind.DIVISION,
+    OpKind.POWER, OpKind.FILL, OpKind.RANGE,
+)  # fmt: skip
+
+
+def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Compute `masked_select` as `x[mask]`: then all selections by one mask have one symbolic size.
+
+    Return None for other functions, and for a mask that is broadcast.
+    """
+    if func not in _PICKING:
+        return None
+    whole, mask = (*args, *kwargs.values())
+    if whole.shape != mask.shape:  # x[mask] does not broadcast
+        return None
+    return torch.Tensor.__getitem__(whole, mask)
+
+
+def mask_of(
+    target: str, arguments: Mapping[str, Value], tensors: Mapping[str, Tensor]
+) -> str | None:
+    """Return the mask whose true entries an op selects or finds, or None."""
+    if target in _COUNTING:
+        return next(refs(tuple(arguments.values())))
+    if target == "aten.masked_select.default":  # the mask may be broadcast
+        return next(refs(arguments["mask"]))
+    if target != "aten.index.Tensor":
+        return None
+    (*indices,) = refs(arguments["indices"])
+    is_mask = len(indices) == 1 and tensors[indices[0]].dtype == "bool"
+    return indices[0] if is_mask else None
+
+
+def refuse_counted(node: fx.Node, target: str, where: str) -> None:
+    """Raise if the model computes with the number of selected entries, which no plan knows."""
+    if rule_of(target).kind not in _NUMBERS:
+        return
+    for argument in node.args:
+        value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+        if depends_on_numbers(value):
+            raise TraceError(
+                "the model computes with the number of entries that a mask picks",
+                where=where,
+                expected="numbers that follow from the shapes of the batch, or tensors",
+                fix="write mask.sum() for it",
+            )
 
 
 def with_expected_rows(graph: Graph) -> Graph:
@@ -51,10 +110,10 @@ def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
 
 
 def _class_of(mask: str, graph: Graph) -> tuple[object, object, int] | None:
-    """Return what a mask compares, the number it looks for, and how often a row may match.
+    """Return what a mask compares, the number it looks for, and how many numbers a row may match.
 
-    A mask is `classes == number`, the same with several classes per row
-    (`(chosen == number).any(-1)`), or the number's column of a one-hot tensor.
+    The mask is `classes == number`, the same with several classes per row
+    (`(chosen == number).any(-1)`), or the number's column of a one-hot tensor; else return None.
     """
     op = _behind_views(mask, graph)
     times = 1
@@ -94,9 +153,10 @@ def with_scatters(graph: Graph) -> Graph:
 
 
 class _Written:
-    """Finds storages that only copies into views write to, with no older view that is read later.
+    """Finds the storages whose writes can become scatters.
 
-    Positions in the list of ops show which views are older than a write and read after it.
+    Only copies into views write to them, and no view that is older than the first write is read
+    after it.
     """
 
     def __init__(self, graph: Graph) -> None:

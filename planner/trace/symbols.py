@@ -29,11 +29,12 @@ _MAX_POWER = 3
 
 
 class Symbols:
-    """Reads the sizes of a trace; only batch dims are symbolic, so their symbols are the batch.
+    """Reads the sizes of a trace. Only batch dims are symbolic, so a symbol is the batch size.
 
-    Unbacked symbols are sizes that depend on data, and have no value while planning. For
-    each of them, `counters` names the tensor whose entries it counts (a mask, say), and `bounds`
-    has an upper limit: how many elements that tensor has, or the shape to which it is broadcast.
+    Exceptions are unbacked symbols: sizes that depend on data, which have no value while planning.
+    For each of them, `counters` names the tensor whose entries decide it (a mask, say),
+    and `bounds` has an upper limit: the number of elements of that tensor, or of the shape to which
+    it is broadcast.
     """
 
     def __init__(self, *, fixed_batch: int | None) -> None:
@@ -64,15 +65,18 @@ class Symbols:
         return extent if found == exact else None
 
     def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
-        """Record the largest value of a size that depends on data, and its counter."""
+        """Record the largest value of a size that depends on data, and the tensor that decides it.
+
+        What was first recorded for a symbol stays.
+        """
         for symbol in _unbacked(size):
             self.bounds.setdefault(symbol, limit)
             self.counters.setdefault(symbol, counter)
 
     def counter(self, sizes: Sequence[int | torch.SymInt], name: str) -> str:
-        """Return the counter of a tensor's entries, or "" if its sizes are known.
+        """Return the tensor whose entries decide the sizes of tensor `name`; "" if they are known.
 
-        If the sizes are no multiple of one count, the counter is the tensor itself.
+        If the sizes are not a multiple of one symbol, the result is `name` itself.
         """
         counted = [size for size in sizes if _unbacked(size)]
         if not counted:
@@ -174,10 +178,7 @@ class Ledger:
         origin: TensorOrigin,
         requires_grad: bool,
     ) -> None:
-        """Add a traced tensor; gradients flow through complex numbers, too.
-
-        Its name is reserved, because a buffer may be called `mean`, like an op.
-        """
+        """Add a traced tensor, and reserve its name: a buffer may be called `mean`, like an op."""
         self._used_names.setdefault(name, 1)
         has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
         self.tensors[name] = Tensor(
@@ -241,7 +242,10 @@ TypeOf = Callable[[torch.dtype], str]
 
 
 class ModelNames:
-    """Finds canonical names; the exporter may use any alias of a tied weight."""
+    """Finds the first name of each parameter and buffer; the exporter uses any name of a tied one.
+
+    `narrowed` names the buffers that are cast to 16 bits.
+    """
 
     def __init__(self, model: nn.Module, narrowed: Collection[str] = ()) -> None:
         self._model, self._narrowed = model, narrowed
@@ -266,7 +270,10 @@ class ModelNames:
         return self._parameters[name].requires_grad
 
     def corresponding(self, name: str, template: str, site: str) -> str | None:
-        """Return the tensor of module `site` that corresponds to `name` in its equal `template`."""
+        """Return the tensor of module `site` that corresponds to `name` of the equal `template`.
+
+        None if the module `template` has no tensor `name`.
+        """
         wanted: Any = self._parameters.get(name, self._buffers.get(name))
         owner, other = self._model.get_submodule(template), self._model.get_submodule(site)
         for kind in ("named_parameters", "named_buffers"):

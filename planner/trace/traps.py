@@ -2,7 +2,7 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
-- Any other plain value that changes with each step, such as a global: the same. See `outside`.
+- Any other plain value that changes with each step, such as a global: the same (left_behind.py).
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 - A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 
@@ -126,7 +126,7 @@ def depends_on_outside(place: str, path: Path) -> TraceError:
 
 
 def weight_written(name: str, where: str) -> TraceError:
-    """Return the error for a forward that writes to a weight: it would write to one rank's part."""
+    """Return the error for a forward that writes to a weight: each rank would write to its part."""
     return TraceError(
         f"the forward writes to the parameter {name}",
         where=where,

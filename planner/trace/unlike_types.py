@@ -6,7 +6,7 @@ buffers are cast to 16 bits, as few as possible; model.to(torch.bfloat16) would 
 
 gaussian_nll_loss checks a tensor's values, which a trace does not know; here the check is left out.
 
-Libraries ask torch whether a graph is being made. If it is, they compute otherwise than in
+Libraries ask torch whether a graph is being made. If it is, they compute in another way than in
 training: with their own masks instead of `is_causal`, or without a check. Therefore torch answers
 no.
 """
@@ -37,7 +37,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 Names = frozenset[str]
 
-_MOST_KINDS = 4  # of buffers that are tried one by one
+_MOST_KINDS = 4  # if there are more kinds of buffers, single kinds are not tried
 
 
 def traced_with_few(
@@ -70,8 +70,8 @@ def traced_with_few(
 def promoting(graph: Graph) -> Names:
     """Return the narrowed buffers that would make types clash if they were in fp32.
 
-    Types clash in an op whose operands must have one type. The trace does not show a cast to the
-    type of the narrowed buffer, so the result may have more buffers than necessary.
+    Types clash in an op whose operands must have one type. If the model itself casts a tensor to
+    16 bits, this trace does not show the cast, so the result may have more buffers than necessary.
     """
     of = {b.name: frozenset({b.name}) for b in graph.buffers if b.narrowed}
     found: Names = frozenset()
@@ -125,7 +125,7 @@ _SIGNATURE = inspect.signature(functional.gaussian_nll_loss)
 def unchecked(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Return a gaussian_nll_loss without its check of values; None for other functions."""
+    """Compute gaussian_nll_loss without its check of values; return None for other functions."""
     if func is not functional.gaussian_nll_loss:
         return None
     given = _SIGNATURE.bind(*args, **kwargs)
@@ -155,7 +155,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextmanager
 def trace_hidden() -> Iterator[None]:
-    """Tell all code but torch that nothing is compiled or exported, and that tensors are real."""
+    """Tell all code outside torch that nothing is compiled or exported, and tensors are real."""
     with ExitStack() as patches:
         for name in ("is_compiling", "is_exporting"):
             hidden = _hidden(getattr(torch.compiler, name))
@@ -192,8 +192,8 @@ class UnlikeTypesError(TraceError):
     """Operands have element types that PyTorch does not combine in one op."""
 
     half_expected = (
-        "one type: torch.rand, torch.arange(…).float() and .float() make float32, and so is what "
-        "it is added to"
+        "one type: torch.rand, torch.arange(…).float() and .float() make float32, and a sum with a "
+        "float32 tensor is float32"
     )
     half_fix = "cast what is read there: x.to(self.weight.dtype)"
 
@@ -296,5 +296,5 @@ def _name(op: Op) -> str:
 
 
 def _where(op: Op, graph: Graph) -> str:
-    call = graph.calls.get(op.call)  # none in the model file's loss
+    call = graph.calls.get(op.call)  # None in the model file's loss
     return op.location if call is None else f"{op.location}, in module {call.path or '(root)'}"

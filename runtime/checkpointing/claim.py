@@ -45,7 +45,7 @@ BEAT_SECONDS = 15.0
 _MISSED = 4  # after so many beats without a change, a process on another machine counts as dead
 _SETTLING_SECONDS = 1.0  # by then a process that wrote at the same time has finished writing
 _POLL_SECONDS = 1.0
-_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # clocks of two machines differ
+_SEEN_SECONDS = 2 * _MISSED * BEAT_SECONDS  # an older beat is stale; 2 because clocks differ
 _MOST_BYTES = 2**14
 
 
@@ -59,7 +59,7 @@ class FolderHolder:
     machine: str  # the scope of process numbers: one boot of a machine, or one container
     process: int
     began: int | None  # ticks since the boot; None if unknown
-    folder: str  # as that process sees it
+    folder: str  # its path on that machine
     beats: int = 0
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Claim:
 def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> Claim:
     """Take a folder, or raise TakenError.
 
-    `note` gets a message if the wait for a holder is long.
+    `note` gets a message before waiting to see whether a holder on another machine still runs.
     """
     holder = _own(folder)
     before = holder_of(folder)
@@ -124,7 +124,7 @@ def claim(folder: Location, *, note: Callable[[str], None] = lambda _: None) -> 
 
 
 def holder_of(folder: Location) -> FolderHolder | None:
-    """Return the holder named in a folder's file. The copy of a claimed folder has no holder."""
+    """Return the holder that a folder's file names; it does not hold a copy of its folder."""
     try:
         found = record(FolderHolder, parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES)))
         is_copy = found.is_here and isinstance(folder, Path) and _is_another(folder, found.folder)
@@ -147,7 +147,7 @@ def is_held(folder: Location) -> bool:
 
 
 def _is_another(folder: Path, seen: str) -> bool:
-    """Whether the path `seen` is another folder. If it does not exist, `folder` was moved."""
+    """Whether the holder's path `seen` is another folder; without one there, `folder` was moved."""
     return Path(seen).is_dir() and not folder.samefile(seen)
 
 
@@ -163,7 +163,7 @@ def is_alive(process: int, begin: int | None) -> bool:
 
 
 def began(process: int) -> int | None:
-    """Return when a process began, or None if unknown. A reused number has another start."""
+    """Return when a process began, or None if unknown; a later one may get the same number."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
         state, *rest = text.rpartition(")")[2].split()
@@ -213,7 +213,7 @@ def _is_held(folder: Location, holder: FolderHolder, note: Callable[[str], None]
 
 
 def _created(folder: Location, holder: FolderHolder) -> bool:
-    """Create the holder's file; False if another process did, or if there is no disk with links."""
+    """Create the holder's file; return False if it is there already, or if links are impossible."""
     if not isinstance(folder, Path):
         return False
     aside = folder / f"{NAME}.{holder.word}"

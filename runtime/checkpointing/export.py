@@ -52,7 +52,9 @@ _INDEX = ".safetensors.index.json"
 
 
 class SavedModel:
-    """The tensors of an export. Tensors that are computed from the same weights are made together.
+    """The tensors of an export in the form of `save_pretrained`.
+
+    Tensors that are computed from a common weight are made together.
 
     `weight_of` returns a weight of the training. It is called once for each name in `weights`, in
     that order.

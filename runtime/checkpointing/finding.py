@@ -225,10 +225,10 @@ def _check_entries(file: Location, expected: Expected) -> None:
         for name, held in expected.entries.items():
             shown = in_a_line(name)
             if name not in there:
-                raise BrokenError(f"{file.name} has none of the tensors called {shown}")
+                raise BrokenError(f"{file.name} has no tensor called {shown}")
             entry = opened.get_slice(name)
             if (entry.get_dtype(), tuple(entry.get_shape())) != held:
-                found = f"of the tensors in {file.name} {shown} has another type or shape"
+                found = f"the tensor {shown} in {file.name} has another type or shape"
                 raise BrokenError(found)
 
 
@@ -247,7 +247,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
     """Return the checkpoint to resume from, or None; every byte of it has been verified.
 
     The ranks share the reading. Broken checkpoints are skipped with a note. If the named checkpoint
-    is broken, or every one, the training exits instead of starting over.
+    is broken, or all are, the training exits instead of starting over.
     """
     if resume not in (AUTO, NEVER):
         return _named(location(resume).resolve(), folder, mesh)
@@ -351,7 +351,8 @@ def _note(text: str, mesh: Mesh) -> None:
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
     """Remove old and unfinished checkpoints.
 
-    The newest, the best and every `keep_every`-th stay.
+    Those of every `keep_every`-th step stay, the newest `keep` of the others, and that of the best
+    evaluation.
     """
     every = checkpoints_in(folder)
     best = best_of(every)

@@ -49,7 +49,7 @@ from autopar.runtime.weights.loading import WeightsOrigin
 class Keeper:
     """The object through which a script saves and resumes its training.
 
-    `step` and `rows` count what was trained before this run: 0, or the position of the checkpoint.
+    `step` and `rows` are the position at which this run begins: 0, or that of the checkpoint.
     `steps` is the last step of the training; --epochs is converted to steps.
     """
 
@@ -116,7 +116,7 @@ class Keeper:
         if self._folder is not None:
             self._wish.listen()
         self._watch.begin(self.step, self._note_stop)
-        self._profile.begin(self.step + 1)
+        self._profile.begin(self.step + 1, parts)
         self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
@@ -155,7 +155,7 @@ class Keeper:
         self._profile.end(step)
         self._garbage.after(step)
         self._keep(step)
-        self._profile.begin(step + 1)
+        self._profile.begin(step + 1, self._parts)
 
     def _keep(self, step: int) -> None:
         """Write a checkpoint if one is due; exit if a signal asks for it."""
@@ -276,7 +276,7 @@ class Keeper:
             self._tell_kept(self._saving.finish())
 
     def _tell_kept(self, saved: SavedCheckpoint) -> None:
-        """Print that a checkpoint was saved, or why it was not; the training goes on."""
+        """Print that a checkpoint was saved, and remove old ones; or print why it was not saved."""
         if saved.failure is not None:
             self._tell_failure(saved.step, saved.failure)
             return

@@ -66,7 +66,7 @@ class Moment:
     """The position of a training."""
 
     step: Steps
-    rows: Count  # rows of the dataset trained on so far
+    rows: Count  # the position in the dataset's rows, which counts dropped rows, too (`Epochs`)
     updates: Steps  # steps that the optimizer took; with fp16 some are skipped
     loss_scale: Positive | None = None
     calm_steps: Steps = 0
@@ -263,7 +263,7 @@ def manifest_faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_made(scalar: Scalar) -> bool:
-    """Whether a scalar's number and its dtype are possible."""
+    """Whether a scalar's number is not too large, and its dtype exists in torch."""
     value = scalar.value
     if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         return False

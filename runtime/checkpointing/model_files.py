@@ -58,7 +58,7 @@ class Destination:
         return self.path.suffix != ENDING
 
     def earlier(self) -> Iterator[Location]:
-        """Yield files of an earlier export that will be replaced."""
+        """Yield the files that an export would replace, whoever has written them."""
         if not self.is_folder:
             yield from [self.path] if self.path.exists() else []
         elif self.path.is_dir():

@@ -23,7 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.optimizer.pieces import FlatPiece, ParameterPiece, local_tensor, pieces_of
+from autopar.runtime.optimizer.pieces import (
+    FlatPiece,
+    ParameterPiece,
+    is_copy,
+    local_tensor,
+    pieces_of,
+)
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.tensor.shards import (
     Chunks,
@@ -79,7 +85,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """Finds what an optimizer steps of a parameter: the whole, or pieces."""
+    """Finds the pieces of each parameter that an optimizer steps, if it steps pieces."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None
@@ -89,7 +95,7 @@ class Stepped:
             self._pieces.setdefault(id(piece.parameter), []).append(piece)
 
     def pieces(self, tensor: Tensor) -> Sequence[ParameterPiece] | None:
-        """Return the pieces of a parameter on this rank, or None if it is stepped whole."""
+        """Return a parameter's pieces on this rank, or None if the optimizer steps it directly."""
         if not (self._are_pieces and tensor.requires_grad):
             return None
         return self._pieces.get(id(tensor), ())
@@ -109,9 +115,8 @@ def weights_held(parts: Iterable[nn.Module], optimizer: Optimizer | None) -> Ite
 
 
 def value_of(piece: ParameterPiece) -> Tensor:
-    """Return the values that an optimizer steps, in their current memory."""
-    is_copy = piece.target.dtype != piece.place.dtype
-    return piece.target.detach() if is_copy else piece.place
+    """Return the values that an optimizer steps: its fp32 copy, or the parameter's own memory."""
+    return piece.target.detach() if is_copy(piece) else piece.place
 
 
 def parts_of(
@@ -156,8 +161,8 @@ def _common(one: Ranges, other: Ranges) -> Iterator[tuple[slice, slice]]:
         offset += high - low
 
 
-SMALL = 2**14  # elements; a tensor up to this size is written whole by one rank
-# Each rank writes about so many pieces, so that all ranks write nearly equal amounts.
+SMALL = 2**14  # elements; a smaller shard is written whole by one rank
+# About how many pieces each rank writes: enough that all ranks write nearly equal amounts.
 _PIECES = 16
 
 

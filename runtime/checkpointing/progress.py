@@ -1,10 +1,8 @@
 """Prints the progress of a training: step lines, slow ranks, non-finite numbers.
 
-Also finds the slow ranks.
-
-In a step all ranks wait for the slowest one, so step times are equal everywhere. Instead, two times
-are measured on each rank: how long it waits for its rows, and how long it takes for the same small
-matrix product between two steps. Slow links are not found.
+In a step all ranks wait for the slowest one, so step times do not show which one is slow. Instead,
+two times are measured on each rank: how long it waits for its rows, and how long it takes for the
+same small matrix product between two steps. Slow links are not found.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from autopar.runtime.ranks.user_code import CPU_BY_FORMULA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """The number of a rank's parameters with nan or inf, and the first of them."""
+    """How many of a rank's `every` parameters have nan or inf, and the first of these."""
 
     count: int
     every: int
@@ -44,7 +43,7 @@ class Broken:
 
 @torch.no_grad()
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
-    """Return the number of this rank's parameters with nan or inf; each parameter is read once."""
+    """Count this rank's parameters with nan or, if they are trained, with inf or -inf."""
     named = [
         (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
@@ -85,7 +84,7 @@ _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """Times that one rank measures alone."""
+    """Times of one rank in which it does not wait for other ranks."""
 
     product_seconds: float
     reading_seconds: float  # the time waited for the rows of a step
@@ -189,17 +188,18 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-GO_ON = "go-on"  # of --on-nan
-_BAR_SECONDS = 0.1  # at least, between two updates of the bar
-Planned = tuple[str, float, float]  # predicted: the device, seconds of a step, MFU
+GO_ON = "go-on"  # a value of --on-nan
+_BAR_SECONDS = 0.1  # the least time between two updates of the bar
+Planned = tuple[str, float, float]  # the plan's device, and its predicted step seconds and MFU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of a step line: means since the last line; None if unknown.
+    """The figures of a step line: of this step, but times are means since the last line.
 
-    `memory_bytes` is the peak of the first rank. `against_plan` is the measured time of a step over
-    the predicted time.
+    `memory_bytes` is the peak so far of the first rank. `against_plan` is the measured time of a
+    step over the predicted time. `compile_seconds` is how long the first rank compiled layers; the
+    means do not count it. None means unknown.
     """
 
     step: int
@@ -213,6 +213,7 @@ class StepLine:
     mfu: float | None
     against_plan: float | None
     seconds_left: float
+    compile_seconds: float | None
 
     def __str__(self) -> str:
         known = (
@@ -223,9 +224,16 @@ class StepLine:
             _figure(self.mfu, "MFU {:.1%}"),
             _figure(self.against_plan, "{:.2f} × planned"),
             _figure(self.memory_bytes, "{:.4g} GiB", scale=2**-30),
+            _figure(self.compile_seconds, "compiled in {:.1f} s"),
             f"{timedelta(seconds=round(self.seconds_left))} left" if self.seconds_left else "",
         )
         return "   ".join(text for text in known if text)
+
+
+def compile_seconds() -> float:
+    """Return how long torch.compile has worked in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # imported by whatever compiles
+    return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])
 
 
 class Progress:
@@ -254,13 +262,15 @@ class Progress:
         self._amount, self._unit, self._planned = amount, unit, planned
         self._metrics, self._pace = metrics, Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
+        self._compiled = compile_seconds()
+        self._compiling, self._has_compiled = 0.0, False  # since the last line
         self._before: tuple[int, float] | None = None  # step and loss of the last line
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
         self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
         self._drawn = 0.0
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
-        """Print a step line and return its loss; exit if the loss is not finite (see --on-nan)."""
+        """Print a step line and return its loss; exit if loss or norm is not finite (--on-nan)."""
         loss = mean_loss(own_loss, self._mesh)
         clipped = float(norm) if self._options.clip else None
         steps = step - self._step
@@ -276,7 +286,17 @@ class Progress:
         return loss
 
     def show(self, step: int) -> None:
-        """Draw a progress bar on a terminal. It needs no numbers from the device."""
+        """Finish a step: draw a progress bar on a terminal. It needs no numbers from the device.
+
+        The next line counts the steps after the last one in which layers were compiled. Whole steps
+        are left out, because ranks wait for each other while they compile.
+        """
+        self._note_compiling()
+        if self._has_compiled and step != self._step:
+            if self._mesh.device.type == "cuda":
+                torch.cuda.synchronize()  # its queue waits for ranks that compile
+            self._step, self._begun = step, time.perf_counter()
+            self._has_compiled = False
         if not self._has_bar or step in (self._step, self._options.steps):
             return
         now = time.perf_counter()
@@ -287,14 +307,25 @@ class Progress:
     def leave_out(self, seconds: float) -> None:
         """Exclude seconds from the step time, such as those of an evaluation."""
         self._begun += seconds
+        self._note_compiling()
+
+    def _note_compiling(self) -> float:
+        """Return how long layers were compiled since this was last asked."""
+        before, self._compiled = self._compiled, compile_seconds()
+        found = self._compiled - before
+        self._compiling += found
+        self._has_compiled = self._has_compiled or found > 0
+        return found
 
     def _line(self, step: int, loss: float, norm: float | None) -> StepLine:
-        now = time.perf_counter()
-        seconds = (now - self._begun) / (step - self._step)
+        now, compiled = time.perf_counter(), self._note_compiling()
+        seconds = (now - self._begun - compiled) / (step - self._step)
         self._step, self._begun = step, now
+        compiling, self._compiling, self._has_compiled = self._compiling, 0.0, False
         device, planned_seconds, planned_mfu = self._planned
         is_as_planned = device.startswith("cpu") == (self._mesh.device.type == "cpu")
-        against = seconds / planned_seconds if is_as_planned else None
+        # other ranks may have compiled longer
+        against = seconds / planned_seconds if is_as_planned and not compiled else None
         return StepLine(
             step=step,
             loss=loss,
@@ -307,6 +338,7 @@ class Progress:
             mfu=None if against is None or device.startswith("cpu") else planned_mfu / against,
             against_plan=against,
             seconds_left=(self._options.steps - step) * seconds,
+            compile_seconds=compiling or None,
         )
 
     def _tell(self, line: StepLine) -> None:
@@ -325,7 +357,7 @@ class Progress:
                 say(f"note: {one}")
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
-        """Unless --on-nan is go-on, print where the loss became non-finite, and exit."""
+        """Unless --on-nan is go-on, print which ranks' losses are not finite, and exit."""
         if self._options.on_nan == GO_ON:
             return
         self._before_stopping()

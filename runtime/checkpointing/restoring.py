@@ -48,7 +48,7 @@ from autopar.runtime.checkpointing.states import (
 )
 from autopar.runtime.checkpointing.writing import CheckpointSnapshot, put_in_place
 from autopar.runtime.evaluation.evaluating import Evaluated
-from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.optimizer.pieces import is_copy, local_tensor
 from autopar.runtime.ranks.leaving import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
@@ -148,7 +148,7 @@ def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Opti
         tensor, key = one.place.tensor, WEIGHT + one.names[0]
         reader.fill(key, one.chunks, local_tensor(tensor.detach()))
         for piece in stepped.pieces(tensor) or ():
-            if piece.target.dtype != piece.place.dtype:
+            if is_copy(piece):
                 target = Target(name=key, parameter=piece.target, chunks=one.chunks, piece=piece)
                 for part in target.parts(key, value_of(piece)):
                     reader.fill(key, part.chunks, part.tensor)
@@ -235,9 +235,9 @@ class CheckpointSaving:
         return self._one is not None and not self._one.file.done()
 
     def begin(self, taken: CheckpointSnapshot, begun: float) -> None:
-        """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
+        """Copy this rank's share and write it in a thread; the training waits since `begun`.
 
-        A rank without host memory for the copy writes at once; the others are not informed.
+        A rank without host memory for the copy writes at once; the others need not know this.
         """
         file: Future[Written | str] = Future()
         try:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from socket import socket, socketpair
 from statistics import median
 from types import FrameType
@@ -25,21 +28,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from autopar.runtime.checkpointing.owners import every_rank
 from autopar.runtime.checkpointing.watch import place_of_main_thread
 from autopar.runtime.ranks.leaving import FAILED, ExitReason, say, tell
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.metrics import Event, Metrics
+from autopar.runtime.ranks.metrics import PROFILES, Event, Metrics
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can be resumed
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 # schedulers signal torchrun and the ranks, so ranks get a signal twice within this time
 _SAME_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
-_MOST_STEPS = 1000
+_MOST_STEPS = 1000  # between two exchanges
 _LAST_SECONDS = 20.0  # torchrun kills its ranks 30 s after the first signal
 
 
@@ -53,7 +58,7 @@ class StepAnswer:
 
 
 class StopWish:
-    """The wish of a signal, to this rank or another, that the training stops.
+    """Finds after each step whether a signal to some rank asks the training to stop.
 
     Ranks exchange this about once a second, or after each step if steps are longer: a message after
     every step of 10 ms would cost 3 %. Each answer fixes the step of the next exchange.
@@ -169,7 +174,7 @@ class Garbage:
         gc.disable()
 
     def after(self, step: int) -> None:
-        """Collect if it is due; the step is the same on all ranks."""
+        """Collect if it is due: at the same steps on all ranks, unless cycles hold tensors."""
         # not after the first step: its garbage is not typical
         if step == self._first_step + 1 and _free_tensors():
             # the model's code makes cycles with tensors: device memory matters more than time
@@ -187,7 +192,7 @@ class Garbage:
 
 
 def _free_tensors() -> bool:
-    """Collect the youngest generation, and return whether that freed any tensors."""
+    """Collect the two youngest generations; return whether a tensor of the youngest was freed."""
     young = [weakref.ref(one) for one in gc.get_objects(0) if isinstance(one, Tensor)]
     gc.collect(1)
     return any(one() is None for one in young)
@@ -195,6 +200,98 @@ def _free_tensors() -> bool:
 
 _MESSAGES = ("nccl", "gloo", "c10d")  # substrings of the names of communication kernels
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSeconds:
+    """The medians of a part's passes; None without any."""
+
+    forward_seconds: float | None
+    backward_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartAction:
+    """A forward ("F") or backward ("B") of a part, in seconds since the beginning of the step."""
+
+    part: int  # among this rank's stages
+    kind: str
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+class PartActions:
+    """Notes when each part of this rank runs its forwards and backwards.
+
+    A hook on each part sees its forward, hooks on the tensors that it returns see their gradients
+    arrive, and the autograd engine calls back at the end of that backward. On a GPU the moments are
+    events in its queue.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], device: torch.device) -> None:
+        self._is_cuda, self._counts = device.type == "cuda", [0] * len(parts)
+        self.begun_ns = time.time_ns()  # since 1970, as the profiler counts
+        self._begun, self._starts = self._now(), [self._now()] * len(parts)
+        self._moments: list[tuple[int, str, int, Any, Any]] = []
+        self._arrived: set[tuple[int, int]] = set()
+        self._hooks: list[Any] = []
+        for place, part in enumerate(parts):
+            start, end = partial(self._start, place), partial(self._end, place)
+            self._hooks.append(part.register_forward_pre_hook(start, prepend=True))
+            self._hooks.append(part.register_forward_hook(end))
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _start(self, part: int, *_: Any) -> None:
+        self._starts[part] = self._now()
+
+    def _end(self, part: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        microbatch = self._counts[part]
+        self._counts[part] += 1
+        self._moments.append((part, "F", microbatch, self._starts[part], self._now()))
+        for one in tree_leaves(output):
+            if isinstance(one, Tensor) and one.requires_grad:
+                hook = partial(self._arrives, part, microbatch)
+                one.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _arrives(self, part: int, microbatch: int, _gradient: Tensor) -> None:
+        if (part, microbatch) not in self._arrived:
+            self._arrived.add((part, microbatch))
+            end = partial(self._end_backward, part, microbatch, self._now())
+            Variable._execution_engine.queue_callback(end)
+
+    def _end_backward(self, part: int, microbatch: int, start: Any) -> None:
+        self._moments.append((part, "B", microbatch, start, self._now()))
+
+    def found(self) -> tuple[PartAction, ...]:
+        """Return the actions, and note no more; a GPU has to be done with the step."""
+        for one in self._hooks:
+            one.remove()
+        return tuple(
+            PartAction(part, kind, microbatch, self._seconds(start), self._seconds(end))
+            for part, kind, microbatch, start, end in self._moments
+        )
+
+    def _seconds(self, moment: Any) -> float:
+        if self._is_cuda:
+            return float(self._begun.elapsed_time(moment)) / 1e3
+        return float(moment - self._begun)
+
+    def medians(self, actions: Sequence[PartAction]) -> Iterator[PartSeconds]:
+        """Yield the medians of each part."""
+        for part in range(len(self._counts)):
+            spans: dict[str, list[float]] = {"F": [], "B": []}
+            for one in actions:
+                if one.part == part:
+                    spans[one.kind].append(one.end_seconds - one.start_seconds)
+            forward, backward = (median(one) if one else None for one in spans.values())
+            yield PartSeconds(forward_seconds=forward, backward_seconds=backward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +303,7 @@ class RankProfile:
     step_seconds: float
     compute_seconds: float  # in which at least one kernel ran, not counting communication
     memory_bytes: int | None  # peak reserved so far, on a GPU
+    parts: tuple[PartSeconds, ...]
 
 
 class StepProfile:
@@ -216,8 +314,10 @@ class StepProfile:
         self._mesh, self._metrics = mesh, metrics
         self._profiler: Any = None
         self._begun = 0.0
+        self._actions: PartActions | None = None
+        self._place: Path | None = options.metrics
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, parts: Sequence[nn.Module]) -> None:
         """Start the profiler if this is the step."""
         if self._step == step:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints its start and stop
@@ -225,27 +325,44 @@ class StepProfile:
             self._profiler.start()
             every_rank(None, self._mesh)  # no rank begins the step before all are profiling
             self._begun = time.perf_counter()
+            self._actions = PartActions(parts, self._mesh.device)
 
     def end(self, step: int) -> None:
         """Stop the profiler and print the result if this was the step."""
-        if self._step != step or self._profiler is None:
+        if self._step != step or self._profiler is None or self._actions is None:
             return
         is_cuda = self._mesh.device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._begun
         self._profiler.stop()
+        actions = self._actions.found()
         own = RankProfile(
             rank=self._mesh.rank,
             pipeline_rank=self._mesh.pipeline.rank,
             step_seconds=seconds,
             compute_seconds=covered_us(_computing(self._profiler.events())) / 1e6,
             memory_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
+            parts=tuple(self._actions.medians(actions)),
         )
         ranks: list[RankProfile] = every_rank(own, self._mesh)
         self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
         if self._mesh.rank == 0:
-            say(f"profiled step {step:,}: {_told(ranks)}")
+            say(f"profiled step {step:,}: {_in_words(ranks)}")
+        # of the ranks with the same stages, the first one writes
+        if self._place is not None and self._mesh.data.rank == self._mesh.tensor.rank == 0:
+            told = {"begun_ns": self._actions.begun_ns, "actions": [asdict(one) for one in actions]}
+            self._write(self._place.resolve().parent / PROFILES / str(step), own, told)
+
+    def _write(self, folder: Path, own: RankProfile, told: dict[str, Any]) -> None:
+        """Write this rank's actions, and the profiler's trace; a full disk ends no training."""
+        named, text = {"pipeline_rank": own.pipeline_rank, **told}, f"rank-{own.rank}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{text}.json").write_text(json.dumps(named), encoding="utf-8")
+            self._profiler.export_chrome_trace(str(folder / f"{text}.trace.json.gz"))
+        except (OSError, RuntimeError) as error:
+            say(f"note: the profile is not in {folder}: {error}")
 
 
 def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
@@ -265,17 +382,17 @@ def covered_us(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _told(ranks: Iterable[RankProfile]) -> str:
-    """Describe each pipeline rank, by the median of its ranks."""
-    stages = groupby(
+def _in_words(ranks: Iterable[RankProfile]) -> str:
+    """Describe each pipeline rank by the medians of the ranks with this pipeline rank."""
+    groups = groupby(
         sorted(ranks, key=lambda one: one.pipeline_rank), key=lambda one: one.pipeline_rank
     )
-    told = []
-    for stage, found in stages:
+    words = []
+    for pipeline_rank, found in groups:
         own = list(found)
         computing, whole = (
             median(getattr(one, name) for one in own) * 1e3
             for name in ("compute_seconds", "step_seconds")
         )
-        told.append(f"pipeline rank {stage} computes {computing:,.3g} of {whole:,.3g} ms")
-    return ", ".join(told)
+        words.append(f"pipeline rank {pipeline_rank} computes {computing:,.3g} of {whole:,.3g} ms")
+    return ", ".join(words)

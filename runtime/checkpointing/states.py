@@ -146,7 +146,7 @@ def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scala
 
 
 def is_scalar(value: Any, target: Target) -> bool:
-    """Whether a state is a plain number, or a 0-dim tensor of a parameter with dims."""
+    """Whether a state is a plain number, or a 0-dim tensor beside a parameter with dims."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.shape != target.parameter.shape
     return isinstance(value, _PLAIN)

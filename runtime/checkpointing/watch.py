@@ -54,11 +54,11 @@ def _line(frame: traceback.FrameSummary) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A collective of a group, with its number; all ranks of the group count alike."""
+    """A collective: its number is the same on all ranks of the group."""
 
     group: str
     number: int
-    told: str
+    told: str  # the collective in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def not_begun(ranks: Mapping[int, UnderWay]) -> Mapping[int, str]:
 
 _POLL_SECONDS = 0.5
 _LEAST_SECONDS = 5.0  # time for all ranks to write their places
-_RANKS_PER_SECOND = 50  # so many ranks can connect to the store and write
+_RANKS_PER_SECOND = 50  # that can connect to the store and write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +161,12 @@ class RollCallResult:
     """The result of a roll call."""
 
     teller: int  # the first rank that answers; it prints the result
-    silent: tuple[int, ...]
-    told: str
+    silent: tuple[int, ...]  # the ranks that do not answer
+    told: str  # where each rank is, in words
 
 
 class RollCall:
-    """A roll call of all ranks, on one of them.
+    """This rank's part in a roll call of all ranks.
 
     `word` identifies this call; `nodes` is the node of each rank.
     """

@@ -112,7 +112,7 @@ class CheckpointSnapshot:
 
 
 class Agreed:
-    """The agreements of the ranks for a checkpoint, reused for later checkpoints."""
+    """What ranks agree on for a checkpoint (who writes what, and dtypes); reused for later ones."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -151,7 +151,7 @@ def snapshot(
     local_tensors = everything_held(parts, optimizer)
     owned = agreed.owned(local_tensors)
     place = step_folder(folder, moment.step)
-    fresh = _told_by_first(mesh, lambda: begin(place))
+    fresh = _result_of_first(mesh, lambda: begin(place))
     if isinstance(fresh, str):
         return fresh
     logical = _logical(owned)
@@ -197,7 +197,7 @@ def put_in_place(written: CheckpointSnapshot, own: Written | str, mesh: Mesh) ->
         return failures[0]
     files = {rank_file(rank): file for rank, file in enumerate(ranks)}
     manifest = replace(written.manifest, files=files)
-    return _told_by_first(mesh, lambda: _put_in_place(written.fresh, written.place, manifest))
+    return _result_of_first(mesh, lambda: _put_in_place(written.fresh, written.place, manifest))
 
 
 def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
@@ -241,7 +241,7 @@ def _share(
     return mine | random_states(mesh.device)
 
 
-def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
+def _result_of_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
     """Run `act` on the first rank, and return its result or its error on all ranks."""
     made: _Made | str | None = None
     if mesh.rank == 0:
@@ -249,8 +249,8 @@ def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
             made = act()
         except OSError as error:
             made = said(error)
-    told: _Made | str = every_rank(made, mesh)[0]
-    return told
+    result: _Made | str = every_rank(made, mesh)[0]
+    return result
 
 
 def said(error: OSError) -> str:

@@ -286,7 +286,7 @@ def dataset_batches(
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield a loader's batches. The caller has started the loader, which draws a random number."""
+    """Yield a loader's batches. The caller starts the loader, so that its seed is drawn at once."""
     with refusals_of_workers():
         yield from loaded
 
@@ -350,8 +350,8 @@ def synthetic_batches(
     """Yield this rank's microbatches of one example batch, the same in every step.
 
     `rows` is the number of microbatches in a step, and the rows of each. Each rank of `rows_over`
-    has a share of these rows. Every tensor is new, as from a loader, so a model may write to it.
-    For a GPU, the same pinned tensors are yielded again, because their copies on the GPU are new.
+    has a share of these rows. A model may write to its inputs, so on a CPU each step gets new
+    tensors. For a GPU the same pinned tensors are yielded, because their copies there are new.
     """
     microbatches, microbatch = rows
     each = each_rank(microbatch, mesh.data)

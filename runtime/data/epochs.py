@@ -47,7 +47,7 @@ class Epochs:
     last: LastRows = LastRows.RUN_ON
 
     def passes(self, begun: int) -> Iterator[tuple[int | None, Iterator[int]]]:
-        """Yield, for each epoch, the number of its remaining rows and of the rows in each step.
+        """Yield (remaining rows, the rows of each remaining step) for each epoch.
 
         With RUN_ON there is one endless epoch, whose number of rows is None.
         """
@@ -105,7 +105,7 @@ class Epochs:
 def epochs_of(dataset: Any, options: Namespace, rows_per_step: int) -> Epochs:
     """Return how a dataset is grouped into steps; exit if the options do not fit the dataset.
 
-    Without a dataset (None), steps run on.
+    Without a dataset (None), there are no epochs, and all steps are full.
     """
     if dataset is None:
         return Epochs(rows=None, per_step=rows_per_step)
@@ -217,7 +217,8 @@ class Dealing:
         counts = _counts(self, rows)
         if counts and (self.repeats or all(counts)):
             return
-        every, own = len(self.each) * self.microbatches, "" if self.repeats else ", each of its own"
+        every = len(self.each) * self.microbatches
+        own = "" if self.repeats else ", none of them repeated"
         refuse(
             f"--last-rows pad: the last step of an epoch has {rows:,} rows, and this plan cannot "
             f"share them out among {every} microbatches of {self.fewest} or more rows{own}",

@@ -119,8 +119,8 @@ def weighted_terms(
 ) -> Iterator[Weighed]:
     """Yield a rank's microbatches with a weight for each of several means in a loss.
 
-    `valid_targets` counts the targets of each mean k. The microbatch keeps its weight by rows, so
-    the mean's own weight is relative to it: w_mk · scale_m = scale_mk.
+    `valid_targets` counts the targets of each mean. The microbatch keeps its weight by rows, and
+    `loss_weights` are relative to it: the scale of each mean (see `weighted`) ÷ the weight by rows.
     """
     ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
     for batch, by_rows, shares in ahead:
@@ -135,7 +135,9 @@ def _counted_ahead(
     microbatches: int,
     divisor: Divisor,
 ) -> Iterator[tuple[Batch, Tensor, Tensor]]:
-    """Yield microbatches with their weights by rows and by counts; repeated rows count 0.
+    """Yield microbatches with their weights by rows and by counts.
+
+    The targets of a microbatch whose weight by rows is 0 (it repeats rows) count 0.
 
     Batches are read one step ahead, then two, then four. The counts of several steps are summed
     over ranks in one message. (One message per step took 0.3 ms on two gloo processes, and made all
@@ -186,7 +188,7 @@ class Exact(Mapping[str, Any]):
 
 
 def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> Tensor:
-    """Divide each microbatch's divisor by the divisor of its step, times the number of ranks."""
+    """Return divisor(count) · ranks ÷ divisor(Σ counts of the step) for each microbatch."""
     by_step = counts.double().view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
     whole = own if axis.size == 1 else summed(own, axis)

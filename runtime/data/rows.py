@@ -210,8 +210,8 @@ def rows_like(
 ) -> DatasetRows:
     """Return the rows of a dataset with the keys of an example batch.
 
-    Exits if a row does not fit, and prints what the dataset should return. Prints notes about
-    numbers in a row that the example lacks, about other shapes, and about fewer rows than
+    Exits if the first row does not fit, and prints what the dataset should return. Prints notes
+    about entries of this row that the example lacks, about other shapes, and about fewer rows than
     `at_once`, the rows that the data ranks train on at once.
     """
     with exit_on_row_error(dataset):
@@ -315,6 +315,9 @@ def _moved(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
-    """Return the wider of two dtypes for an input; modules in 16 bits cast inputs themselves."""
+    """Return the training's dtype for a narrower floating input, else the input's own.
+
+    Inputs are not narrowed here: modules in 16 bits cast them.
+    """
     is_narrow = own.is_floating_point and own.itemsize < training.itemsize
     return training if is_narrow else own

@@ -1,4 +1,4 @@
-"""Makes batch norms use statistics over an axis, and fp32 weights where kernels need them."""
+"""Makes batch norms use statistics of all ranks, and fp32 weights where kernels need them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.runtime.ranks.transport import gathered, summed
 
 
 def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
-    """Make every batch norm of a module take its statistics over an axis.
+    """Make every batch norm of a module take its statistics over all ranks of an axis.
 
     The norms get a subclass of their class: parameters, buffers and names stay as they are.
     """
@@ -42,12 +42,12 @@ def widen_norms(module: nn.Module) -> None:
             child.__class__ = type(f"Widened{kind.__name__}", (_Widened, kind), {})
 
 
-class _Asked(TorchFunctionMode):
-    """Intercepts the calls to torch functions inside a norm's own forward."""
+class _Replacing(TorchFunctionMode):
+    """A mode that calls other functions in place of torch's, inside a norm's own forward."""
 
-    def __init__(self, asked: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
+    def __init__(self, others: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
         super().__init__()
-        self.asked = asked
+        self.others = others
 
     def __torch_function__(
         self,
@@ -56,8 +56,8 @@ class _Asked(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        asked: Callable[..., Any] = self.asked.get(func, func)
-        return asked(*args, **(kwargs or {}))
+        other: Callable[..., Any] = self.others.get(func, func)
+        return other(*args, **(kwargs or {}))
 
 
 class _Widened(_NormBase):
@@ -65,7 +65,7 @@ class _Widened(_NormBase):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the norm's class."""
-        with _Asked(_WIDENED):
+        with _Replacing(_WIDENED):
             return super().forward(*args, **kwargs)
 
 
@@ -96,7 +96,7 @@ class _Synchronised(_BatchNorm):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the norm's class; training uses the statistics of the whole axis."""
-        with _Asked({functional.batch_norm: self._normalised}):
+        with _Replacing({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
     def _normalised(
@@ -128,7 +128,7 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with one collective each way, on any device.
+    """Batch norm with one collective in the forward and one in the backward, on any device.
 
     torch's SyncBatchNorm makes the host wait in each forward, because it masks out ranks without
     rows, and copies channels_last inputs.
@@ -158,7 +158,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias; the latter two are this rank's part.
+        """Return the gradients of x, weight and bias; the latter two are sums over own rows only.
 
         With x̂ the normalised input and sums over all ranks' N samples of a channel:
 
@@ -181,13 +181,13 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance and count of an axis, from those of each rank (Chan's formula).
+    """Return mean, biased variance and count over all ranks, from each rank's (Chan's formula).
 
     Sums of squares would also take one collective, but are inexact if the mean is large.
     """
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    unused, unread = x.new_zeros((2, channels), dtype=wide)  # outputs have their dtype
+    unused, unread = x.new_zeros((2, channels), dtype=wide)  # only give the outputs their dtype
     mean, variance = torch.batch_norm_update_stats(x, unused, unread, 0.0)
     count = mean.new_full((1,), x.numel() // channels)
     all_ranks = gathered(torch.cat([mean, variance, count]), axis)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
-from autopar.runtime.ranks.transport import ComingPart, ComingSum
+from autopar.runtime.ranks.transport import ComingPart, ComingSum, HostLink, HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Sharding:
     """
 
     shards_modules: bool = False
-    frees_after_forward: bool = False  # a unit's gathered parameters, which its backward gathers
+    frees_after_forward: bool = False  # a unit's parameters, which its backward gathers again
     steps_parts: bool = False  # each rank gets its part of every bucket, and its optimizer steps it
 
     @property
@@ -122,21 +122,24 @@ class Span:
     stop: int
     offset: int  # of the first element in the bucket's buffer
 
-    def of(self, flat: Tensor) -> Tensor:
-        """Return these elements from a tensor with the bucket's layout."""
-        return flat[self.offset : self.offset + self.stop - self.start]
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """Return these elements of a bucket's layout, of which the tensor begins with `first`."""
+        offset = self.offset - first
+        return flat[offset : offset + self.stop - self.start]
 
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
     """A flat buffer that several gradients are views of, and its reduction.
 
-    If `averaging.shard` has several ranks, each keeps the mean of its own part only. The parameters
-    then have no gradients after the reduction; `held` yields this rank's parts of the means.
+    If `averaging.shard` has several ranks, each keeps the mean of its own part only. With a `link`,
+    this part goes to the host's memory, and the buffer is freed. In both cases the parameters have
+    no gradients after the reduction; `held` yields this rank's parts of the means.
     """
 
     parameters: tuple[nn.Parameter, ...]
     averaging: Averaging
+    link: HostLink | None = None
     spans: tuple[Span, ...] = field(init=False)
     buffer: Tensor | None = None  # allocated when the first gradient arrives
     views: tuple[Tensor, ...] = ()
@@ -144,8 +147,9 @@ class Bucket:
     coming: ComingMean | None = None
     # a view for each span, by the parameter's index
     _parts: dict[int, Tensor] = field(default_factory=dict)
-    _reached: frozenset[int] = frozenset()  # indices of parameters whose gradients are in the part
+    _reached: frozenset[int] = frozenset()  # indices of parameters that have a reduced gradient
     _earlier: Tensor | None = None  # the part from an earlier reduction of the same step
+    _home: HostPart | None = None
 
     def __post_init__(self) -> None:
         """Find the spans in this rank's part."""
@@ -166,9 +170,19 @@ class Bucket:
         return -(-found // self.shard.size) * self.shard.size
 
     @property
-    def is_cut(self) -> bool:
-        """Whether this rank keeps only a part of the mean."""
-        return self.shard.size > 1
+    def is_apart(self) -> bool:
+        """Whether the mean is not in the parameters' .grad: a part of it, or on the host."""
+        return self.shard.size > 1 or self.link is not None
+
+    @property
+    def home(self) -> HostPart | None:
+        """This rank's part in the host's memory, if it belongs there."""
+        if self.link is not None and self._home is None:
+            dtype = gradient_dtype(self.parameters[0])
+            self._home = HostPart(self.link, self.elements // self.shard.size, dtype)
+            low = self.shard.rank * self.elements // self.shard.size
+            self._parts = {one.place: one.of(self._home.memory, low) for one in self.spans}
+        return self._home
 
     def allocate(self) -> Tensor:
         """Allocate the buffer if it does not exist yet, and return it."""
@@ -177,7 +191,8 @@ class Bucket:
             dtype = gradient_dtype(first)
             self.buffer = torch.zeros(self.elements, dtype=dtype, device=first.device)
             self.views = laid_out(self.buffer, self.parameters)
-            self._parts = {span.place: span.of(self.buffer) for span in self.spans}
+            if self.link is None:
+                self._parts = {span.place: span.of(self.buffer) for span in self.spans}
         return self.buffer
 
     def adopt(self, places: Sequence[int]) -> None:
@@ -197,6 +212,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Copy all gradients into the buffer, and start their reduction."""
+        self._take_over()
         self.adopt(range(len(self.parameters)))
         buffer = self.allocate()
         if self.averaging.divides_first:
@@ -204,19 +220,33 @@ class Bucket:
         self.let_go()
         self.coming = ComingMean(buffer, self.averaging)
 
+    def _take_over(self) -> None:
+        """If gradients go to the host, use that of a bucket's only parameter as the buffer."""
+        gradient = self.parameters[0].grad
+        if self.link is None or gradient is None or self.buffer is not None:
+            return
+        if gradient.numel() == self.elements and gradient.is_contiguous():
+            self.buffer, self.views = gradient.view(-1), (gradient,)
+
     def let_go(self) -> None:
-        """Drop the .grad of a cut bucket's parameters when their reduction begins."""
-        if self.is_cut:
+        """Drop the parameters' .grad when their reduction begins, if the mean lies elsewhere."""
+        if self.is_apart:
             here = (n for n, parameter in enumerate(self.parameters) if parameter.grad is not None)
             self._reached |= frozenset(here)
             for parameter in self.parameters:
                 parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for the mean, and add the part from an earlier reduction of this step."""
+        """Wait for the mean; move it to the host, or add the part of an earlier reduction to it.
+
+        A step has several reductions if gradients are reduced in every backward.
+        """
         assert self.coming is not None
         part = self.coming.value()
         self.coming = None
+        if self.home is not None:
+            self.home.take(part)
+            self.buffer, self.views = None, ()
         if self._earlier is not None:
             part.add_(self._earlier)
             self._earlier = None
@@ -227,9 +257,11 @@ class Bucket:
 
     def memory(self) -> list[Tensor]:
         """Return this rank's part of all reduced gradients, as few tensors."""
+        if self.home is not None:
+            return [self.home.value()] if self._reached else []
         if self.buffer is None:
             return []
-        if self.is_cut:
+        if self.is_apart:
             return [own_part(self.buffer, self.shard)]
         gradients = [parameter.grad for parameter in self.parameters]
         if all(g is None or g is v for g, v in zip(gradients, self.views, strict=True)):
@@ -237,35 +269,49 @@ class Bucket:
         return [gradient for gradient in gradients if gradient is not None]
 
     def held(self) -> Iterator[tuple[Span, Tensor]]:
-        """Yield this rank's part of each reduced gradient of a cut bucket."""
+        """Yield this rank's part of each reduced gradient, if the mean lies apart."""
+        self._await()
         for span in self.spans:
             if span.place in self._reached:
                 yield span, self._parts[span.place]
 
     def held_at(self, place: int) -> Tensor | None:
         """Return this rank's part of one gradient, or None if the loss did not reach it."""
+        self._await()
         return self._parts.get(place) if place in self._reached else None
 
     def made(self, place: int) -> Tensor:
         """Return this rank's part of one gradient, zeros if the loss did not reach it."""
-        buffer = self.allocate()
+        if self.home is not None:
+            memory = self.home.value() if self._reached else self.home.memory.zero_()
+        else:
+            memory = self.allocate()
         self._reached |= {place}
-        return self._parts.get(place, buffer[:0])
+        return self._parts.get(place, memory[:0])
 
     def forget(self) -> None:
-        """Forget the reduced part of a cut bucket before the next step."""
+        """Forget the reduced part before the next step."""
         self._reached, self._earlier = frozenset(), None
+        if self._home is not None:
+            self._home.forget()
+
+    def _await(self) -> None:
+        if self.home is not None and self._reached:
+            self.home.value()
 
     def _make_room(self) -> None:
         """Move the part that is already reduced out of the buffer, before new gradients come."""
         self.allocate()
-        if self._reached and self._earlier is None:
+        if self.link is None and self._reached and self._earlier is None:
             assert self.buffer is not None
             self._earlier = own_part(self.buffer, self.shard).clone()
 
 
 def buckets_of_size(
-    parameters: Sequence[nn.Parameter], bucket_bytes: int, averaging: Averaging
+    parameters: Sequence[nn.Parameter],
+    bucket_bytes: int,
+    averaging: Averaging,
+    link: HostLink | None = None,
 ) -> Iterator[Bucket]:
     """Split the parameters into buckets of one dtype.
 
@@ -278,13 +324,13 @@ def buckets_of_size(
         size = parameter.numel() * gradient_dtype(parameter).itemsize
         same = not run or _dtypes(run[0]) == _dtypes(parameter)
         if run and (not same or run_bytes + size > limit):
-            yield Bucket(parameters=tuple(run), averaging=averaging)
+            yield Bucket(parameters=tuple(run), averaging=averaging, link=link)
             limit = bucket_bytes
             run, run_bytes = [], 0
         run.append(parameter)
         run_bytes += size
     if run:
-        yield Bucket(parameters=tuple(run), averaging=averaging)
+        yield Bucket(parameters=tuple(run), averaging=averaging, link=link)
 
 
 def own_part(flat: Tensor, shard: Axis) -> Tensor:

@@ -14,12 +14,14 @@ from autopar.runtime.data_parallel.buckets import (
     buckets_of_size,
 )
 from autopar.runtime.model.parts import is_listed
+from autopar.runtime.ranks.transport import HostLink
 
 
 class GradientBuckets:
-    """Averages gradients over the data axis as soon as all gradients of a bucket have arrived.
+    """Averages gradients over the data axis during the backward, in buckets.
 
-    It does what DistributedDataParallel does, without wrapping the module. It also handles what DDP
+    A bucket's reduction starts when its gradients and those of all earlier buckets are complete.
+    DistributedDataParallel does the same, but wraps the module. This class also handles what DDP
     cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards split into halves
     (zero bubble) or stages, and means of which each rank needs only a part (ZeRO-1). Parameters
     that the loss does not reach keep no gradient, as on one device, so weight decay skips them.
@@ -33,8 +35,10 @@ class GradientBuckets:
         bucket_bytes: int,
         apart: Sequence[Collection[str]] = (),
         half: torch.dtype | None = None,
+        link: HostLink | None = None,
     ) -> None:
         self.half = half  # the parameters' dtype in forward and backward
+        self.link = link  # to the host, if gradients go there in every backward
         self.sync = True  # False while microbatches only accumulate
         # False for a pipeline stage, which finishes the reduction itself
         self.finishes_with_backward = True
@@ -63,14 +67,16 @@ class GradientBuckets:
         for parameter in self.trainable.values():
             if self.half is not None or parameter.dtype in HALF_DTYPES:
                 parameter.grad_dtype = torch.float32
-        if self.averaging.ranks == 1:
+        if self.averaging.ranks == 1 and self.link is None:
             return
         # The backward reaches parameters roughly in reverse, so that the first bucket fills early.
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket
             for group in _groups(self.trainable, self._apart)
-            for bucket in buckets_of_size(group[::-1], self._bucket_bytes, self.averaging)
+            for bucket in buckets_of_size(
+                group[::-1], self._bucket_bytes, self.averaging, self.link
+            )
         )
         self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
         for bucket in self.buckets:
@@ -137,15 +143,20 @@ class GradientBuckets:
     def _launch(self, bucket: Bucket) -> None:
         self._next_to_launch += 1
         bucket.reduce()
+        if self.link is not None and self.averaging.ranks == 1:
+            bucket.settle()
+        elif self.link is not None and self._next_to_launch > 1:
+            self.buckets[self._next_to_launch - 2].settle()  # while this bucket is being reduced
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait; then every gradient is the mean over the axis."""
+        """Reduce the remaining buckets, and wait for the means of all buckets."""
         for bucket in self.buckets[self._next_to_launch :]:
             self._launch(bucket)
-        for bucket in self.buckets:
-            if bucket.coming is not None:
-                bucket.coming.sum_over_replicas()
-        for bucket in self.buckets:
+        coming = [bucket for bucket in self.buckets if bucket.coming is not None]
+        for bucket in coming:
+            assert bucket.coming is not None
+            bucket.coming.sum_over_replicas()
+        for bucket in coming:
             bucket.settle()
         self._reset()
 

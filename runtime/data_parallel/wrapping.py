@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Sharding, averaging_of, sharding_of
+from autopar.runtime.data_parallel.buckets import (
+    HALF_DTYPES,
+    Sharding,
+    averaging_of,
+    sharding_of,
+)
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.model.parts import is_listed
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.transport import HostLink
 from autopar.runtime.tensor.chunked_logits import chunks_logits
-from autopar.runtime.tensor.shards import is_marked, made_like, places, tied_names
+from autopar.runtime.tensor.shards import is_marked, made_like, places, start_on_host, tied_names
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 def run_hooks(module: nn.Module) -> None:
-    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's dicts and lists."""
-    own, given = module.forward, list[Any]()  # the arguments of a call, after the hooks have run
+    """Make `module.forward(x)` run the hooks of `module(x)`, with the caller's own containers."""
+    # `given`: a call's arguments before fully_shard's hooks copy them; empty in forward(x)
+    own, given = module.forward, list[Any]()
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given[:] = [(args, kwargs)]
@@ -66,10 +79,10 @@ def _with_containers(given: Any, handed: Any) -> Any:
 
 @contextmanager
 def carried_marks(model: nn.Module) -> Iterator[None]:
-    """Copy classes and attributes of parameters to the tensors that replace them inside.
+    """Copy classes and attributes of parameters to those that replace them inside the `with`.
 
-    Sharded parameters get them afterwards, for the optimizer. Gathered ones get them before a
-    forward.
+    Sharded parameters get them at the end of the `with`, for the optimizer. Gathered ones get them
+    before each forward.
     """
     marked = {module: _marked(module) for module in model.modules()}
     yield
@@ -152,6 +165,7 @@ def wrap(
     compress: bool = False,
     half_buffers: Collection[str] = (),
     sync_batch_norm: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """Give a module data parallelism in place and return it; names stay as they are.
 
@@ -169,6 +183,9 @@ def wrap(
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
     copy in fp32. Trainable parameters stay in fp32 until `build_optimizer` has copied them. Buffers
     keep their dtypes, except those in `half_buffers`. compress: gradients are sent in 16 bits.
+
+    offload: reduced gradients go to the host's memory in every backward, and the optimizer has its
+    copy of the parameters and its states there. zero 2 and 3 gather parameters from there.
     """
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
     if compute_dtype is torch.float32:
@@ -190,19 +207,31 @@ def wrap(
             # a layer may need fp32 inputs, such as angles of a rotary embedding
             cast_forward_inputs=False,
         )
+        is_pinned = mesh.device.type == "cuda"
+        host = CPUOffloadPolicy(pin_memory=is_pinned) if offload else OffloadPolicy()
         with carried_marks(module):
-            _shard(module, mesh, units, sharding, policy=policy)
+            _shard(module, mesh, units, sharding, policy=policy, host=host)
+        if offload:
+            _start_on_host(module.parameters())
         object.__setattr__(module, "gathers_once", sharding.gathers_once)
         return module
     if half is not None:
         narrow_frozen(module, half)
-    if half is not None or mesh.data.size > 1:
+    if offload:
+        _start_on_host(one for one in module.parameters() if one.requires_grad)
+    if half is not None or mesh.data.size > 1 or offload:
         averaging = averaging_of(mesh, sharding, wire_dtype)
+        link = HostLink(mesh.device) if offload else None
         buckets = GradientBuckets(
-            module, averaging, bucket_bytes=bucket_bytes, apart=apart, half=half
+            module, averaging, bucket_bytes=bucket_bytes, apart=apart, half=half, link=link
         )
         object.__setattr__(module, "gradient_buckets", buckets)
     return module
+
+
+def _start_on_host(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        start_on_host(parameter)
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:
@@ -213,12 +242,12 @@ def buckets_of(module: nn.Module) -> GradientBuckets | None:
 def set_last(module: nn.Module, is_last: bool) -> None:
     """Say whether the next backward is the last one of a step (the default).
 
-    zero 0 and 1 average gradients in the last backward. zero 2 frees the gathered parameters after
-    it. zero 3 ignores this.
+    zero 0 and 1 average gradients in the last backward, or in all if they go to the host. zero 2
+    frees the gathered parameters after it. zero 3 ignores this.
     """
     buckets = buckets_of(module)
     if buckets is not None:
-        buckets.sync = is_last
+        buckets.sync = is_last or buckets.link is not None
     elif gathers_once(module):
         module.set_reshard_after_backward(is_last)
 
@@ -235,6 +264,7 @@ def _shard(
     sharding: Sharding,
     *,
     policy: MixedPrecisionPolicy,
+    host: OffloadPolicy,
 ) -> None:
     """Shard the units, inner ones first, then the module with all remaining parameters."""
     device_mesh = _shard_mesh(mesh)
@@ -249,10 +279,17 @@ def _shard(
             # a loss in chunks reads the weight after the layer's forward
             reshard_after_forward=sharding.frees_after_forward and not chunks_logits(child),
             mp_policy=policy,
+            offload_policy=host,
         )
         run_hooks(child)
     # The backward starts with the module's own parameters, so freeing them would gather them again.
-    fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(
+        module,
+        mesh=device_mesh,
+        reshard_after_forward=False,
+        mp_policy=policy,
+        offload_policy=host,
+    )
 
 
 def _large(units: Sequence[nn.Module]) -> list[nn.Module]:

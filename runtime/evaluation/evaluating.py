@@ -32,7 +32,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Put a model into evaluation mode inside: no dropout, running statistics, no gradients."""
+    """Put a model into evaluation mode inside, without autograd; restore its state afterwards."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()
@@ -44,8 +44,10 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
     """Make a model compute as in training, but without gradients and random numbers.
 
     Batch norms use their running statistics: those of a batch would need the rows of all ranks.
+    Compiled layers run as they are: the code without random numbers would be compiled for one run.
     """
-    with untouched(parts, mesh, seed), NoRandomness():
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with untouched(parts, mesh, seed), NoRandomness(), uncompiled:
         for part in parts:
             for module in part.modules():
                 module.training &= not isinstance(module, _NormBase)
@@ -56,7 +58,8 @@ def computes_as_trained(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> It
 def untouched(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
     """Restore a model's modes and buffers and the random states afterwards.
 
-    Autograd is off inside. Random numbers drawn for rows are the same each time.
+    Inside, autograd is off, and the random generators start from `seed`, so that every evaluation
+    draws the same numbers.
     """
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     modes = [(module, module.training) for part in parts for module in part.modules()]
@@ -88,7 +91,7 @@ Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbat
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
-    """Return one microbatch with weights as in plain code: each mean of the loss counts once."""
+    """Return a microbatch with `loss_weights` of 1, for a loss that adds the means of `terms`."""
     if terms is None:
         return batch
     return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
@@ -131,9 +134,11 @@ class Evaluation:
 
     A microbatch is weighted by its rows, or by its valid `targets` if the loss is a mean over
     these. If the loss adds several means, each mean is weighted by its count, which `terms`
-    returns. `divisor` maps a count to the loss's divisor. A loss that is a sum is scaled to a
-    training step, which has `microbatches` on all data ranks together. `metrics` are means over
-    values computed from the model's outputs.
+    returns. `divisor` turns a count into the number that the loss divides by: the count itself, or
+    for example max(count, 1). If the loss is a sum over rows, the result is on the scale of a
+    training step's loss: the mean over microbatches, times `microbatches`, the number that all data
+    ranks have in a step (otherwise 1). `metrics` computes values from the model's outputs, whose
+    means are returned, too.
     """
 
     def __init__(
@@ -191,7 +196,10 @@ class Evaluation:
             yield
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:
-        """Return Σ weight · loss ÷ Σ weight over the microbatches of all data ranks."""
+        """Return Σ divisor(count) · loss ÷ divisor(Σ count), times `microbatches`.
+
+        The sums are over the microbatches of all data ranks.
+        """
         device, divisor = rows.mesh.device, as_counted if self._targets is None else self._divisor
         if self._terms is not None and self._all_terms is None:
             own = [once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
@@ -208,9 +216,11 @@ class Evaluation:
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
-        """Yield each microbatch, how often its rows are repeated, the model's inputs, and its loss.
+        """Yield (microbatch, times, the same microbatch on the device, its loss).
 
-        A pipeline reads several microbatches before it has the loss of the first microbatch.
+        `times` is how often each row occurs in the microbatch: once, or more often if too few rows
+        were left to fill it, or 0 if none was left and its rows must not count. A pipeline reads
+        several microbatches before it has the loss of the first.
         """
         under_way: deque[tuple[Batch, int, Batch]] = deque()
 
@@ -224,7 +234,7 @@ class Evaluation:
             yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
-        """Return a microbatch's weight in the mean: its rows, or its valid targets."""
+        """Return a microbatch's count: of its rows, or of its valid targets."""
         if self._targets is None:
             return torch.tensor(rows.dealer.size)
         return self._targets(Exact(batch))
@@ -232,8 +242,9 @@ class Evaluation:
     def _weighed(self, batch: Batch, rows: EvaluationRows) -> Batch:
         """Return a microbatch with weights for the means that its loss adds up.
 
-        The whole loss is weighted by rows / rows.count. Each mean should be weighted by count / all
-        counts, so the weight added here is the quotient of the two.
+        A microbatch's loss counts by its share of all rows, but each mean in it should count by its
+        share of all targets. So a mean's weight is its share of the targets, divided by the
+        microbatch's share of the rows.
         """
         if self._terms is None or self._all_terms is None:
             return batch

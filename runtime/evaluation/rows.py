@@ -48,7 +48,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dealer:
-    """Gives each data rank its microbatches of a dataset, one block of all ranks after another.
+    """Deals the rows of a dataset in blocks: of each block, every data rank gets a microbatch.
 
     `each` is the number of rows in a microbatch, for each data rank. A dealer with `fills` repeats
     the last rows if they do not fill a block. Without it they are dropped, as is needed for a model
@@ -61,7 +61,7 @@ class Dealer:
 
     @property
     def block(self) -> int:
-        """The rows of the microbatches that all data ranks have at once."""
+        """The rows of a block: of one microbatch for each data rank."""
         return sum(self.each)
 
     @property
@@ -70,9 +70,9 @@ class Dealer:
         return self.each[self.rank]
 
     def deal(self, rows: Iterable[Row]) -> Iterator[tuple[list[Row], int]]:
-        """Yield this rank's microbatches, and how often each row is repeated.
+        """Yield (microbatch, times) for this rank; `times` is how often each row occurs in it.
 
-        While other ranks still have rows, a rank without rows gets a microbatch repeated 0 times.
+        A rank that has no more rows, while others still do, gets a filler: any row, with `times` 0.
         """
         left = iter(rows)
         while block := list(islice(left, self.block)):
@@ -194,7 +194,7 @@ class EvaluationRows:
         return rows if self.dealer.fills else rows - rows % self.dealer.block
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's microbatches, and how often their rows are repeated."""
+        """Yield this rank's (microbatch, times); see `Dealer.deal`."""
         mesh = self.mesh
         sharers = (mesh.pipeline,) if self.rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
         loader = DataLoader(

@@ -14,6 +14,7 @@ from autopar.runtime.model.parts import (
     shard_parameters,
     submodules,
     take_classes,
+    use_float8,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "shard_parameters",
     "submodules",
     "take_classes",
+    "use_float8",
 ]

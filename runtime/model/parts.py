@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.mesh import DRY_RUN, Axis
+from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import (
     Split,
     check_names,
@@ -79,7 +81,7 @@ def named(table: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Whether a list has a name, itself or with stars."""
+    """Whether a list has a name, itself or with stars in place of some of its numbers."""
     return name in listed or any(one in listed for one in starred(name))
 
 
@@ -256,6 +258,66 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules with these names that have parameters or buffers."""
     modules = [model.get_submodule(name) for name in names]
     return [module for module in modules if any(True for _ in places(module))]
+
+
+FLOAT8_MULTIPLE = 16  # of both sizes of a weight: the kernels of float8 products take no others
+_IN_FLOAT8 = "_autopar_in_float8"  # marks modules that multiply in float8
+FLOAT8_CAPABILITY = (8, 9)  # of NVIDIA's GPUs: Ada and Hopper were the first with such kernels
+
+
+def use_float8(
+    model: nn.Module, names: Sequence[str], scaling: str, *, but: Collection[str] = ()
+) -> None:
+    """Let the nn.Linear modules in the named modules multiply in float8, by torchao.
+
+    `scaling` is torchao's recipe: "tensorwise" or "rowwise". Scales are rounded to powers of two.
+    A tensor and its parts on several ranks are then rounded alike, although their scales differ.
+    Modules in `but`, frozen weights and sizes that do not suit the kernels stay as they are, and so
+    does a model in float64, or in a dry run. CPUs emulate the products. Call this before
+    `compile_layers`.
+    """
+    if os.environ.get(DRY_RUN, "").count("/") == 1:
+        return  # emulated products would take memory that kernels do not
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        refuse(
+            "the plan multiplies in float8, and torchao is not installed",
+            fix="pip install torchao, or plan without --float8",
+        )
+    is_gpu = torch.cuda.is_available()
+    if is_gpu and not torch.version.hip and torch.cuda.get_device_capability() < FLOAT8_CAPABILITY:
+        refuse(
+            f"the plan multiplies in float8, and {torch.cuda.get_device_name()} has no such units",
+            fix="plan for this device, without --float8",
+        )
+
+    recipe = Float8LinearConfig.from_recipe_name(scaling)
+    # rows of a microbatch are padded to a multiple of 16, as the product for a weight's gradient
+    # needs them; nothing is copied if they are one
+    config = replace(
+        recipe, emulate=not is_gpu, pad_inner_dim=True, round_scales_to_power_of_2=True
+    )
+    for path, module in model.named_modules():
+        if is_held(path, names) and not is_held(path, but) and _suits_float8(module):
+            made = convert_to_float8_training(module, config=config)
+            module.__class__ = type(made)
+            module.__dict__.update(made.__dict__ | module.__dict__ | {_IN_FLOAT8: True})
+
+
+def in_float8(parts: Iterable[nn.Module]) -> bool:
+    """Whether some modules multiply in float8."""
+    return any(_IN_FLOAT8 in module.__dict__ for part in parts for module in part.modules())
+
+
+def _suits_float8(module: nn.Module) -> bool:
+    weight = module.weight if type(module) is nn.Linear else None
+    return (
+        weight is not None
+        and weight.requires_grad
+        and weight.dtype is not torch.float64
+        and all(size % FLOAT8_MULTIPLE == 0 for size in weight.shape)
+    )
 
 
 def compile_layers(model: nn.Module, names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from autopar.runtime.optimizer.pieces import (
     ParameterPiece,
     forget_gradients,
     gather_parameters,
+    is_copy,
     local_pieces,
     note_pieces,
     shard_parameters_flat,
@@ -114,8 +115,8 @@ def adamw(
 ) -> AdamW:
     """Build AdamW with weight decay for matrices, but not for norms and biases.
 
-    A parameter has as many dims on every rank as in the model. Later, shards replace it in its
-    parameter group.
+    A shard has as many dims as its parameter, so the groups are the same on all ranks. Pieces of
+    parameters replace them in their groups later.
     """
     every = list(parameters)
     matrices: dict[str, Any] = {"params": [one for one in every if one.dim() >= 2]}
@@ -186,7 +187,8 @@ def _use_pieces(
     mesh: Mesh,
 ) -> None:
     """Replace parameters by pieces in the optimizer, where it cannot step them directly."""
-    shards_states = sharding_of(zero).steps_parts and mesh.shard.size > 1
+    offloads = any(_is_offloaded(part) for part in model_parts)
+    shards_states = offloads or (sharding_of(zero).steps_parts and mesh.shard.size > 1)
     masters = {} if shards_states else _narrowed(model_parts)
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
         return
@@ -194,11 +196,12 @@ def _use_pieces(
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
         raise RuntimeError(
-            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
-            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} or offloading gives "
+            "it parts: plan with zero 0 and --offload none, or choose an optimizer that works "
+            "element by element (AdamW, SGD)"
         )
     if shards_states:
-        _step_shards(optimizer, trainable, _flat_shards(model_parts))
+        _step_shards(optimizer, trainable, _flat_shards(model_parts, mesh.device))
     else:
         _exchange(optimizer, trainable, local_pieces(trainable, masters))
 
@@ -214,21 +217,26 @@ def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
     return masters
 
 
-def _flat_shards(model_parts: Sequence[nn.Module]) -> tuple[FlatShard, ...]:
+def _is_offloaded(part: nn.Module) -> bool:
+    buckets = buckets_of(part)
+    return buckets is not None and buckets.link is not None
+
+
+def _flat_shards(model_parts: Sequence[nn.Module], device: torch.device) -> tuple[FlatShard, ...]:
     shards: list[FlatShard] = []
     for part in model_parts:
         buckets = buckets_of(part)
         if buckets is None:
             raise RuntimeError("wrap and build_optimizer were given different ZeRO levels")
         buckets.attach(part)
-        shards.extend(shard_parameters_flat(buckets))
+        shards.extend(shard_parameters_flat(buckets, device))
     return tuple(shards)
 
 
 def _step_shards(
     optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
 ) -> None:
-    """Make the optimizer step this rank's parts, and all-gather the new values."""
+    """Make the optimizer step this rank's parts, and fetch and all-gather them after each step."""
     _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
     zero_grad = optimizer.zero_grad
 
@@ -237,6 +245,8 @@ def _step_shards(
         zero_grad(set_to_none)
 
     def gather_and_forget(*_: Any) -> None:
+        for shard in shards:
+            shard.give_values()
         gather_parameters(shards)
         forget_gradients(shards)
 
@@ -299,7 +309,7 @@ def _exchange(
             piece.take_gradient()
 
     def give_values(*_: Any) -> None:
-        copies = [piece for piece in pieces if piece.target.dtype != piece.place.dtype]
+        copies = [one for one in pieces if is_copy(one) and not one.is_far]
         if copies:
             torch._foreach_copy_([p.place for p in copies], [p.target.data for p in copies])
 

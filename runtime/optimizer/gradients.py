@@ -22,7 +22,7 @@ from autopar.runtime.ranks.transport import ComingSum, summed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldGradient:
-    """The part of a parameter's gradient on this rank, in its own memory."""
+    """The part of a parameter's gradient on this rank; `held` is its memory, not a copy."""
 
     name: str
     parameter: nn.Parameter
@@ -48,7 +48,7 @@ def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
 
 
 def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
-    """Return all gradients of this process as few tensors: those of a bucket are one."""
+    """Return all gradients of this process in few tensors: each bucket's memory, and the others."""
     found, others = [], []
     for part in parts:
         buckets = buckets_of(part)
@@ -67,11 +67,11 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     buckets = buckets_of(part)
     for bucket in () if buckets is None else buckets.buckets:
         here = [n for n, other in enumerate(bucket.parameters) if other is parameter]
-        if bucket.is_cut and here:
-            if len(bucket.parameters) > 1:
+        if bucket.is_apart and here:
+            if bucket.shard.size > 1 and len(bucket.parameters) > 1:
                 raise RuntimeError(
-                    "a parameter that other pipeline stages hold too shares its bucket with others:"
-                    " name it in wrap(…, apart=[tie.names for tie in ties])"
+                    "a parameter that is tied over pipeline stages shares its bucket with other "
+                    "parameters: name it in wrap(…, apart=[tie.names for tie in ties])"
                 )
             return bucket.made(here[0])
     if parameter.grad is None:
@@ -80,7 +80,10 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
 
 
 def shares_gradients_out(parts: Iterable[nn.Module]) -> bool:
-    """Whether ranks of mesh.shard hold different elements of gradients; the same on all ranks."""
+    """Whether ranks of mesh.shard hold different elements of gradients.
+
+    All ranks return the same answer.
+    """
     for part in parts:
         buckets = buckets_of(part)
         if buckets is not None:  # with buckets there are no DTensors
@@ -106,11 +109,11 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
     for name, parameter in named.items():
         if parameter.grad is not None:
             yield HeldGradient(name=name, parameter=parameter, held=local(parameter.grad))
-    if buckets is None or buckets.averaging.shard.size == 1:
+    if buckets is None:
         return
     names = {id(parameter): name for name, parameter in named.items()}
     for bucket in buckets.buckets:
-        for span, held in bucket.held():
+        for span, held in bucket.held() if bucket.is_apart else ():
             parameter = bucket.parameters[span.place]
             yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
 
@@ -121,7 +124,7 @@ _LARGE_BYTES = 2**20
 
 @torch.no_grad()
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
-    """Sum the partial gradients of parameters with layout R over the axis, in place.
+    """Sum the partial gradients of whole parameters (layout R) over the axis, in place.
 
     A large gradient has its own message; small ones are sent together, one message per dtype.
     """
@@ -144,7 +147,8 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
 def _end_to_end(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors flattened; neighbours in the same memory become one tensor.
 
-    A bucket has gradients in the backward's order, so the next tensor lies before the last one.
+    A bucket lays gradients out in the backward's order, so each gradient lies right before that of
+    the preceding parameter of the model.
     """
     runs: list[Tensor] = []
     for flat in (one.view(-1) for one in tensors):
@@ -176,11 +180,11 @@ def clip_by_global_norm(
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most max_norm; return the norm.
 
-    Without a max_norm, or with 0, gradients stay as they are, and the norm is not computed. `split`
-    names the parameters that are cut over the tensor axis, with or without stars. `tied` names
-    parameters that another pipeline stage counts. If several ranks hold a parameter whole, the
-    first of them counts it. Ranks with the same gradients (copies on the data axis) exchange no
-    message.
+    Without a max_norm, or with 0, gradients stay as they are, and 0 is returned in place of the
+    norm. `split` has the names of the parameters that are cut over the tensor axis; * in a name
+    stands for any number. `tied` names parameters that another pipeline stage counts. If several
+    ranks hold a parameter whole, the first of them counts it. Ranks with the same gradients (copies
+    on the data axis) exchange no message.
     """
     if not max_norm:
         return torch.zeros((), device=mesh.device)
@@ -193,7 +197,7 @@ def clip_by_global_norm(
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for same in _by_dtype(gradients):
-            torch._foreach_mul_(same, scale.to(same[0].dtype))
+            torch._foreach_mul_(same, scale.to(same[0]))
     return norm
 
 
@@ -224,7 +228,10 @@ def _gradients(
 
 
 def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
-    """Whether no lower rank holds any of these gradients, as fully_shard keeps some whole."""
+    """Whether this rank counts all of its gradients in the norm.
+
+    fully_shard keeps some gradients whole on every rank; only the first rank counts those.
+    """
     are_buckets_cut = buckets_of(parts[0]) is not None
     is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
     return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone
@@ -244,7 +251,7 @@ def _sum_of_squares(gradients: list[Tensor], mesh: Mesh, axes: Sequence[Axis]) -
         norms = torch._foreach_norm(
             same, 2, dtype=torch.promote_types(same[0].dtype, torch.float32)
         )
-        total += torch.stack(norms).double().square_().sum()
+        total += torch.stack(norms).double().square_().sum().to(total)
     for axis in axes:
         total = summed(total, axis)
     return total
@@ -291,7 +298,10 @@ class LossScale:
         for gradient in gradient_memory(model_parts):
             by_dtype[gradient.dtype].append(gradient)
         for gradients in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+            found = overflow.to(gradients[0].device)
+            factor = inverse.to(gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, factor)
+            overflow.copy_(found)
         if self._mesh.world.size > 1:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
         self.fits = self._mesh.is_dry_run or not bool(overflow)  # a dry run has no values
@@ -309,7 +319,7 @@ class LossScale:
         self.calm_steps = 0
         if self.value < LEAST:
             refuse(
-                f"gradients overflow with the loss times {2 * self.value:g} too: some activation "
+                f"gradients overflow even with the loss scale {2 * self.value:g}: some activation "
                 "is beyond what fp16 holds (65,504), or the training diverges",
                 fix="train with --dtype float32, in bf16 (plan again), or with a lower --lr",
             )

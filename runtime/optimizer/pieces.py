@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Bucket, Span, laid_out
+from autopar.runtime.data_parallel.buckets import (
+    HALF_DTYPES,
+    Bucket,
+    Span,
+    gradient_dtype,
+    laid_out,
+    own_part,
+)
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.ranks.transport import started_gather
 
@@ -32,6 +39,10 @@ class ParameterPiece(Protocol):
     @property
     def place(self) -> Tensor:
         """The part of the parameter's memory that belongs to this piece."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the target lies in the host's memory, and `place` on the device."""
 
     def take_gradient(self) -> None:
         """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
@@ -55,6 +66,11 @@ class LocalPiece:
         """
         return local_tensor(self.parameter).detach()
 
+    @property
+    def is_far(self) -> bool:
+        """Whether only the target lies in the host's memory: never, fully_shard offloads both."""
+        return False
+
     def take_gradient(self) -> None:
         """Point the target's .grad to the gradient; it is copied only if dtypes differ."""
         place = self.place
@@ -70,6 +86,11 @@ class LocalPiece:
     def slice(self, whole: Tensor) -> Tensor:
         """Return this piece's part of a tensor with the parameter's shape."""
         return local_tensor(whole)
+
+
+def is_copy(piece: ParameterPiece) -> bool:
+    """Whether a piece's target has memory of its own."""
+    return piece.is_far or piece.target.dtype != piece.place.dtype
 
 
 def note_pieces(optimizer: Optimizer, pieces: Sequence[ParameterPiece]) -> None:
@@ -128,6 +149,11 @@ class FlatPiece:
     bucket: Bucket
     span: Span
 
+    @property
+    def is_far(self) -> bool:
+        """Whether the target lies in the host's memory, and `place` on the device."""
+        return self.bucket.link is not None
+
     def take_gradient(self) -> None:
         """Point the target's .grad to this piece's part of the gradient."""
         self.target.grad = self.bucket.held_at(self.span.place)
@@ -144,20 +170,33 @@ class FlatShard:
     bucket: Bucket
     buffer: Tensor
     pieces: tuple[FlatPiece, ...]
+    values: Tensor | None = None  # of all pieces, in the host's memory
+
+    def give_values(self) -> None:
+        """Copy values from the host; 16-bit ones are made there, where the gradients were."""
+        home = self.bucket.home
+        if self.values is None or home is None:
+            return
+        sent = self.values
+        if sent.dtype != self.buffer.dtype:
+            room = home.memory.view(self.buffer.dtype)[: sent.numel()]
+            sent = room.copy_(sent)
+        own_part(self.buffer, self.bucket.shard).copy_(sent, non_blocking=True)
 
 
-def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
+def shard_parameters_flat(buckets: GradientBuckets, device: torch.device) -> tuple[FlatShard, ...]:
     """Move the parameters of every bucket into a flat buffer, cut like their gradients.
 
     Cuts may go through parameters, so that all ranks have equally many optimizer states. The result
     is unchanged if the optimizer works element by element.
     """
-    return tuple(_flat_shard(bucket, buckets.half) for bucket in buckets.buckets)
+    return tuple(_flat_shard(bucket, buckets.half, device) for bucket in buckets.buckets)
 
 
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
     """All-gather the new values of every rank's part."""
-    works = [started_gather(s.buffer, s.bucket.shard) for s in shards]
+    cut = [shard for shard in shards if shard.bucket.shard.size > 1]
+    works = [started_gather(one.buffer, one.bucket.shard) for one in cut]
     for work in filter(None, works):
         work.wait()
 
@@ -168,11 +207,16 @@ def forget_gradients(shards: Iterable[FlatShard]) -> None:
         shard.bucket.forget()
 
 
-def _flat_shard(bucket: Bucket, half: torch.dtype | None) -> FlatShard:
+def _flat_shard(bucket: Bucket, half: torch.dtype | None, device: torch.device) -> FlatShard:
     """Flatten the parameters of a bucket into one buffer; it is 16-bit if the module is."""
     first = bucket.parameters[0]
-    buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=first.device)
+    buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=device)
     spans = {span.place: span for span in bucket.spans}
+    low = bucket.shard.rank * bucket.elements // bucket.shard.size
+    values = None
+    if bucket.link is not None:
+        elements = bucket.elements // bucket.shard.size
+        values = bucket.link.empty(elements, gradient_dtype(first)).zero_()
     pieces = []
     views = laid_out(buffer, bucket.parameters)
     for number, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
@@ -182,8 +226,12 @@ def _flat_shard(bucket: Bucket, half: torch.dtype | None) -> FlatShard:
         if number in spans:
             span = spans[number]
             place = span.of(buffer)
-            target = target_of(place, held.reshape(-1)[span.start : span.stop])
+            own = held.reshape(-1)[span.start : span.stop]
+            if values is None:
+                target = target_of(place, own)
+            else:
+                target = nn.Parameter(span.of(values, low).copy_(own))
             pieces.append(
                 FlatPiece(parameter=parameter, target=target, place=place, bucket=bucket, span=span)
             )
-    return FlatShard(bucket=bucket, buffer=buffer, pieces=tuple(pieces))
+    return FlatShard(bucket=bucket, buffer=buffer, pieces=tuple(pieces), values=values)

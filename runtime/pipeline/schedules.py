@@ -65,7 +65,7 @@ class ForwardAction:
 
 @lru_cache(maxsize=8)
 def orders(rank_of: tuple[int, ...], microbatches: int) -> tuple[tuple[ForwardAction, ...], ...]:
-    """Return the actions of each rank, from the rank of each stage.
+    """Return the actions of each rank; `rank_of` has the rank of each stage.
 
     A send and its receive are appended together, so that two ranks start the messages of their
     group in the same order, as nccl needs.
@@ -297,7 +297,7 @@ class Pipeline:
 
     @cached_property
     def tied(self) -> TiedWeights:
-        """The weights that several stages hold; first used when parameters have memory."""
+        """The weights that several stages hold, found at first use: parameters have memory then."""
         return TiedWeights(self.stages[0].mesh, self.parts, self.ties)
 
     @property

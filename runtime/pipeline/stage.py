@@ -24,6 +24,7 @@ from autopar.runtime.pipeline.torch_stage import (
 )
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import near
 from autopar.runtime.recompute.split_backward import SplitBackward
 from autopar.runtime.tensor.slices import receives
 
@@ -90,7 +91,7 @@ class TiedWeights:
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
         """Exchange a tensor with the other holders; return all of them in the order of stages."""
-        mine = mine.contiguous()
+        mine = near(mine, self._axis).contiguous()
         by_stage = {stage: torch.empty_like(mine) for stage in tie.stages}
         by_stage[self._axis.rank] = mine
         messages = []
@@ -200,7 +201,7 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
-        self._sized: Sequence[Shapes] = ()  # the shapes of the receive buffers, by microbatch
+        self._sized: Sequence[Shapes] = ()  # those that `resize` has set
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward is running
@@ -214,7 +215,7 @@ class Stage(TorchStage):
             self._buckets.finishes_with_backward = False
 
     def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
-        """Store a step's batches, and the factors from which the backwards of losses start.
+        """Store a step's batches, and the weights of their losses; backwards start from these.
 
         Passing batches through the schedule would search each tensor for gradients, and multiplying
         a loss by its weight would add four autograd ops.
@@ -231,7 +232,7 @@ class Stage(TorchStage):
         return result
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
-        """Set the shapes to receive, after torch has created the receive buffers."""
+        """Replace the shapes in torch's descriptions of received tensors, for each microbatch."""
         self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)
@@ -333,7 +334,10 @@ class Stage(TorchStage):
         if self.is_last and backward_type != "weight":
             self._start_from_weight(bwd_kwargs)
         if backward_type == "full":
-            return _contiguous(stage_backward(**bwd_kwargs)), None
+            gradients = stage_backward(**bwd_kwargs)
+            if self._buckets is not None and self._buckets.link is not None:
+                self._buckets.finish()
+            return _contiguous(gradients), None
         if backward_type == "weight":
             self._split_backward.backward_weights(bwd_kwargs["param_groups"])
             self._take_in()
@@ -362,7 +366,7 @@ class Stage(TorchStage):
 
     def perform_reduce_grad(self, _: int) -> None:
         """Finish the reduction after the last microbatch; fully_shard reduces in every backward."""
-        if self._buckets is not None:
+        if self._buckets is not None and self._buckets.link is None:
             self._buckets.finish()
 
 

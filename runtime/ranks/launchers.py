@@ -1,7 +1,7 @@
-"""Turns the variables of the program that started this process into its place among the ranks.
+"""Finds this process's place among the ranks in the environment variables of its launcher.
 
-torchrun, and pods of Kubernetes, have the names that torch uses. srun, Open MPI's and MPICH's
-mpirun have names of their own, and say neither where the first rank is nor a free port.
+torchrun and Kubernetes set the variables that torch reads. srun, and the mpirun of Open MPI and
+MPICH, set variables of their own, which tell neither the first rank's host nor a free port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UnknownPlaceError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """The variables that one program sets; "" for what it does not say."""
+    """The names of the variables that a launcher sets; "" for those that it does not set."""
 
     name: str
     start: str  # the command for COUNT ranks
@@ -37,11 +37,11 @@ class Launcher:
     world_size: str
     local_rank: str = ""
     local_world_size: str = ""
-    tasks_of_nodes: str = ""  # instead of the local world size, "4(x2),3": of all nodes
+    tasks_of_nodes: str = ""  # in place of the local world size: the ranks of each node, "4(x2),3"
     node: str = ""
     nodes: str = ""
-    hosts: str = ""  # of all nodes, "gpu[01-04],big"
-    job: tuple[str, ...] = ()  # words that all ranks of one start have, and no other start
+    hosts: str = ""  # the names of all nodes, "gpu[01-04],big"
+    job: tuple[str, ...] = ()  # ids of this start: equal on all its ranks
 
 
 TORCHRUN = Launcher(
@@ -55,8 +55,8 @@ TORCHRUN = Launcher(
     nodes="GROUP_WORLD_SIZE",
 )
 _SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-# The first whose rank and world size are set counts. mpirun starts its daemons by srun, whose
-# variables the ranks inherit, so that srun comes after mpirun.
+# The first launcher whose rank and world size are set is taken. mpirun may start its daemons with
+# srun, whose variables the ranks then inherit; so srun comes after mpirun.
 LAUNCHERS = (
     TORCHRUN,
     Launcher(
@@ -188,10 +188,10 @@ def _launcher_in(variables: Mapping[str, str]) -> Launcher:
 def _local(
     launcher: Launcher, variables: Mapping[str, str], rank: int, world_size: int
 ) -> tuple[int, int]:
-    """Return the rank among those of this machine, and their number.
+    """Return this process's local rank and local world size.
 
-    A pod says neither. Then there is a machine for each rank, or one for all if the first rank
-    listens on the loopback address.
+    A pod of Kubernetes has no variables for them. Then each rank counts as alone on its machine, or
+    all as on one machine if the first rank listens on the loopback address.
     """
     is_one_node = _is_loopback(variables.get("MASTER_ADDR", ""))
     alone = (rank, world_size) if is_one_node else (0, 1)

@@ -169,7 +169,7 @@ def watch_for_leaving_ranks() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The store in which leaving ranks agree: all ranks, or those of a node before all have joined.
+    """The store through which leaving ranks agree; before all have joined, those of one node.
 
     Once the ranks have joined, each start of torchrun has its own keys.
     """
@@ -238,7 +238,7 @@ def _room() -> Room | None:
 
 
 def _has_first_ranks_store() -> bool:
-    """Whether srun or mpirun has started the ranks, which have joined by a store of the first."""
+    """Whether another launcher than torchrun started the ranks, which share rank 0's store."""
     try:
         own = own_place()
     except UnknownPlaceError:

@@ -227,7 +227,8 @@ def text_of(file: Location, *, most_bytes: int) -> str:
     check_regular(file)
     size = size_of(file)
     if size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and {most_bytes:,} at most", str(file))
+        told = f"it has {size:,} bytes, more than the {most_bytes:,} allowed"
+        raise OSError(errno.EFBIG, told, str(file))
     return file.read_text(encoding="utf-8")
 
 

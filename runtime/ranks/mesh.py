@@ -134,9 +134,10 @@ def start(
     shard: int | None = None,
     timeout: float = 0.0,
 ) -> Mesh:
-    """Join the processes of this start, and return the mesh as this process sees it.
+    """Join the processes that were started together; return the mesh as this process sees it.
 
-    `timeout` is the limit in seconds for a step, and for this start. Messages get a multiple of it.
+    `timeout` is the limit in seconds for a step, and for the ranks to meet (at least a minute).
+    Messages get a multiple of it.
     """
     _let_segments_grow()
     shard = data if shard is None else shard
@@ -178,7 +179,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def _let_segments_grow() -> None:
     """Let CUDA's allocator grow its segments, unless it has the user's own settings.
 
-    Freed memory then serves tensors of other sizes. Plans fill devices, where fragments would not.
+    Freed memory then serves tensors of other sizes: on a device that a plan nearly fills, there is
+    no room for fragments.
     """
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -194,8 +196,8 @@ def _start_timeout(seconds: float) -> timedelta:
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return a DeviceMesh of only the axes with several ranks: each group takes memory.
 
-    An axis with all ranks uses the world's group. With replicas, the shard axis is kept even at
-    size 1; also in a single process, because a mesh must have an axis.
+    An axis with all ranks uses the world's group. The shard axis is kept even at size 1 if there
+    are replicas, or if no other axis is kept, because a mesh must have an axis.
     """
     is_kept = {name: size > 1 for name, size in sizes.items()}
     is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())

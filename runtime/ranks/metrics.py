@@ -208,6 +208,9 @@ _BEGINNING = b'{"time": '
 _LONGEST_LINE = 2**20
 
 
+PROFILES = "profile"  # the folder beside the metrics, with STEP/rank-N.json and .trace.json.gz
+
+
 class Event(StrEnum):
     """The kind of a line that is not a step line."""
 

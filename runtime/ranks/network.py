@@ -187,7 +187,7 @@ def _choose_interface(store: Store, place: ProcessPlace, timeout: timedelta) -> 
     if not _is_loopback(own):
         store.set(_FIRST, first)
     else:
-        own = _told_by_others(store, place, timeout)
+        own = _address_seen_by_others(store, place, timeout)
     name = next((name for name, address in _interfaces() if address == own), None)
     if name is not None:
         os.environ.setdefault(GLOO, name)
@@ -203,7 +203,7 @@ def _addresses_towards(host: str, port: int) -> tuple[str, str]:
         return str(place[0]), str(one.getsockname()[0])
 
 
-def _told_by_others(store: Store, place: ProcessPlace, timeout: timedelta) -> str:
+def _address_seen_by_others(store: Store, place: ProcessPlace, timeout: timedelta) -> str:
     """Return the first node's address as others see it; "" if no node writes one."""
     deadline = time.monotonic() + timeout.total_seconds()
     alike = store.add(_LOOPBACK, int(place.local_rank == 0))

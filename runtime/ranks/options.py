@@ -93,7 +93,7 @@ DECAY = Real(0, 1e6)
 def workers_here(text: str) -> int:
     """Parse the number of DataLoader workers of a rank; ranks share the processors of a machine.
 
-    "auto" are two for a GPU, which would wait for rows otherwise, and none on CPUs.
+    "auto" means two for a GPU, which would wait for rows otherwise, and none on CPUs.
     """
     if text == "auto":
         return _WORKERS_OF_GPU if torch.cuda.is_available() else 0
@@ -225,8 +225,9 @@ OPTIONS = (
     ),
     _option("--weights", "initial weights: a .safetensors file, or a folder", type=location),
     _option(
-        "--allow-missing", 'parameters that --weights may lack, such as "head.*": they keep the '
-        "constructor's values", action="append", default=[], metavar="NAME",
+        "--allow-missing", "parameters that --weights may lack or have in another shape, such as "
+        '"head.*": they keep the constructor\'s values', action="append", default=[],
+        metavar="NAME",
     ),
     _option(
         "--dtype", "dtype of the computation", setting="DTYPE",
@@ -247,12 +248,12 @@ OPTIONS = (
     ),
     _option("--profile-step", "profile this step on each rank", type=STEPS, metavar="STEP"),
     _option(
-        "--on-nan", "what to do if the loss is nan or inf", choices=("stop", "go-on"),
-        default="stop",
+        "--on-nan", "what to do if the loss, the gradient norm or a weight is nan or inf",
+        choices=("stop", "go-on"), default="stop",
     ),
     _option(
-        "--timeout", "end the training after so many seconds without a step", type=SECONDS,
-        default=600,
+        "--timeout", "with several ranks: end the training after so many seconds without a step, "
+        "three times as many for an evaluation or a checkpoint", type=SECONDS, default=600,
     ),
     _option(
         "--eval-every", "steps between two evaluations", setting="EVAL_EVERY", needs="EVAL_EVERY",
@@ -278,7 +279,7 @@ OPTIONS = (
         "--checkpoint-every", "steps between two checkpoints", setting="CHECKPOINT_EVERY",
         type=STEPS,
     ),
-    _option("--checkpoint-minutes", "also write a checkpoint after so many minutes", type=MINUTES),
+    _option("--checkpoint-minutes", "write one after so many minutes without", type=MINUTES),
     _option("--keep", "how many of the newest checkpoints to keep", setting="KEEP", type=COUNT),
     _option(
         "--keep-every", "also keep the checkpoints of every multiple of so many steps", type=STEPS,
@@ -323,7 +324,7 @@ def _together(
     if options.keep_every is not None and options.keep_every % options.checkpoint_every:
         parser.error(
             f"--keep-every {options.keep_every} is no multiple of --checkpoint-every "
-            f"{options.checkpoint_every}: no checkpoint would stay"
+            f"{options.checkpoint_every}: not all of these steps have a checkpoint"
         )
     if options.epochs is not None and options.data == "synthetic":
         parser.error("--epochs counts passes through the dataset, and --data synthetic reads none")

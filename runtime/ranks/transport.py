@@ -1,4 +1,4 @@
-"""Moves tensors between the ranks of an axis, outside autograd.
+"""Moves tensors between the ranks of an axis, and into the host's memory, outside autograd.
 
 Also makes groups of neighbours, and checks that ranks read the same rows.
 
@@ -14,9 +14,11 @@ wait for each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +37,14 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
     """Return the sum of every rank's tensor, on every rank."""
-    return _waited(_functional.all_reduce(x.contiguous(), "sum", _name(axis)))
+    total = _functional.all_reduce(near(x, axis).contiguous(), "sum", _name(axis))
+    return _waited(total).to(x.device)
+
+
+def near(x: Tensor, axis: Axis) -> Tensor:
+    """Return a tensor where an axis can send it: nccl sends nothing from the host's memory."""
+    is_far = not x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "nccl"
+    return x.cuda() if is_far else x
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
@@ -90,8 +99,16 @@ class ComingSum(_Coming):
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
         super().__init__(x)
+        self._sent = near(x, axis)
         if axis.size > 1:
-            self._work = dist.all_reduce(x, op=operation, group=axis.group, async_op=True)
+            self._work = dist.all_reduce(self._sent, op=operation, group=axis.group, async_op=True)
+
+    def value(self) -> Tensor:
+        """Return the tensor; the first call waits for it."""
+        own = super().value()
+        if self._sent is not own:
+            self._sent = own.copy_(self._sent)
+        return own
 
 
 class ComingPart(_Coming):
@@ -110,6 +127,93 @@ def started_gather(flat: Tensor, axis: Axis) -> dist.Work | None:
     part = flat.view(axis.size, -1)[axis.rank]
     work: dist.Work | None = _all_gather(flat, part, group=axis.group, async_op=True)
     return work
+
+
+_MOST_COPIES = 2  # under way to the host at once: each still takes memory of the device
+
+
+_MOST_ADDED = 2**23  # elements of a gradient at once, so that few of them arrive beside their sum
+
+
+class HostLink:
+    """Copies gradients into the host's memory, on a stream beside the backward.
+
+    On a CPU both memories are the host's, and a copy is made at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # under way: the event at a copy's end, and what to do then
+        self._copies: deque[tuple[Any, Callable[[], object]]] = deque()
+
+    @cached_property
+    def _stream(self) -> Any:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the device has a memory of its own."""
+        return self._device.type == "cuda"
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the host that the device can read and write by itself."""
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.is_apart)
+
+    def send(self, part: Tensor, home: Tensor, then: Callable[[], object] = bool) -> None:
+        """Start to copy a part, which may be freed at once; when it has arrived, call `then`.
+
+        Waits while many are under way.
+        """
+        if not self.is_apart:
+            home.copy_(part)
+            then()
+            return
+        if len(self._copies) == _MOST_COPIES:
+            self._await_first()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            home.copy_(part, non_blocking=True)
+            self._copies.append((self._stream.record_event(), then))
+        part.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait for all copies."""
+        while self._copies:
+            self._await_first()
+
+    def _await_first(self) -> None:
+        arrived, then = self._copies.popleft()
+        arrived.synchronize()
+        then()
+
+
+class HostPart:
+    """A rank's part of a bucket's mean in the host's memory, summed over a step's backwards."""
+
+    def __init__(self, link: HostLink, elements: int, dtype: torch.dtype) -> None:
+        self.memory = link.empty(elements, dtype)
+        self._link = link
+        self._is_begun = False  # in this step
+
+    def take(self, part: Tensor) -> None:
+        """Copy a part of this step, or add it to what has come before."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._link.send(part, self.memory)
+            return
+        sums, arrived = torch.split(self.memory, _MOST_ADDED), torch.split(part, _MOST_ADDED)
+        for own, more in zip(sums, arrived, strict=True):
+            arriving = self._link.empty(more.numel(), more.dtype)
+            self._link.send(more, arriving, partial(own.add_, arriving))
+
+    def value(self) -> Tensor:
+        """Wait for all parts, and return their sum."""
+        self._link.wait()
+        return self.memory
+
+    def forget(self) -> None:
+        """Begin another step."""
+        self._is_begun = False
 
 
 def _waited(coming: Any) -> Tensor:
@@ -197,8 +301,8 @@ def agreed(
     """Yield batches, after checking that ranks which share rows have read the same first batch.
 
     One pipeline rank reads a row's inputs, another the row's targets, and tensor ranks share the
-    work on the row. If a dataset drew different random numbers on each rank, the ranks would train
-    on rows that do not exist.
+    work on the row. If a dataset drew different random numbers on each rank, the ranks would mix
+    different versions of a row.
     """
     first = next(batches)
     for axis in sharers:

@@ -1,10 +1,10 @@
 """Recomputes layers in the backward, with the inputs and random numbers of the first forward.
 
-torch.utils.checkpoint saves only the generators of the GPUs that hold positional tensor arguments,
-so none if a layer is called with keywords only. Here the CPU's and the GPU's generators are always
-saved. With selective recomputation, an op whose result is saved is not run again. If the op draws
-random numbers (attention with dropout), the second forward sets the generators to their states
-after the op.
+torch.utils.checkpoint saves a GPU's generator only if a positional argument is a tensor on this
+GPU, so not if a layer is called with keywords only. Here the CPU's and the GPU's generators are
+always saved. With selective recomputation, an op whose result is saved is not run again. If the op
+draws random numbers (attention with dropout), the second forward sets the generators to their
+states after the op.
 
 A layer may change its arguments: a cache of keys and values, a dict that layers share.
 The second forward gets them as they were before the first. Tensors and modules are not copied.
@@ -189,7 +189,7 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
-# The ops whose results each mode saves, so that they do not run again; None: of no op.
+# The ops whose results each mode saves, so that they do not run again; None: the mode saves none.
 SAVED: Mapping[Mode, IsSaved | None] = MappingProxyType(
     {"selective": frozenset(MATMULS + ATTENTION).__contains__, "full": None}
 )
@@ -261,9 +261,9 @@ class _Stopping:
     """Ends a recomputed forward where torch stops it, even if it catches torch's exception.
 
     As soon as everything that the backward needs is computed, torch leaves the forward with an
-    exception, which saves the last matmul. Code that catches every exception may raise another
-    exception. This is a class, because a generator's frames would keep the exception and its
-    tensors alive.
+    exception, so that the last matmul does not run. Code that catches every exception may raise
+    another exception. This is a class, because a generator's frames would keep the exception and
+    its tensors alive.
     """
 
     def __enter__(self) -> None: ...

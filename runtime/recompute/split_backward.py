@@ -1,14 +1,16 @@
 """Splits a stage's backward into two halves: gradients of its inputs, and later of its weights.
 
-torch's own split finds a weight's gradient where its path meets that of the stage's inputs. It
-silently loses weights whose path never does: all weights of a stage whose inputs need no gradient,
-or a second embedding whose rows go straight to the next stage. Here such weights get their
-gradients in the first half. So do all weights
+In the autograd graph, torch's own split follows each weight to the op where its path to the output
+meets the path of an input. It silently loses weights whose path meets none: all weights of a stage
+whose inputs need no gradient, or a second embedding whose rows go straight to the next stage. Here
+such weights get their gradients in the first half. So do all weights
 
 - of a stage that recomputes activations, which two halves would do twice;
-- of a stage whose loss makes its logits in chunks, with their gradients;
+- of a stage whose loss makes its logits in chunks, and their gradients at the same time;
 - of a stage where one weight meets the path in several places (the position bias that all layers of
   T5 add): torch would count it several times, and run collectives in different orders on the ranks;
+- of a stage that computes one of its outputs from another: between the halves torch detaches all
+  outputs, and the graph that the second half needs would be gone;
 - of a stage on the CPU with a group norm: its kernel crashes on channels-last inputs that need no
   gradient.
 """
@@ -81,7 +83,7 @@ class SplitBackward:
         }
 
     def _examine(self, stage_output: Sequence[Tensor], input_values: Sequence[Any]) -> None:
-        """Find the weights whose path to an output does not meet that of an input."""
+        """Find the weights whose path to an output meets no input's path, and whether to split."""
         early = set[str]()
         if not self._is_whole:
             roots = _nodes(stage_output)

@@ -1,8 +1,8 @@
 """Saves and restores buffers that a forward writes, if the forward runs more than once per step.
 
-A recomputed layer finds its buffers as they were in the first forward, and restores them
-afterwards. Buffers that do not depend on rows (a step count, the power iteration of a spectral
-norm) are written once per step, however many microbatches the step has.
+A recomputed layer starts from the values that its buffers had before the first forward; afterwards
+it has the newer values again. Buffers that do not depend on rows (a step count, the power iteration
+of a spectral norm) advance once per step, however many microbatches the step has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WrittenBuffers:
 
 
 def update_once(module: nn.Module, names: Collection[str], *, microbatches: int) -> None:
-    """Make a module, which runs once per microbatch, write the named buffers once per step.
+    """Make the named buffers of a module advance once per step, not once per microbatch.
 
     Each microbatch starts from the values before the step, in new tensors, because a later backward
     may read values that an earlier microbatch wrote.
@@ -86,7 +86,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module afterwards."""
+    """Give a module copies of its buffers inside, and the original buffers back afterwards."""
     places = _buffers(module)
     found = [_of(place) for place in places]
     for (owner, name), fresh in zip(places, _copies(found), strict=True):
@@ -106,7 +106,10 @@ def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _is_written(place: Place, before: Tensor, version: int) -> bool:
-    """Whether a buffer was written; torch's norms do not change its version counter."""
+    """Whether a buffer was written or replaced.
+
+    Norms are taken to write theirs: torch's kernels do not change the version counter.
+    """
     return (
         isinstance(place[0], _NormBase)
         or _of(place) is not before

@@ -20,14 +20,14 @@ from torch.nn.functional import cross_entropy, linear
 Change = Callable[[Tensor], Tensor]
 RowLosses = Callable[[Tensor, Tensor], Tensor]  # of a chunk's logits and targets
 
-# Functions that see each row alone, by name: those that move rows, and those that change numbers.
+# Names of functions that treat each row by itself: some move rows, others change numbers.
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "unsqueeze", "squeeze", "__getitem__"})
 _SAME = frozenset({"contiguous"})
 _OF_NUMBERS = frozenset(
     {"float", "double", "half", "bfloat16", "to", "type", "mul", "multiply", "div", "divide"}
     | {"true_divide", "tanh", "__mul__", "__rmul__", "__truediv__"}
 )
-_ABOUT = frozenset(
+_ABOUT = frozenset(  # functions that ask about a tensor, not for its values
     {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex"}
     | {"register_hook", "__hash__", "__len__", "element_size"}
 )
@@ -61,7 +61,10 @@ Gradients = tuple[Tensor | None, ...]  # of a linear layer's input, weight and b
 
 
 class _Source:
-    """What logits are made of. `ready` are the gradients that losses leave in their backward."""
+    """The input, weight and bias from which logits are made.
+
+    `ready` are gradients that the backward of a loss leaves for the linear layer's backward.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> None:
         self.x, self.weight, self.bias, self.chunks = x.detach(), weight.detach(), bias, chunks
@@ -119,8 +122,8 @@ class ChunkedLogits(Tensor):
 
     source: _Source
     rows: Tensor  # the number of each row among those of the linear layer
-    numbers: tuple[Change, ...]  # what changes the numbers, in order
-    changes: tuple[Change, ...]  # all that made these logits of the linear layer's, in order
+    numbers: tuple[Change, ...]  # the functions that changed numbers, in order
+    changes: tuple[Change, ...]  # all functions applied to the linear layer's result, in order
     before: ChunkedLogits | None  # the linear layer's result; None if this is it
 
     @staticmethod
@@ -177,7 +180,7 @@ class ChunkedLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call an op on the logits themselves; autograd has already noted it."""
+        """Call an op (below autograd) with all logits in place of this tensor."""
         del types
         every = (*args, *(kwargs or {}).values())
         if any(isinstance(one, cls) and one.changes for one in every):
@@ -206,7 +209,7 @@ class ChunkedLogits(Tensor):
         return self._changed_to(self.rows, (*self.numbers, change), change)
 
     def _with_rows(self, change: Change) -> ChunkedLogits | None:
-        """Return the logits of moved rows; None if more than rows would be moved."""
+        """Return these logits after a change that moves rows; None if it moves classes, too."""
         classes = self.shape[-1]
         spread = change(self.rows.unsqueeze(-1).expand(*self.rows.shape, classes))
         is_of_rows = spread.dim() > 1 and spread.shape[-1] == classes and not spread.stride(-1)

@@ -21,8 +21,9 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see slices.py); by default it is one part with blocks of one element.
-If only the local size is known, all ranks are assumed to hold equally many elements, unless the
-size is a share of a known length.
+If a dim is gathered without `parts`, its whole length is taken from those that this forward cut or
+that the stage received: the one of which this rank's share has the local size. If there is none,
+all ranks are assumed to hold equally many elements.
 """
 
 from collections.abc import Callable
@@ -150,7 +151,9 @@ def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     if parts is None:
         note_length(x.shape[dim])
     if held.whole != x.shape[dim]:
-        raise ValueError(f"dim {dim} has {x.shape[dim]} elements, its parts {parts} {held.whole}")
+        raise ValueError(
+            f"dim {dim} has {x.shape[dim]} elements, but its parts {parts} add up to {held.whole}"
+        )
     return held
 
 
@@ -160,7 +163,9 @@ def _cut_local(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     held = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
     if held.sizes[axis.rank] != local:
         expected = held.sizes[axis.rank]
-        raise ValueError(f"dim {dim} has {local} elements, rank {axis.rank} holds {expected}")
+        raise ValueError(
+            f"dim {dim} has {local} elements, but rank {axis.rank}'s share is {expected}"
+        )
     return held
 
 

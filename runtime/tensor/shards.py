@@ -300,6 +300,19 @@ def split_of(group: list[TensorPlace], splits: Mapping[str, Split]) -> Split | N
     return asked.pop() if asked else None
 
 
+_ON_HOST = "_autopar_starts_on_host"
+
+
+def start_on_host(parameter: nn.Parameter) -> None:
+    """Mark a parameter on meta whose initial values are to be made in the host's memory."""
+    setattr(parameter, _ON_HOST, True)
+
+
+def starts_on_host(tensor: Tensor) -> bool:
+    """Whether the initial values of a tensor are to be made in the host's memory."""
+    return getattr(tensor, _ON_HOST, False)
+
+
 def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
     """Put a part in all places of the tensor that it replaces, and record its chunks."""
     hang(group, tensor)
@@ -308,10 +321,11 @@ def put(group: list[TensorPlace], tensor: Tensor, chunks: Chunks) -> None:
 
 
 def hang(group: list[TensorPlace], tensor: Tensor) -> None:
-    """Put new contents in all places of a tensor; a parameter stays the same object.
+    """Put new contents in all places of a tensor.
 
-    A buffer that is also held elsewhere, as in a global table, keeps its values there: the modules
-    get another tensor, with the class and the attributes of the buffer.
+    A parameter or a meta tensor stays the same object. In place of any other buffer the modules get
+    a new tensor, with its class and attributes: code that also holds the old one, as in a global
+    table, keeps the old values.
     """
     old = group[0].tensor
     if isinstance(old, nn.Parameter) or old.is_meta:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -45,9 +44,19 @@ class Cut:
         return sum(self.sizes)
 
 
-@lru_cache(maxsize=1024)
 def cut(parts: Parts, size: int) -> Cut:
     """Cut a dim over the ranks of an axis."""
+    if torch.compiler.is_compiling():  # torch.compile warns of caches
+        return _new_cut(parts, size)
+    return _known_cut(parts, size)
+
+
+@lru_cache(maxsize=1024)
+def _known_cut(parts: Parts, size: int) -> Cut:
+    return _new_cut(parts, size)
+
+
+def _new_cut(parts: Parts, size: int) -> Cut:
     ranges = tuple(part_ranges(parts, rank, size) for rank in range(size))
     sizes = tuple(sum(stop - start for start, stop in held) for held in ranges)
     is_even = len(parts) == 1 and parts[0][0] % size == 0
@@ -72,7 +81,15 @@ def _blocks_before(count: int, rank: int, size: int) -> int:
 
 RECEIVED = "received_lengths"  # a stage module's attribute with the lengths of received dims
 
-_KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # known lengths in the running forward
+
+@dataclass(slots=True)
+class _Running:
+    """The forward that runs now; torch.compile reads no context variable."""
+
+    known: dict[int, None] | None = None  # lengths; None outside of models that begin anew
+
+
+_RUNNING = _Running()
 
 
 def begin_anew(model: nn.Module) -> None:
@@ -86,19 +103,18 @@ def begins_anew(model: nn.Module) -> bool:
 
 
 def _forget(module: nn.Module, _: object) -> None:
-    _KNOWN.set(dict.fromkeys(module.__dict__.get(RECEIVED, ())))
+    _RUNNING.known = dict.fromkeys(module.__dict__.get(RECEIVED, ()))
 
 
 def note_length(whole: int) -> None:
     """Record the whole length of a dim that this forward cuts."""
-    known = _KNOWN.get(None)
-    if known is not None:
-        known[whole] = None
+    if _RUNNING.known is not None:
+        _RUNNING.known[whole] = None
 
 
 def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
     """Return the cut of a dim of which this rank holds `local` elements."""
-    known = _KNOWN.get(None) or {}
+    known = tuple(_RUNNING.known or ())
     own = [whole for whole in known if _cut(whole, axis.size).sizes[axis.rank] == local]
     if not own:
         return _cut(local * axis.size, axis.size)
@@ -111,18 +127,15 @@ def cut_of_share(local: int, axis: Axis, device: torch.device) -> Cut:
 
 def remembered() -> Callable[[], Any]:
     """Return a context that restores the lengths known now, for a recomputed layer."""
-    known = _KNOWN.get(None)
+    known = None if _RUNNING.known is None else dict(_RUNNING.known)
 
     @contextmanager
     def again() -> Iterator[None]:
-        if known is None:
-            yield
-            return
-        token = _KNOWN.set(known)
+        now, _RUNNING.known = _RUNNING.known, known
         try:
             yield
         finally:
-            _KNOWN.reset(token)
+            _RUNNING.known = now
 
     return again
 
@@ -132,7 +145,6 @@ def receives(module: nn.Module, wholes: Iterable[int]) -> None:
     module.__dict__[RECEIVED] = tuple(wholes)
 
 
-@lru_cache(maxsize=4096)
 def _clash(one: int, other: int, size: int) -> bool:
     """Whether two lengths have equal shares on some rank."""
     pairs = zip(_cut(one, size).sizes, _cut(other, size).sizes, strict=True)

@@ -1,7 +1,8 @@
 """Computes embeddings, logsumexp and cross entropy with a vocabulary split over the tensor axis.
 
-No rank holds the logits of the whole vocabulary: the loss needs one small message per target
-(Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
+No rank holds the logits of the whole vocabulary: the loss needs one message, with four numbers per
+target (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven
+shards).
 `parts` says how the vocabulary is cut (see slices.py). By default all ranks hold equally many
 entries.
 """
@@ -222,9 +223,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
-    """Return this rank's four statistics per target, which the other ranks need.
+    """Return four numbers per target, from this rank's logits, which the other ranks need.
 
-    16-bit logits are reduced in fp32, without an fp32 copy of them all.
+    They are the highest logit, Σ exp(logit − highest), the target's logit (0 if another rank holds
+    it) and Σ logits. 16-bit logits are summed in fp32.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     lowest = torch.finfo(wide).min  # not −∞, because −∞ − (−∞) is nan

@@ -1,7 +1,7 @@
 """Turns a model's constructor into initial weights that are the same under every plan.
 
 The model is built on the meta device while the constructor's ops are recorded. Each rank then
-replays only the ops of the tensors that it holds, one tensor at a time.
+runs only the ops of the tensors that it holds, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _recipe(
 
 
 def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
-    """Build a whole model on the CPU, with the initial weights of every plan."""
+    """Build a whole model on the CPU, with the same initial weights as under any plan."""
     model, recipe = record(factory, seed=seed)
     recipe.materialise(model, {}, ALONE, torch.device("cpu"))
     return model

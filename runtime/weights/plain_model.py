@@ -5,8 +5,8 @@ n-th draw depends on n only. Draws can therefore be repeated one by one, and no 
 whole model. If a constructor seeds a generator itself, the following draws depend on each other as
 in plain PyTorch.
 
-`plain_model` records and replays nothing, so its weights are an independent reference for those
-that scripts start with.
+`plain_model` just runs the constructor, without recording it. Its weights are therefore an
+independent reference for those that scripts start with.
 """
 
 from __future__ import annotations

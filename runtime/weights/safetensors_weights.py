@@ -109,17 +109,17 @@ class _FoundTensor:
 
 
 def _allowing(name: str) -> str:
-    """Return a hint that names the option with which files may lack a parameter."""
+    """Return a hint: the option that allows files to lack a parameter."""
     module, dot, _ = name.rpartition(".")
     pattern = f"{module}.*" if dot else name
-    return f'--allow-missing "{pattern}" has it start as it is constructed'
+    return f'--allow-missing "{pattern}" leaves it the values of the constructor'
 
 
 def note_left(names: Sequence[str], mesh: Mesh) -> None:
     """Print on the first rank of each stage which parameters keep the constructor's values."""
     if names and mesh.data.rank == mesh.tensor.rank == 0:
         say(
-            f"note: {len(names)} weights are not from --weights, but as they are constructed: "
+            f"note: {len(names)} weights are not from --weights, but from the constructor: "
             f"{_shown(names)}"
         )
 

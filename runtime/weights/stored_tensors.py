@@ -23,6 +23,7 @@ from autopar.runtime.tensor.shards import (
     put,
     recorded_chunks,
     split_of,
+    starts_on_host,
     with_rows,
 )
 from autopar.runtime.tensor.slices import Ranges
@@ -57,13 +58,13 @@ class _InStore:
         self._path = path
         self._begin = 8 + int.from_bytes(path.read_bytes(0, 8), "little")
         if self._begin > _MOST_HEADER_BYTES:
-            raise SafetensorError("its header is none")
+            raise SafetensorError("its header is not valid")
         try:
             header = parsed(path.read_bytes(8, self._begin))
             header.pop("__metadata__", None)
             self._tensors = {name: _Tensor.read(one) for name, one in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise SafetensorError("its header is none") from None
+            raise SafetensorError("its header is not valid") from None
         ends = [one.end for one in self._tensors.values()]
         if size_of(path) != self._begin + max(ends, default=0):
             raise SafetensorError("it has another size than its header says")
@@ -183,7 +184,8 @@ def fill(
         raise ShapeError(f"{group[0].name} is {chunks.global_shape} here and {shape} in its source")
     mine = with_rows(chunks, old)
     cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
-    fresh = torch.empty(mine.local_shape, dtype=cast, device=device)
+    there = torch.device("cpu") if starts_on_host(old) else device
+    fresh = torch.empty(mine.local_shape, dtype=cast, device=there)
     if source is not None:
         fresh.copy_(read(source, mine.ranges))
     if isinstance(old, DTensor):

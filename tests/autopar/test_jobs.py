@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.planner.cluster.file import read_cluster
 from autopar.runtime.checkpointing.finding import checkpoints_in
 from tests.autopar.commands import Autopar
 from tests.autopar.mistakes import MODEL
@@ -163,6 +164,12 @@ def test_slurm_trains_a_job_on_two_nodes_requeues_it_and_lets_it_resume(
     _emit_job(autopar, MANY_STEPS)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with slurm(tmp_path / "slurm") as one:
+        monkeypatch.setenv("SLURM_CONF", str(one.configuration))
+        ran = autopar("cluster", "detect", "--from", "slurm")
+        assert ran.code == 0, ran.err
+        first, second = read_cluster(Path("cluster.toml")).nodes
+        assert (first.device.name, first.devices) == ("h100-sxm", 8)
+        assert (second.device.name, second.devices) == ("a100-80gb-sxm", 4)
         job = one.call("sbatch", "--parsable", "job.sbatch", folder=Path("job")).strip()
         folder = tmp_path / "job/checkpoints"
         _wait_for_checkpoint(folder, lambda: one.state(job) not in ("PENDING", "RUNNING"))
@@ -175,7 +182,6 @@ def test_slurm_trains_a_job_on_two_nodes_requeues_it_and_lets_it_resume(
         while f"{RESUMED} {last:,}" not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.3)
         assert f"{RESUMED} {last:,}" in log.read_text()
-        monkeypatch.setenv("SLURM_CONF", str(one.configuration))
         told = json.loads(autopar("status", "--slurm", job, "--json").out)
         assert (told["state"], told["job"]["state"]) == ("running", "RUNNING")
         assert (told["restarts"], told["job"]["restarts"]) == (1, 1)

@@ -89,6 +89,10 @@ MISTAKES = {
     "a value for a flag": planning("--force=yes", "option '--force' does not take a value"),
     "spaces around an equals sign": planning("--arg depth = 3", "unexpected extra argument"),
     "float32 for fp32": planning("--precision float32", "one of fp32, tf32 … did you mean 'fp32'?"),
+    "float8 beside fp32": planning(
+        "--float8 tensorwise", "float8 tensorwise (--float8) exclude each other"
+    ),
+    "float8 by its format": planning("--float8 e4m3", "one of none, tensorwise, rowwise"),
     "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
     "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
     "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),
@@ -149,7 +153,7 @@ MISTAKES = {
     "an axis to be split and not to be split": rules(
         '[pins]\ntp = 2\n[[splits]]\naxis = "batch"\nrule = "require"\n'
         '[[splits]]\naxis = "batch"\nrule = "forbid"\n',
-        "batch is to be split in '*', and never anywhere",
+        "one rule splits batch in '*', another never splits it anywhere",
         "leave out one of the two rules",
         code=3,
     ),

@@ -75,3 +75,16 @@ def test_layers_that_the_planner_compiles_are_told_with_the_saved_time(
     demanded = declare("compile", "layers", origin="--compile", where="--compile")
     note_compiling(replace(plan, constraints=(demanded,)), axes, layers)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("size", "told"), [("8b", "instead of about"), ("tiny", "takes longer")])
+def test_what_float8_saves_is_told(
+    size: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ("llama.py", f"size={size}", "layers=2")
+    plan = planned(case, choose_cluster(2, "h100"), global_batch=2, float8="tensorwise")
+    axes = infer_axes(plan.graph)
+    note_compiling(plan, axes, find_layers(plan.graph, axes))
+    text = " ".join(capsys.readouterr().err.split())
+    assert text.startswith("note: linear layers multiply in float8: a step takes")
+    assert told in text

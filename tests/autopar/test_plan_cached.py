@@ -12,6 +12,7 @@ import pytest
 
 from autopar.planner.costs.ops.pricer import OpPricer
 from autopar.planner.plan.files.cache import PLACE, cached_sizes
+from autopar.planner.plan.files.document import read_plan
 from autopar.planner.programs.layouts.choice import LayoutProgram
 from tests.autopar.commands import Autopar
 
@@ -240,3 +241,15 @@ def test_help_and_version_import_no_command(words: str) -> None:
     ran = in_a_new_process("-c", code)
     assert ran.stdout.endswith("[]\n"), ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.usefixtures("store")
+def test_a_plan_has_the_figures_of_all_numbers_of_devices(autopar: Autopar) -> None:
+    for _ in range(2):  # searched, and as it was found before
+        assert autopar(*PLAN, "--gpus", "1,2", "--global-batch", "64", "-o", "out").code == 0
+        plan = read_plan(Path("out"))
+        assert [one.arrangement.ranks for one in plan.curve] == [1, 2]
+        (own,) = (one for one in plan.curve if one.arrangement == plan.arrangement)
+        assert own.step_seconds == plan.prediction.step_seconds
+    assert autopar(*PLAN, "--global-batch", "64", "-o", "out").code == 0
+    assert read_plan(Path("out")).curve == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,8 +95,8 @@ def test_plan_prints_json_for_programs(autopar: Autopar, searched: list[dict[str
         (("--device", "a100", "--cluster", "c.toml"), 2, "leave one of them out"),
         (("--gpus", "1,x"), 2, "'x' is not a number of devices"),
         (("--gpus", "1..", "--device", "a100"), 2, "'1..' is not a number of devices"),
-        (("--gpus", "8..1", "--device", "a100"), 2, "no number in 8..1 fills nodes"),
-        (("--gpus", "9..15", "--device", "a100"), 2, "no number in 9..15 fills nodes"),
+        (("--gpus", "8..1", "--device", "a100"), 2, "from 8 to 1 fills whole nodes"),
+        (("--gpus", "9..15", "--device", "a100"), 2, "from 9 to 15 fills whole nodes"),
         (("--gpus", "8,12", "--device", "a100"), 2, "12 devices do not fill nodes of 8"),
         (("--gpus", "1..1024", "--device", "a100"), 2, "135 numbers of devices to plan for"),
         (("--gpus", "2,4", "--pin", "tp=3"), 3, "tp=3 (--pin)"),
@@ -323,7 +324,8 @@ def test_a_trace_has_every_action_of_each_rank_one_after_the_other(
     actions = timeline_of(plan).actions
     shown = [one for one in events if one["ph"] == "X"]
     assert len(shown) == len(actions)
-    assert {one["args"]["name"] for one in events if one["ph"] == "M"} == {"rank 0", "rank 1"}
+    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert names == {"predicted", "rank 0", "rank 1"}
     for one, action in zip(shown, actions, strict=True):
         assert (one["tid"], one["args"]["stage"]) == (action.rank, action.stage)
         assert one["ts"] == pytest.approx(action.start_seconds * 1e6, abs=0.01)
@@ -333,3 +335,39 @@ def test_a_trace_has_every_action_of_each_rank_one_after_the_other(
     (other := tmp_path / "mine.json").write_text("{}")
     assert autopar("trace", str(tmp_path), "-o", str(other)).code == ExitCode.USAGE
     assert other.read_text() == "{}"
+
+
+def test_a_trace_has_the_step_that_a_run_profiled_beside_the_plan(
+    autopar: Autopar, tmp_path: Path
+) -> None:
+    plan = small_plan(pipeline=2)
+    write_plan(plan, tmp_path / "plan.json")
+    run = tmp_path / "run"
+    assert "there is no profile in" in autopar("trace", str(tmp_path), str(run)).err
+    for rank in range(2):
+        action = {"part": 0, "kind": "F", "microbatch": 3, "start_seconds": 0.5, "end_seconds": 0.6}
+        told = {"pipeline_rank": rank, "begun_ns": 5_000_000_000, "actions": [action]}
+        kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "tid": 7, "ts": 1_500_000.0, "dur": 2}
+        before = {**kernel, "name": "early", "ts": 10.0}
+        trace = {"baseTimeNanoseconds": 4_000_000_000, "traceEvents": [kernel, before, {"ph": "M"}]}
+        folder = run / "profile" / "20"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+        with gzip.open(folder / f"rank-{rank}.trace.json.gz", "wt") as file:
+            json.dump(trace, file)
+    ran = autopar("trace", str(tmp_path), str(run), "-o", str(tmp_path / "trace.json"))
+    assert ran.code == 0, ran.err
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert names == {
+        0: "predicted",
+        1: "measured in step 20",
+        2: "rank 0, kernels",
+        3: "rank 1, kernels",
+    }
+    measured = [one for one in events if one["pid"] == 1 and one["ph"] == "X"]
+    assert [(one["name"], one["tid"], one["ts"], one["dur"]) for one in measured] == [
+        ("forward 3", rank, 500_000.0, 100_000.0) for rank in range(2)
+    ]
+    kernels = [one for one in events if one["pid"] > 1 and one["ph"] == "X"]
+    assert [(one["name"], one["ts"]) for one in kernels] == [("gemm", 500_000.0)] * 2

@@ -201,4 +201,4 @@ def test_tensor_ranks_that_share_nothing_are_told(
     Path("model.py").write_text(REMEMBERING)
     ran = autopar("plan", "model.py", *ON_TWO, *pins)
     assert ran.code == 0
-    assert ("2 tensor ranks compute all of it each" in told(ran)) == is_told
+    assert ("each of 2 tensor ranks computes everything" in told(ran)) == is_told

@@ -76,6 +76,7 @@ def constraints_of(name: str, kind: Kind) -> Constraints:
         stages_per_rank=kind.stages_per_rank if kind.pipeline > 1 else None,
         schedules=(kind.schedule,),
         zero_levels=(kind.zero,),
+        offloads=(kind.offload,),
         precision=Precision.FP32,
         splits=tuple(
             SplitRule(modules="*", axis=axis, is_required=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from tests.codegen.padding import Padding
 
@@ -38,6 +38,7 @@ class Kind:
     zero: Zero = Zero.NONE
     shard: int | None = None
     recompute: Recompute = Recompute.NONE
+    offload: Offload = Offload.NONE
 
     @property
     def ranks(self) -> int:
@@ -188,6 +189,21 @@ KINDS: Mapping[str, Kind] = {
         pipeline=2, schedule=_ZBV, stages_per_rank=2, recompute=Recompute.FULL
     ),
     "full dp×tp×pp 8": Kind(data=2, tensor=2, pipeline=2, splits=_ALL, recompute=Recompute.FULL),
+    "host ddp 2": Kind(data=2, offload=Offload.OPTIMIZER),
+    "host zero-1 2": Kind(data=2, zero=Zero.OPTIMIZER, offload=Offload.OPTIMIZER),
+    "host zero-2 2": Kind(data=2, zero=Zero.GRADIENTS, offload=Offload.OPTIMIZER),
+    "host zero-3 2": Kind(data=2, zero=Zero.PARAMETERS, offload=Offload.OPTIMIZER),
+    "host tp+sp 2": Kind(tensor=2, splits=_SEQUENCE, offload=Offload.OPTIMIZER),
+    "host pp 2": Kind(pipeline=2, offload=Offload.OPTIMIZER),
+    "host zero-1×pp 4": Kind(data=2, pipeline=2, zero=Zero.OPTIMIZER, offload=Offload.OPTIMIZER),
+    "host zero-3×tp+sp×pp 8": Kind(
+        data=2,
+        tensor=2,
+        pipeline=2,
+        splits=_SEQUENCE,
+        zero=Zero.PARAMETERS,
+        offload=Offload.OPTIMIZER,
+    ),
 }
 
 

@@ -46,6 +46,7 @@ STAND = {
     "zero-2 2", "zero-3 4", "hsdp zero-3 4", "chosen tp 2", "vocabulary 2", "pp gpipe 2",
     "pp 1f1b 4", "pp interleaved-1f1b 2", "pp zb 2", "zero-1×pp 4", "zero-3×tp+sp 4",
     "zero-1×tp×pp 8", "full zero-3 2", "selective pp 2", "full pp zero-bubble-v 2",
+    "host zero-3 2", "host zero-1×pp 4",
 }  # fmt: skip
 IN_SINGLE_TOO = ("zero-3 2", "pp zero-bubble-v 2")
 

@@ -91,7 +91,7 @@ def loss(outputs, batch):
 '''
 
 
-@pytest.fixture(scope="module")  # loaded again, the file would register its op anew under its name
+@pytest.fixture(scope="module")  # torch frees an op that another file defines again
 def file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
     path = tmp_path_factory.mktemp("own") / "own_op.py"
     path.write_text(MODEL, encoding="utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.prediction import Compile, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.precision import Precision
 from tests.field.families import TRIED
@@ -39,7 +39,8 @@ class Kind:
     recompute: Recompute | None = None  # of every layer
     schedule: ScheduleKind | None = None
     stages_per_rank: int | None = None
-    split_rows: bool = False  # the tensor axis is to split the batch wherever it can
+    split: str = ""  # the axis that tensor ranks split wherever they can
+    compile: Compile = Compile.NONE
 
 
 FAMILIES: Mapping[str, Subject] = {
@@ -115,7 +116,7 @@ KINDS: Mapping[str, Kind] = {
     "pp 4": Kind(ranks=4, pipeline=4),
     "tp 2": Kind(ranks=2, tensor=2),
     "tp 4": Kind(ranks=4, tensor=4),
-    "rows over tp 2": Kind(ranks=2, tensor=2, split_rows=True),
+    "rows over tp 2": Kind(ranks=2, tensor=2, split="batch"),
     "tp×pp 4": Kind(ranks=4, tensor=2, pipeline=2),
     "dp×tp 4": Kind(ranks=4, data=2, tensor=2),
     "full dp 2": Kind(ranks=2, data=2, zero=Zero.NONE, microbatch=2, recompute=Recompute.FULL),

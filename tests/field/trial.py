@@ -43,7 +43,7 @@ TOLERANCE = 1e-9
 HALF_TOLERANCE = 2.0  # times as far from fp32 as one process in bf16 is
 ROUNDING = 2**-8  # of numbers in bf16
 DEVICE_BYTES = 16 * 2**30
-ROWS = '[[splits]]\naxis = "batch"\nmodules = "*"\nrule = "require"\n'
+_SPLIT = '[[splits]]\naxis = "{axis}"\nmodules = "*"\nrule = "require"\n'
 SLOWER = 100  # devices, so that a tiny model is to them what a large one is to GPUs
 
 
@@ -212,11 +212,15 @@ def constraints_of(subject: Subject, kind: Kind) -> Constraints:
     pins |= {key: value for key, value in (degrees | rest).items() if value is not None}
     given = gathered_constraints(
         [f"{key}={value}" for key, value in pins.items()],
-        {"global_batch": str(subject.global_batch), "precision": str(kind.precision)},
+        {
+            "global_batch": str(subject.global_batch),
+            "precision": str(kind.precision),
+            "compile": str(kind.compile),
+        },
         None,
     )
     rule = f'[[recompute]]\nmodules = "*"\nmode = "{kind.recompute}"\n' if kind.recompute else ""
-    rule += ROWS if kind.split_rows else ""
+    rule += _SPLIT.format(axis=kind.split) if kind.split else ""
     rules = parse_constraints(rule, where="constraints.toml")
     return given_constraints((*rules, *given.declared))
 

@@ -1,4 +1,4 @@
-"""Cuts the ops of a graph into pipeline stages: the ops of each, and tensors between them.
+"""Finds the ops of each pipeline stage, and the tensors that stages send to each other.
 
 Tensors computed from weights are sent. Others (masks, rotary tables, positions) are computed again
 from the batch by each stage that uses them. If several stages need the same random numbers, these
@@ -74,7 +74,7 @@ class Cutter:
         self._refuse_written_views()
 
     def _drawn_for_several(self) -> frozenset[str]:
-        """Return the random numbers that several stages need. No stage may draw its own."""
+        """Return the random tensors that several stages need: one stage draws them for all."""
         found = [
             op
             for op in self.graph.ops
@@ -129,11 +129,11 @@ class Cutter:
         return tuple(name for name in refs(result) if name in self.graph.tensors)
 
     def _needed_by_stage(self) -> list[frozenset[str]]:
-        """Return the ops that each stage runs: its own, and those they need."""
+        """Return the ops that each stage runs: its own, and those that these need."""
         return [self._needed(stage, own) for stage, own in enumerate(self._own())]
 
     def _own(self) -> list[list[Op]]:
-        """Return each stage's own ops: their results are computed once, or they write a buffer."""
+        """Return each stage's own ops: only this stage computes them, or they write a buffer."""
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
             if (op.call != LOSS or self.returns_loss) and (

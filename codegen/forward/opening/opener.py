@@ -1,12 +1,12 @@
 """Finds the calls whose code must be printed, because the plan changes what they do.
 
 A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
-sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. The
-tensors available in a module show which sizes may be affected.
+sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. So the
+layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
 
-Conversions are placed so that the fewest modules must be opened: preferably in the innermost call
-that contains both the op that makes a tensor and the ops that use it, or in one that is
-already opened.
+Conversions are placed so that few modules must be opened: in a call that is opened already if
+possible, else in the innermost call that contains both the op that makes a tensor and the ops that
+use it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _has_own_rows_alone(call: str, opening: Opening) -> bool:
     if module is None or module.keeps_state:
         return False
     record = tree.graph.calls[call]
-    if any(_untold((record.arguments, tuple(value for _, value in record.keywords)))):
+    if any(_possible_counts((record.arguments, tuple(value for _, value in record.keywords)))):
         return False
     made = (name for op in tree.ops[call] for name in op.outputs)
     layouts = {name: opening.arrives(name, call) for name in made}
@@ -118,13 +118,13 @@ def _module(call: str, opening: Opening) -> Module | None:
     return opening.split.modules.get(record.path) if record is not None else None
 
 
-def _untold(given: Value) -> Iterator[Value]:
-    """Yield the values in arguments that may contain a number of rows: numbers, objects."""
+def _possible_counts(given: Value) -> Iterator[Value]:
+    """Yield the values in arguments that may be or contain a number of rows: sizes, objects."""
     if isinstance(given, Extent) and not given.is_constant:
         yield given
     elif isinstance(given, tuple):
         for item in given:
-            yield from _untold(item)
+            yield from _possible_counts(item)
     elif isinstance(given, str):
         yield from (name for name in objects(given) if not name.startswith(MODULE))
 
@@ -137,7 +137,7 @@ def _is_share(tensor: str, layout: Layout, opening: Opening) -> bool:
     return not varying or (is_of_rows(layout, opening.split) and varying == [layout.dim])
 
 
-Way = tuple[Layout, ...]
+Way = tuple[Layout, ...]  # the layouts that a tensor is converted to, one after the other
 
 
 def open_calls(
@@ -148,7 +148,7 @@ def open_calls(
     inlined: Sequence[str] = (),
     called: frozenset[str] = frozenset(),
 ) -> Opening:
-    """Return which calls to open; `opened` and `inlined` are forced, `called` are never inlined.
+    """Decide which calls to open, besides `opened` and `inlined`; `called` are never inlined.
 
     Some calls must be opened only after conversions were placed. Then conversions are placed again,
     with these calls opened from the start. The result with fewer opened calls is returned.
@@ -168,8 +168,8 @@ class _Group:
     tensor: str
     layout: Layout
     ops: tuple[Op, ...]
-    home: str
-    below: tuple[str, ...]  # calls on the way from home to all users
+    home: str  # the outermost of these calls
+    below: tuple[str, ...]  # calls inside home that contain all of `ops`
     above: tuple[str, ...]  # calls that return the tensor, from inside home to its maker
 
 
@@ -231,7 +231,7 @@ class _Opener:
         )
 
     def _does_unseen(self, call: str) -> bool:
-        """Whether a call runs code that has no op: checks of sizes, unused results."""
+        """Whether a call runs code that leaves no op in the graph: checks, unused results."""
         record = self.tree.graph.calls[call]
         module = self.split.modules.get(record.path)
         return record.has_unused or (module is not None and module.checks_sizes)
@@ -305,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all ops in a call that read a tensor need the same first conversions of it."""
+        """Whether a call gets a tensor, and all ops in it that read the tensor need this way."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
@@ -333,7 +333,7 @@ class _Opener:
         )
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether all readers outside of a call need a conversion, so that it may come before."""
+        """Whether a call returns a tensor, and all readers outside of the call need this way."""
         outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 

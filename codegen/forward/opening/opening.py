@@ -1,8 +1,8 @@
 """The calls whose code a script prints ("opened" calls), and the reasons to print them.
 
-Also finds calls that read state left by other code, on a module or in shared objects. Printed code
-leaves no such state, and code in another stage leaves it on that stage's ranks. So these calls are
-printed, too, and get the tensors and numbers as values.
+Also finds calls that read Python state which other code stores on a module or in shared objects.
+Printed code stores no such state, and code in another stage stores it on that stage's ranks only.
+So these calls are printed, too, and get the tensors and numbers as values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.planner.rules.table import rule_of
 
 
 def calls_missing_state(opening: Opening) -> list[str]:
-    """Return the calls to open, because printed code no longer leaves the state that they read."""
+    """Return the calls to open, because printed code no longer stores the state that they read."""
     tree, modules, open_calls = opening.tree, opening.split.modules, opening.printed
     calls = tree.graph.calls
     found: dict[str, None] = {}
@@ -48,7 +48,7 @@ def _is_function(call: str, tree: CallTree) -> bool:
 
 
 def _finds_left(call: str, opening: Opening) -> bool:
-    """Whether a call may read or remove state that printed inner code no longer leaves."""
+    """Whether a call may read or remove state that printed inner code no longer stores."""
     calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
     if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
         return not printed.isdisjoint(tree.chains[call][:-1])
@@ -110,7 +110,7 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether an op is in opened code, within `call`, which handles its random numbers."""
+        """Whether opened code inside `call` runs an op, and so handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 

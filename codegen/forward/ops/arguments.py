@@ -104,7 +104,7 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
     used_along = _used_along(users, split)
     source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)
     sums = f"partial sums over {made_along}" if made_along else "partial sums"
-    use = f"split along {used_along} from here on" if used_along else "whole from here on"
+    use = f"ranks share the work along {used_along}" if used_along else "every rank uses all of it"
     match held.layout.kind, wanted.layout.kind:
         case LayoutKind.PARTIAL, LayoutKind.SPLIT:
             return f"{sums}, added up into shards of {target}"
@@ -116,13 +116,13 @@ def reason(held: LocalTensor, wanted: LocalTensor, users: Sequence[Op], split: S
         case LayoutKind.SPLIT, LayoutKind.SPLIT:
             return f"from shards of {source} to shards of {target}"
         case LayoutKind.SPLIT, LayoutKind.PARTIAL:
-            return f"each rank adds its own shard of {source}"
+            return f"shards of {source} padded with zeros, to be added up later"
         case LayoutKind.SPLIT, _:
-            return f"shards of {source} gathered: {use}"
+            return f"all of {source} gathered; {use}"
         case _, LayoutKind.SPLIT:
             return f"each rank takes its shard of {target}"
         case LayoutKind.WHOLE, LayoutKind.REPLICATED:
-            return f"{use}: the backward adds up the ranks' gradients"
+            return f"{use}; the backward adds up their gradients"
         case _, LayoutKind.PARTIAL:
             return "counted once among the partial sums"
         case _:
@@ -155,12 +155,13 @@ class Arguments:
         self.op, self.place = op, place
         self.raw = dict(op.arguments)
         schema = schema_of(op.target)
-        # ATen takes one number for `int[2] stride`; the printed functions also do
         name = base_name(op.target)
         function = table.FUNCTIONS.get(name)
         is_known = function is not None and function.fits(self.raw)
         counted = {a.name: a.N for a in schema.arguments if is_known or _function_of(name)}
+        # lists that are printed as one number if all items are equal: `stride=2` for (2, 2)
         self.short = {key for key, count in counted.items() if is_known or count is not None}
+        # lists whose only item is printed as a number
         self.single = {key for key, count in counted.items() if count == 1}
         inputs = iter(place.inputs)
         self.printed = {
@@ -176,7 +177,7 @@ class Arguments:
         return self.printed[name]
 
     def is_default(self, name: str) -> bool:
-        """Whether an argument has its default value."""
+        """Whether an argument may be left out: it has its default value, or changes nothing."""
         raw = self.raw.get(name)
         if name in ("layout", "pin_memory", "non_blocking", "implicit"):
             return True
@@ -225,7 +226,7 @@ class Arguments:
         return joined(tuple(self._print("", item, inputs) for item in value))
 
     def _extreme(self, which: str) -> SourceForm:
-        """Return a limit of the model's own dtype, which is not the trace's."""
+        """Print the least or greatest number of the model's dtype; the trace had another dtype."""
         dtype = self.dtype(DType("model"))
         return SourceForm(("torch.finfo(", Slot(dtype), f").{which}"))
 

@@ -96,10 +96,10 @@ def _part_of_more(number: Pair, lengths: Lengths) -> Expression | None:
 _FORMS = (_length, _multiple_or_part, _product, _rounded_up, _multiple_and_more, _part_of_more)
 
 
-def _parts(lengths: int, parts: int) -> Iterator[int]:
-    """Yield possible divisors: a length grows by `lengths` while a part grows by `parts`."""
-    if lengths > parts > 0:
-        yield from sorted({max(2, lengths // parts), max(2, -(-lengths // parts))})
+def _parts(more: int, part_more: int) -> Iterator[int]:
+    """Yield possible divisors, if a length grows by `more` while its part grows by `part_more`."""
+    if more > part_more > 0:
+        yield from sorted({max(2, more // part_more), max(2, -(-more // part_more))})
 
 
 def _added(pairs: Sequence[Pair], parts: int) -> int | None:
@@ -140,7 +140,7 @@ def product(factors: Sequence[Expression]) -> Expression:
 class Wanted:
     """A size to print: the meaning of the dim, and the axis along which it is local ("": whole).
 
-    `other` is the whole size for inputs of other lengths.
+    `other` is the whole size in the second trace, whose inputs have other lengths.
     """
 
     dim: Dim
@@ -257,9 +257,9 @@ class ReadableSizes:
         return product(known) if len(known) == len(factors) else None
 
     def whole(self, extent: Extent, other: Extent | None = None) -> Expression:
-        """Return a size without further meaning: a number, or a multiple of the batch.
+        """Return the expression of a whole size: a number, a shape's dim, or arithmetic on these.
 
-        `other` is its value for inputs of other lengths, if different.
+        `other` is its value in the second trace, if different.
         """
         other = extent if other is None else other
         if extent.is_constant and extent == other:

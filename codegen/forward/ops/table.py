@@ -11,7 +11,7 @@ from autopar.codegen.text.expressions import Binding
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A printed function: its positional arguments by ATen's names, its keywords with ATen's names.
+    """A printed function: ATen's names of its positional arguments; keywords with ATen's names.
 
     The first `required` positional arguments are printed even if they are None. If `splits_last`,
     the function takes the split dim of its first argument as the last dim.

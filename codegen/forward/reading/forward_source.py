@@ -103,7 +103,7 @@ def own_attributes(source: str) -> frozenset[str]:
 
 
 def remembers(source: str) -> bool:
-    """Whether a class, outside of its constructor, reads attributes that it also sets there."""
+    """Whether the methods of a class, without its constructor, set an attribute and read it."""
     stores = (_attributes(function, ast.Store) for function in _run_later(source))
     return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
 
@@ -227,13 +227,13 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTree:
-    """The calls around each call, and the ops in it."""
+    """The tree of a graph's calls: the calls around and inside each call, and its ops."""
 
     graph: Graph
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call, including inner calls
-    names: Mapping[str, Sequence[tuple[str, str]]]  # of tensors, with the call whose code gives it
+    names: Mapping[str, Sequence[tuple[str, str]]]  # see author_names
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""

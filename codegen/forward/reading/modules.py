@@ -57,12 +57,12 @@ def is_free(name: str) -> bool:
 
 
 def imported(kind: Any) -> Imported:
-    """Return a class or function under its own name."""
+    """Return a class or function as a script imports it under its own name."""
     return Imported(module=kind.__module__, qualname=kind.__qualname__, name=kind.__name__)
 
 
 def imported_classes(kinds: Iterable[type]) -> Mapping[type, Imported]:
-    """Return classes under their own names, except for ambiguous ones.
+    """Return the names under which a script imports classes: their own, except ambiguous ones.
 
     A nested class has both classes' names. A class whose name is taken gets its file's name as a
     prefix: `Block` in decoder.py becomes `DecoderBlock`.
@@ -190,7 +190,7 @@ def modules_of(model: nn.Module) -> Modules:
         hooks = tuple(map(plain_function, forward_hooks(module)))
         key = (kind, plain_function(module.forward), hooks)
         if key not in facts:
-            facts[key] = _facts(module, is_told=bool(left & own_attributes(sources[kind])))
+            facts[key] = _facts(module, others_set=bool(left & own_attributes(sources[kind])))
         found[path] = Module(
             path=path,
             first=firsts.setdefault(id(module), path),
@@ -209,10 +209,10 @@ def modules_of(model: nn.Module) -> Modules:
     return found
 
 
-def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
+def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
     """Return facts about a module's forward (its class's, or its own) and its hooks.
 
-    With `is_told`, other classes may set attributes that the module's class reads.
+    With `others_set`, other classes may set attributes that the module's class reads.
     """
     source = _source(inspect.unwrap(module.forward), of=type(module))
     hooks = [plain_function(hook) for hook in forward_hooks(module)]
@@ -223,7 +223,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
         "returns": returns,
         "branches_in_training": any(map(branches_in_training, sources)),
         "checks_sizes": any(map(checks_sizes, sources)),
-        "keeps_state": is_told or any(map(keeps_state, sources)),
+        "keeps_state": others_set or any(map(keeps_state, sources)),
         "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
         "measuring": frozenset(_size_reading(module)),
@@ -269,7 +269,7 @@ def _plain_functions(module: nn.Module) -> list[FunctionType]:
 
 
 def _names(module: nn.Module) -> Mapping[str, Any]:
-    """Return the names in a forward's file."""
+    """Return the global names of a forward's file."""
     found: Mapping[str, Any] = getattr(inspect.unwrap(module.forward), "__globals__", {})
     return found
 

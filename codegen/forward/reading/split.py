@@ -30,7 +30,7 @@ class Parts:
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime infers the cut: it is even, or between elements of a whole dim."""
+        """Whether the runtime infers the cut: it is even, or cuts a whole dim by elements."""
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
@@ -63,7 +63,7 @@ def parts_of_dim(dim: Dim, axis: str) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
-    """A graph's sizes for inputs of other lengths."""
+    """A graph's sizes in the second trace, whose inputs have other lengths."""
 
     shapes: Mapping[str, tuple[Extent, ...]]
     arguments: Mapping[str, Mapping[str, Value]]  # of each op
@@ -73,7 +73,10 @@ class _Sizes:
 
 
 class Lengths:
-    """A graph's sizes at other lengths, or its own if those are unknown; traced on first use."""
+    """A graph's sizes for rows of other lengths, from a second trace (made on first use).
+
+    If the model takes no other lengths, these are the graph's own sizes.
+    """
 
     def __init__(self, graph: Graph, axes: GraphAxes, other: Callable[[], Graph | None]) -> None:
         self._graph, self._axes, self._other = graph, axes, other
@@ -147,7 +150,7 @@ def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
 class SplitGraph:
     """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
-    `crossing` has the layouts in which tensors pass between layers, if they are made in others.
+    `crossing` has the layouts in which tensors pass between layers, if made in other layouts.
     `weighed` are ops that are terms of the loss; each is multiplied by a weight of the microbatch,
     in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths` has the sizes
     at other lengths. With `has_metrics`, evaluations need the model's outputs.

@@ -27,7 +27,7 @@ from autopar.codegen.text.lines import IMPORTED, Body, Line, held_in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a value that a body names: one entry per dim, "" if unused.
+    """The names that a body gives to a value's sizes: one per dim, "" for a size without a name.
 
     `same` has the names of sizes that are already named for an earlier value.
     """
@@ -182,7 +182,7 @@ class _Namer:
 
     def _name(self, held: LocalTensor, statement: Statement, number: int, position: int) -> None:
         others = {self.names[h] for h in held_in(statement.results) if h in self.names}
-        wishes = [*self._authors(held), *self._wholes(held)]
+        wishes = [*self._authors(held), *self._from_readers(held)]
         wishes += self._followed(held, statement, number, position)
         self.names[held] = self._free(number, wishes, others)
 
@@ -199,12 +199,12 @@ class _Namer:
         return next(name for name in chain(wishes, _USUAL, numbered) if name not in busy)
 
     def _authors(self, held: LocalTensor) -> Sequence[str]:
-        """Return the author's names of a value, after those of the loop result that it becomes."""
+        """Return the author's names of a value, after the names of its loop's result, if any."""
         goes_on = (*self.given.get(self.carried[held], ()),) if held in self.carried else ()
         return (*goes_on, *self.given.get(held, ()))
 
-    def _wholes(self, held: LocalTensor) -> Sequence[str]:
-        """Return the names of a parameter that takes a value, and of the result made from it."""
+    def _from_readers(self, held: LocalTensor) -> Sequence[str]:
+        """Return the names of the parameter that takes a value, and of the result made from it."""
         return [name for name in (self.taken_as.get(held), self.part_of.get(held)) if name]
 
     def _followed(
@@ -237,7 +237,7 @@ class _Namer:
                 self.taken_as.setdefault(held, name)
             made = list(held_in(statement.results))
             if len(made) == 1:
-                names = [*self._authors(made[0]), *self._wholes(made[0])]
+                names = [*self._authors(made[0]), *self._from_readers(made[0])]
                 for held in _read(statement):
                     if names and readers[held] == 1:
                         self.part_of[held] = names[0]

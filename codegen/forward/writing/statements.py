@@ -1,4 +1,4 @@
-"""Statements of a body, and loops over equal layers."""
+"""Makes statements of a body's lines: inlines values used once, makes loops of equal layers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from autopar.codegen.text.expressions import (
 from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
 _MOST_OPERATIONS = 6  # operations in one statement
-_MOST_UNPACKED = 3  # results of a module's call, if one is used
-_MOST_ARGUMENTS = 2  # of a module's call inside another one's
+_MOST_UNPACKED = 3  # calls of modules with at most so many results are unpacked, used or not
+_MOST_ARGUMENTS = 2  # of a module's call that is inlined into another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,10 @@ _MEMBERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop(Line):
-    """A line repeated for modules of a container; `carried` pairs its first and last values."""
+    """A line repeated for modules of a container.
+
+    `carried` has the values that one iteration passes to the next: before and after the loop.
+    """
 
     header: str
     carried: tuple[tuple[LocalTensor, LocalTensor], ...]

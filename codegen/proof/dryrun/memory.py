@@ -1,9 +1,9 @@
-"""Counts the memory of a dry run, with stand-ins for kernels, and categories of storages.
+"""Counts the memory of a dry run by category, as if its ops ran as CUDA kernels.
 
-Ops allocate and save on the CPU what CUDA kernels would. Some ops are one kernel in CUDA and
-several on a CPU, which save more for the backward: an RMS norm (its input in fp32, twice), dropout
-(the mask in the values' dtype) and attention with dropout (all scores). Temporary workspaces of
-kernels are not included.
+Some ops are one kernel in CUDA and several on a CPU, which save more for the backward: an RMS norm
+(its input in fp32, twice), dropout (the mask in the values' dtype) and attention with dropout (all
+scores). Stand-ins for these save what the CUDA kernel saves. Temporary workspaces of kernels are
+not counted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cuda_kernels() -> Iterator[None]:
 
 
 def categories_of(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """Map storages to categories; if several claim a storage, the last one below gets it."""
+    """Map storages to categories; a storage with several gets the one that is claimed last."""
     owners: dict[int, str] = {}
     for optimizer in optimizers:
         _claim(owners, "optimizer", _optimizer_tensors(optimizer))
@@ -181,9 +181,17 @@ def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 # storage → category, for storages that a category claims (see categories_of)
 Owners: TypeAlias = Callable[[], Mapping[int, str]]
 
-# Categories are looked up again only if a new peak exceeds that of the last look-up by this
-# ratio: a look-up visits all live storages. Later storages count in their default categories.
+# Categories are looked up again only if a new peak exceeds that of the last look-up by this ratio,
+# because a look-up visits all live storages. Until then, a new storage has its default category.
 LOOK_UP_EVERY = 1.005
+
+
+def kept_on_host(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parts of parameters that fully_shard keeps in the host's memory."""
+    for module in modules:
+        for one in _fsdp_parameters(module):
+            if one.offload_to_cpu:  # the first forward lays them out anew
+                yield local_tensor(one.sharded_param)
 
 
 @dataclass(slots=True)
@@ -195,9 +203,16 @@ class _Live:
 
 
 class LiveMemory:
-    """Counts the bytes of all live storages."""
+    """Counts the bytes of all live storages; those in the host's memory are counted separately.
+
+    Dry runs have only CPU tensors. A tensor counts as lying in the host's memory if it was put
+    there (`put_on_host`), or made by an op from such a tensor.
+    """
 
     def __init__(self) -> None:
+        self.host_peak_bytes = self._host_bytes = 0
+        self._on_host: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._allocates_there = False
         self.peak_bytes = 0
         self.peak_by_category: Counter[str] = Counter()
         self._live: dict[int, _Live] = {}
@@ -210,7 +225,9 @@ class LiveMemory:
         """Count a tensor's storage, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if self._allocates_there:
+            self.put_on_host(tensor)
+        if key in self._live or key in self._on_host:
             return
         category = "temporary" if _runs_in_backward() else "activations"
         live = _Live(
@@ -221,6 +238,34 @@ class LiveMemory:
         )
         self._live[key] = live
         self._resize(live, storage.nbytes())
+
+    @contextmanager
+    def allocating_there(self) -> Iterator[None]:
+        """Count the storages that are made inside as the host's."""
+        self._allocates_there = True
+        yield
+        self._allocates_there = False
+
+    def put_on_host(self, tensor: Tensor) -> Tensor:
+        """Count a tensor's storage as the host's from now on, and return the tensor."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            self._forget(key)
+        if key not in self._on_host:
+            self._host_bytes += size
+            self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
+
+            def freed(_: object) -> None:
+                del self._on_host[key]
+                self._host_bytes -= size
+
+            self._on_host[key] = weakref.ref(storage, freed)
+        return tensor
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the host's memory."""
+        return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
 
     def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
         """Stop counting live storages, except claimed ones and the step's arguments.
@@ -235,6 +280,7 @@ class LiveMemory:
         """Start measuring the peak."""
         self._owners = owners
         self.peak_bytes = self._looked_up_bytes = 0
+        self.host_peak_bytes = self._host_bytes
         self._note_peak()
 
     def stop_measuring(self) -> None:
@@ -257,7 +303,8 @@ class LiveMemory:
             yield
 
     def _forget(self, key: int) -> None:
-        self._resize(self._live.pop(key), 0)
+        if key in self._live:
+            self._resize(self._live.pop(key), 0)
 
     def _resize(self, live: _Live, size: int) -> None:
         self._bytes += size - live.size

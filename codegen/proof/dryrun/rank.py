@@ -1,7 +1,7 @@
 """Runs a script as one rank of many, up to the end of its first step, without computing.
 
-`python -m autopar.codegen.proof.dryrun.rank SCRIPT` prints the report of the rank in
-AUTOPAR_DRYRUN="rank/world".
+`python -m autopar.codegen.proof.dryrun.rank SCRIPT` prints the report of the rank that
+AUTOPAR_DRYRUN="rank/world" names.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def run_first_step(
 ) -> None:
     """Run a script's `main` up to its first step, which is passed to `run`.
 
-    `watching` is entered when weights are loaded: modules that were built before have no memory,
-    and tensors made later have no values.
+    `watching` is entered just before weights are loaded. Until then, the modules are on the meta
+    device, and have no memory.
     """
     script: Any = imported(path)
     load_weights, train_step = script.load_weights, script.train_step

@@ -1,9 +1,9 @@
 """Runs one rank of a plan's script on the device of this machine, and measures its step.
 
-The rank computes as in training, but its process group sends nothing: received tensors hold zeros
-or what was there. `python -m autopar.codegen.proof.dryrun.rehearsing SCRIPT` measures the rank in
-AUTOPAR_DRYRUN="rank/world/device". As in a dry run, a step of many microbatches is measured with
-few of them, and once more with a round more.
+The rank computes as in training, but its process group sends nothing: a received tensor holds
+zeros, or what its memory held before. `python -m autopar.codegen.proof.dryrun.rehearsing SCRIPT`
+measures the rank that AUTOPAR_DRYRUN="rank/world/device" names. If a step has many microbatches,
+two shorter steps are measured instead, as in a dry run (see running.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Rehearsal:
 
 
 def rehearse(plan: Plan, folder: Path, *, pipeline_ranks: Sequence[int], steps: int) -> Rehearsal:
-    """Measure some pipeline ranks one after the other; the others count like their neighbours."""
+    """Measure some pipeline ranks, one after another; others get the factor of the nearest one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     counts = microbatches_run(plan.arrangement)
     with TemporaryDirectory(prefix="autopar-rehearsal-") as name:
@@ -147,7 +147,7 @@ def measured_step(path: Path, steps: int) -> dict[str, Any]:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
 
-    torch.set_flush_denormal(True)  # what was there may be slow numbers
+    torch.set_flush_denormal(True)  # received tensors may hold denormal numbers, which are slow
     run_first_step(path, _zeros_received(), measured)
     peak = torch.cuda.max_memory_reserved() if is_cuda else None
     return {"seconds": median(seconds[_WARM_STEPS:]), "peak_bytes": peak}

@@ -37,6 +37,8 @@ Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, co
 class DryRun:
     """The memory and messages of a script's rank, and the plan's prediction of the memory.
 
+    `host_bytes` are tensors in the host's memory.
+
     `predicted_bytes` counts tensors, like the peak. `predicted_device_bytes`, shown on the plan's
     page, includes the allocator's fragments and the device's context. A dry run executes compiled
     layers op by op (`runs_uncompiled`), so they hold more than predicted.
@@ -49,6 +51,8 @@ class DryRun:
     predicted_bytes: int
     predicted_device_bytes: int
     runs_uncompiled: bool
+    host_bytes: int
+    predicted_host_bytes: int
 
     @property
     def error(self) -> float:
@@ -79,6 +83,8 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         ),
         predicted_bytes=predicted.allocated_bytes,
         predicted_device_bytes=predicted.device_bytes,
+        host_bytes=report["host_bytes"],
+        predicted_host_bytes=predicted.host_bytes,
         runs_uncompiled=plan.arrangement.compile is not Compile.NONE,
     )
 

@@ -4,8 +4,8 @@ Finds the peak memory and the collectives of one rank's training step, without c
 AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no values,
 so one rank's step among thousands takes seconds.
 
-Sizes that depend on data get the plan's expected values: AUTOPAR_DRYRUN_PICKED has pairs of a
-mask's number of entries and their true share; other masks select everything.
+Sizes that depend on data get the plan's expected values. AUTOPAR_DRYRUN_PICKED has pairs: the
+number of a mask's entries, and the expected share of true ones. Other masks select everything.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.codegen.proof.dryrun.memory import LiveMemory, categories_of, cuda_kernels
+from autopar.codegen.proof.dryrun.memory import (
+    LiveMemory,
+    categories_of,
+    cuda_kernels,
+    kept_on_host,
+)
 from autopar.runtime.data_parallel.wrapping import buckets_of
+from autopar.runtime.ranks.transport import HostLink
 
 PICKED = "AUTOPAR_DRYRUN_PICKED"
 
@@ -119,6 +126,7 @@ class Report:
 
     peak_bytes: int
     peak_bytes_by_category: Mapping[str, int]
+    host_bytes: int  # at its peak
     collectives: tuple[CollectiveTotal, ...]
 
     def to_json(self) -> str:
@@ -138,12 +146,38 @@ _FUNCTIONAL = {  # kinds by the names of functional collectives
 
 @contextmanager
 def recording() -> Iterator[DryRunRecording]:
-    """Make tensors inside without values, and record their memory and the collectives."""
+    """Record memory and collectives of the code inside, whose tensors have shapes but no values."""
     memory = LiveMemory()
     record = DryRunRecording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with memory.watching_resizes(), cuda_kernels(), sizes_of_numbers(), fake, record:
+    with (
+        _watched_host(memory),
+        memory.watching_resizes(),
+        cuda_kernels(),
+        sizes_of_numbers(),
+        fake,
+        record,
+    ):
         yield record
+
+
+@contextmanager
+def _watched_host(memory: LiveMemory) -> Iterator[None]:
+    """Count what buckets allocate on the host there, and the gradients that fully_shard sends."""
+    allocated, kept = HostLink.empty, FSDPParam.to_sharded_dtensor
+
+    def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
+        with memory.allocating_there():
+            return allocated(link, elements, dtype)
+
+    def to_sharded_dtensor(one: FSDPParam, tensor: Tensor) -> DTensor:
+        return kept(one, memory.put_on_host(tensor) if one.offload_to_cpu else tensor)
+
+    with (
+        patch.object(HostLink, "empty", empty),
+        patch.object(FSDPParam, "to_sharded_dtensor", to_sharded_dtensor),
+    ):
+        yield
 
 
 class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,6 +209,8 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         The step's arguments (`given`) count as device memory, other tensors outside of modules do
         not.
         """
+        for tensor in kept_on_host(modules):
+            self._memory.put_on_host(tensor)
         _leave_a_step_behind(modules, optimizer)
         if given is not None:
             tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
@@ -188,6 +224,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Report(
             peak_bytes=self._memory.peak_bytes,
             peak_bytes_by_category=dict(self._memory.peak_by_category),
+            host_bytes=self._memory.host_peak_bytes,
             collectives=tuple(
                 CollectiveTotal(kind=kind, ranks=ranks, bytes=size, count=count)
                 for (kind, ranks, size), count in calls
@@ -211,10 +248,16 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional") and self._measures:
             self._count(func, (args, result))
+        place = self._memory.put_on_host if self._is_from_host(args) else self._memory.see
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._memory.see(leaf)
+                place(leaf)
         return result
+
+    def _is_from_host(self, args: tuple[Any, ...]) -> bool:
+        """Whether an op's first tensor lies in the host's memory, where its result then is, too."""
+        first = next((one for one in tree_leaves(args) if isinstance(one, Tensor)), None)
+        return first is not None and self._memory.is_on_host(first)
 
     def _count(self, func: Any, passed: tuple[Any, ...]) -> None:
         """Record a collective by its arguments and results."""
@@ -228,7 +271,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
-    """Create the states and buffers that a first step leaves: the optimizer's, and of gradients."""
+    """Create what a first step would leave: the optimizer's states, and buffers of gradients."""
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:

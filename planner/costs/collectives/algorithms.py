@@ -19,7 +19,7 @@ from autopar.planner.cluster.toml_reading import figure, flag, number, parse_sec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """A transport protocol: low latency or high bandwidth."""
+    """A transport protocol, which trades latency for bandwidth."""
 
     name: str
     base_seconds: float  # of one call
@@ -112,8 +112,8 @@ def ring_all_reduce_seconds(
     """Return the time of a ring all-reduce: a reduce-scatter round, then an all-gather round.
 
     T = 2·H + 2·(n−1)/n · S/β, H = Σ α over the n−1 hops of one round. Source: Patarasuk and Yuan,
-    Bandwidth optimal all-reduce algorithms (2009). Leaves out the arithmetic of the sums and ranks
-    that arrive late.
+    Bandwidth optimal all-reduce algorithms (2009). Leaves out the time to add, and ranks that
+    arrive late.
     """
     if ranks == 1:
         return 0.0
@@ -134,7 +134,7 @@ def double_ring_all_reduce_seconds(
 def ring_all_gather_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of a ring all-gather; a ring reduce-scatter runs the same way backwards.
+    """Return the time of a ring all-gather, and of a ring reduce-scatter, its reverse.
 
     T = H + (n−1)/n · S/β. Source as for the all-reduce. Leaves out the sums of a reduce-scatter.
     """
@@ -154,19 +154,21 @@ def double_ring_all_gather_seconds(
 
 
 def tree_depth(units: int) -> int:
-    """Return the hops from a leaf to the root of a balanced binary tree: ⌈log2 units⌉."""
+    """Return the number of hops from leaf to root of a balanced binary tree: ⌈log2 units⌉."""
     return math.ceil(math.log2(units)) if units > 1 else 0
 
 
 def tree_all_reduce_seconds(
     payload_bytes: float, ranks: int, *, rate: float, units: int, depth_seconds: float
 ) -> float:
-    """Return the time of an all-reduce on two binary trees: sums go up, results down, half in each.
+    """Return the time of an all-reduce on two binary trees: sums go up, results come down.
+
+    Each tree takes half of the payload.
 
     T = 2·D + c·S/β; D = Σ α from leaf to root; every rank is an inner node of one tree and a leaf
     of the other, so it sends 2·S in all: c = 2, and c = 1 for two units, which swap their halves.
-    `units` is the number of groups that the trees join at the cut with this rate. Source: Sanders,
-    Speck, Träff, Two-tree algorithms (2009). Leaves out filling the pipeline of chunks.
+    `units` is the number of groups (such as nodes) that the trees join at this rate. Source:
+    Sanders, Speck, Träff, Two-tree algorithms (2009). Leaves out filling the pipeline of chunks.
     """
     if ranks == 1:
         return 0.0
@@ -176,11 +178,12 @@ def tree_all_reduce_seconds(
 def in_switch_all_reduce_seconds(
     payload_bytes: float, ranks: int, *, rate: float, setup_seconds: float
 ) -> float:
-    """Return the time of an all-reduce by a switch that sums: each rank fetches and sends S/n.
+    """Return the time of an all-reduce in a switch that sums and multicasts.
 
-    T = σ + (1 + 1/n)·S/β. A rank sends S to the switch, for the sums that all ranks fetch. It
-    fetches the sum of its own n-th part, and multicasts it: S/n. On 5 to 8 H200 the implied rate is
-    constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration of buffers.
+    T = σ + (1 + 1/n)·S/β. Each rank fetches the sum of one n-th part from the switch, so each sends
+    all of its S to the switch. Then it multicasts this sum, which sends S/n more. On 5 to 8 H200
+    the implied rate is constant within 2 %, on 6 to 8 B200 within 1 %. Leaves out the registration
+    of buffers.
     """
     if ranks == 1:
         return 0.0
@@ -230,7 +233,7 @@ def point_to_point_seconds(payload_bytes: float, *, rate: float, hop_seconds: fl
 def all_to_all_seconds(
     payload_bytes: float, ranks: int, *, peers_outside: int, rate: float, hop_seconds: float
 ) -> float:
-    """Return the time of an all-to-all if each pair has its own path, limited by one cut.
+    """Return the time of an all-to-all if each pair has its own path, and one cut is the limit.
 
     T = (n−1)·α + k/n · S/β: a rank sends k of its n pieces across the cut at rate β per rank, and
     messages start one after another. Leaves out congestion inside the switch.
@@ -243,7 +246,7 @@ def all_to_all_seconds(
 def ring_all_to_all_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:
-    """Return the time of an all-to-all on a one-way ring: d links to the d-th next rank.
+    """Return the time of an all-to-all on a one-way ring: a piece crosses d links to the d-th next.
 
     T = H + Σ_{d<n} d·S/n ÷ β = H + (n−1)/2 · S/β. Leaves out idle links at the start.
     """

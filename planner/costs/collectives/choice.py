@@ -27,7 +27,7 @@ def measured_seconds(
 
     Measured times on m ranks are interpolated between payloads (a line on logarithmic scales). For
     n ranks they are changed by the line fitted to all payloads, L(S, n) = h_n·α + k_n·S ÷
-    (β·shared), where h_n is `hops` and k_n is `sent_share`:
+    (β·shared), where h_n is `hops`, k_n is `sent_share`, and `shared` is `CrossedLevel.shared`:
 
         T(S, n) = T(S, m) + L(S, n) − L(S, m)     if L(S, n) ≥ L(S, m)
         T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     otherwise
@@ -192,8 +192,8 @@ def _priced(
 
     T = base + t + √(ρ·W): t is the formula's time, W is that time without latency. A payload cut
     into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for each, m·c; the
-    best m leaves 2·√(c·W), hence the root. ρ is fitted. Leaves out that the library takes its
-    chunk sizes from fixed tables.
+    best m leaves 2·√(c·W), hence the root. ρ is fitted, and 0 for a protocol that does not hand on
+    chunks. Leaves out that the library takes its chunk sizes from fixed tables.
     """
     timed = _times(collective, payload_bytes, shape, protocol, constants)
     wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
@@ -213,7 +213,7 @@ def _times(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Yield algorithms and times without the base latency."""
+    """Yield each algorithm's name and its time, without the `base` of the protocol."""
     if collective is Collective.POINT_TO_POINT:
         yield "direct", _point_to_point(payload_bytes, shape, protocol, constants)
     elif collective is Collective.ALL_TO_ALL:
@@ -266,7 +266,7 @@ def _tree(
     protocol: Protocol,
     constants: CollectiveConstants,
 ) -> Iterator[tuple[str, float]]:
-    """Yield names and times of trees between nodes, with a chain or a summing switch in each."""
+    """Yield names and times of trees between nodes; in each node is a chain or a summing switch."""
     node, *outer = shape.crossings
     depth = _tree_depth_seconds(shape, protocol, constants)
     rate = protocol.fraction * constants.tree_fraction

@@ -89,7 +89,7 @@ def _seconds(
 
 
 def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> float:
-    """Return the seconds of a copy of a slice, or of padding and masking, which write the whole."""
+    """Return the seconds to copy a slice, or to pad or mask: these write the whole tensor."""
     moved = {
         Local.NOTHING: 0,
         Local.SLICE: 2 * part,
@@ -118,7 +118,7 @@ NO_STATISTICS = Statistics()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronising:
-    """How long a microbatch waits in each pass, and the number and bytes of the collectives."""
+    """How long a microbatch waits for statistics, and the number and bytes of the collectives."""
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -126,7 +126,7 @@ class Synchronising:
     payload_bytes: int = 0
 
     def __add__(self, other: Synchronising) -> Synchronising:
-        """Return both, one after the other."""
+        """Return the sums of both."""
         return Synchronising(
             forward_seconds=self.forward_seconds + other.forward_seconds,
             backward_seconds=self.backward_seconds + other.backward_seconds,

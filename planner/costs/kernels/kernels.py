@@ -20,7 +20,8 @@ def gemm_seconds(
     """Return the seconds of `batch` products of m × k by k × n.
 
     tiles    = batch · ⌈m/r⌉ · ⌈n/c⌉                for the fastest of a few tile shapes r × c
-    w, t     = tiles ÷ multiprocessors, k · seconds of a tile per depth
+    w        = tiles ÷ multiprocessors
+    t        = k · seconds of a tile for one step along k
     clock    = ⌈w⌉ · overhead of a wave + min(⌈w⌉·t, w·t + balance)
     power    = 2·batch·m·n·k ÷ sustained rate
     traffic  = bytes of operands and result ÷ streaming bandwidth
@@ -89,7 +90,7 @@ class ConvolutionShape:
 
     @property
     def taps(self) -> int:
-        """Positions of the kernel."""
+        """Positions in the kernel, such as height · width."""
         return prod(self.kernel_size)
 
 
@@ -98,9 +99,9 @@ def convolution_forward_seconds(shape: ConvolutionShape, *, rates: Throughput) -
 
     Each group is a product of output positions × (in channels · taps) by (in channels · taps) × out
     channels. The time is the greater of the product without its traffic and the traffic of input
-    and output; the input is read once, although windows overlap. With fewer than eight channels per
-    group (depthwise) only the traffic counts, at the bandwidth of a gather. Source: implicit GEMM
-    of cuDNN. Leaves out Winograd and FFT kernels, and idle taps at the borders.
+    and output; the input is read once, although windows overlap. With several groups of fewer than
+    eight channels (depthwise) only the traffic counts, at the bandwidth of a gather. Source:
+    implicit GEMM of cuDNN. Leaves out Winograd and FFT kernels, and idle taps at the borders.
     """
     inputs, outputs = shape.in_channels // shape.groups, shape.out_channels // shape.groups
     return _product_seconds(
@@ -188,7 +189,7 @@ def causal_visible(length: int, block: int) -> float:
 
 
 def whole_blocks(length: int, block: int) -> int:
-    """Return how many queries or keys a GPU kernel computes: whole blocks, if more than one."""
+    """Return the queries or keys that a GPU kernel computes: past one block, whole blocks."""
     return -(-length // block) * block if length > block else length
 
 
@@ -196,14 +197,15 @@ def fused_attention_forward_seconds(shape: AttentionShape, *, rates: Throughput)
     """Return the seconds of a fused (flash) forward.
 
     FLOPs    = 2 · (d_qk + d_v) · batch · heads · queries · keys · visible
-    kernel   = (FLOPs ÷ multiprocessors + FLOPs of `tail` query rows) ÷ rate of a multiprocessor
-    rate     = peak · a · d ÷ (d + d₀) [· w past 128]      d₀: the time of exp, in head dimensions
+    work     = max(FLOPs ÷ multiprocessors + FLOPs of `tail` query rows, FLOPs of a query block)
+    kernel   = work ÷ rate of a multiprocessor
+    rate     = peak · a · d ÷ (d + d₀) [· w if d > 128]    d₀: the time of exp, in head dimensions
     seconds  = launch + max(kernel, FLOPs ÷ sustained, bytes ÷ bandwidth)
 
-    Source: FlashAttention-2 (Dao 2023) for the blocks; a, tail and w fitted on SimuMax's tables,
-    which count the FLOPs of the full square for a causal kernel, too. d₀ is an estimate, as the
-    tables only have dims 128 and 192. Grouped queries change only the bytes. Leaves out dropout
-    (about 10 % when on) and ragged batches.
+    Source: FlashAttention-2 (Dao 2023) for the blocks. The shares a and w, and tail, are fitted on
+    SimuMax's tables, which count the FLOPs of the full square for a causal kernel, too. d₀ is an
+    estimate, as the tables only have dims 128 and 192. Grouped queries change only the bytes.
+    Leaves out dropout (about 10 % when on) and ragged batches.
     """
     facts, shared = rates.architecture, rates.attention
     wide = shared.wide_forward if shape.head_dim > shared.wide_head_dim else 1.0
@@ -243,7 +245,10 @@ def _fused_seconds(
     work: float,
     moved: float,
 ) -> float:
-    """Return the seconds of a fused kernel: `work` times a forward's FLOPs, `share` of peak."""
+    """Return the seconds of a fused kernel.
+
+    `work` is the ratio of its FLOPs to a forward's, `share` the share of peak that it reaches.
+    """
     facts = rates.architecture
     dim = shape.mean_dim
     row_flops = 4.0 * work * dim * shape.key_length
@@ -265,14 +270,14 @@ def _fused_seconds(
 def memory_seconds(moved_bytes: float, *, rates: Throughput, access: float = 1.0) -> float:
     """Return the seconds of one kernel that moves these bytes.
 
-    seconds  = launch + bytes · (r ÷ cache speed + (1 − r) ÷ (stream bandwidth · access))
+    seconds  = launch + bytes ÷ access · (r ÷ cache speed + (1 − r) ÷ stream bandwidth)
     resident = r = clamp(2 − bytes ÷ cache, 0, 1)
 
-    The launch is also the ramp: half the bandwidth is reached at launch · bandwidth bytes (4 MB on
-    an A100). A tensor that fits in the last-level cache is usually still there from the op that
-    wrote it. Source: HBM fits of SimuMax for the stream and access fractions; the cache speed is a
-    rounded measurement of L2 bandwidth. Leaves out: strided access (pass `access`), atomics, and
-    that the op before may have evicted the cache.
+    The launch time also stands for the ramp: half the bandwidth is reached at launch · bandwidth
+    bytes (4 MB on an A100). A tensor that fits in the last-level cache is usually still there from
+    the op that wrote it. Source: HBM fits of SimuMax for the stream and access fractions; the cache
+    speed is a rounded measurement of L2 bandwidth. Leaves out: strided access (pass `access`),
+    atomics, and that other ops may have evicted the tensor from the cache.
     """
     stream_seconds = moved_bytes / (rates.stream_bytes_per_second * access)
     resident = min(1.0, max(0.0, 2.0 - moved_bytes / rates.cache_bytes))
@@ -352,9 +357,9 @@ def cross_entropy_forward_seconds(
 ) -> float:
     """Return the seconds of a softmax loss over tokens × vocabulary logits.
 
-    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 5 for log_softmax in fp32
-    of 16-bit logits (read 1, write 2 as fp32, read 2 for the log). The bandwidth is fitted to
-    SimuMax's cross-entropy.
+    `passes` counts reads plus writes of the logits: 1 for a fused kernel; 2 for log_softmax in the
+    logits' dtype; 5 for log_softmax in fp32 of 16-bit logits (read 1, write 2 as fp32, read 2 for
+    the log). The bandwidth is fitted to SimuMax's cross-entropy.
     """
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)
@@ -363,6 +368,6 @@ def cross_entropy_forward_seconds(
 def cross_entropy_backward_seconds(
     tokens: int, vocabulary: int, *, element_bytes: float, passes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of softmax − onehot over logits: 2 passes fused, 3 from log_softmax."""
+    """Return the seconds of softmax − onehot over logits: 2 passes if fused, else 4."""
     moved = float(tokens) * vocabulary * element_bytes * passes
     return memory_seconds(moved, rates=rates, access=rates.access.cross_entropy)

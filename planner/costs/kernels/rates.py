@@ -13,12 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from autopar.planner.cluster.cluster import Device
 from autopar.planner.errors import InputError
-from autopar.planner.precision import Precision
+from autopar.planner.precision import FLOAT8_UNITS, Float8, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConstants:
-    """How matrix kernels turn a processor's peak into speed."""
+    """Constants of matrix kernels: shares of the peak, tiles, and times per wave.
+
+    See efficiency.toml for their meaning.
+    """
 
     issue_fraction: float
     half_tile: float
@@ -30,7 +33,7 @@ class GemmConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConstants:
-    """Constants of fused attention kernels on every device."""
+    """Constants of fused attention kernels on every device; see efficiency.toml."""
 
     backward_flops: float
     wide_head_dim: int
@@ -40,7 +43,7 @@ class AttentionConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConstants:
-    """Bandwidth reached by kinds of memory access, relative to a streaming kernel."""
+    """The bandwidth that each kind of memory access reaches, relative to a streaming kernel."""
 
     cross_entropy: float
     gather: float
@@ -53,7 +56,7 @@ class AccessConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConstants:
-    """How kernels of norms reach their bandwidth; see efficiency.toml for their meaning."""
+    """Constants of the kernels of norms; see efficiency.toml for their meaning."""
 
     forward: float
     backward: float
@@ -102,7 +105,7 @@ class ComputeConstants:
     access: Mapping[str, AccessConstants]  # keys: gpu, cpu
     norm: Mapping[str, NormConstants]  # keys: gpu, cpu
     batch_norm: Mapping[str, BatchNormConstants]  # keys: native, library; both on a GPU
-    alignment: Mapping[str, tuple[tuple[int, float], ...]]  # by how operands are loaded
+    alignment: Mapping[str, tuple[tuple[int, float], ...]]  # keys: words, bulk (kinds of loads)
     architectures: Mapping[str, Architecture]
 
     def gemm(self, architecture: str) -> GemmConstants:
@@ -166,7 +169,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    seconds_per_depth: float  # of one multiply-add over the whole tile
+    seconds_per_depth: float  # of one step along k, for the whole tile
     balance_seconds: float  # to spread a last, partly filled wave over all multiprocessors
 
 
@@ -211,7 +214,7 @@ class Throughput:
 def sustained_fraction(
     power_watts: float | None, half_flops: float, joules_per_flop: float
 ) -> float:
-    """Return the share of peak that the power limit allows a device to hold.
+    """Return the share of peak that a device can sustain under its power limit.
 
     fraction = min(1, watts ÷ (joules per 16-bit FLOP · 16-bit peak)). FLOPs per joule grow with the
     peak of a dtype, so one fraction serves all dtypes of tensor cores. Fitted on A100 at 300 W and
@@ -281,10 +284,10 @@ def _tiles(gemm: GemmConstants, *, peak: float, units: int, stream: float) -> tu
 def aligned_share(
     contiguous: int, element_bytes: float, alignment: tuple[tuple[int, float], ...]
 ) -> float:
-    """Return the share of the rate left when contiguous rows have this many elements.
+    """Return the share of the rate that is reached if contiguous rows have this many elements.
 
     `contiguous` may be the bitwise or of several extents: its lowest set bit is the alignment of
-    the worst of them.
+    the least aligned one.
     """
     reach = (contiguous & -contiguous) * element_bytes
     return next((share for size, share in alignment if reach >= size), alignment[-1][1])
@@ -298,7 +301,7 @@ def launch_bound_seconds(
     max(Σ device, ops · dispatch): kernels queue up while the CPU runs ahead; when the CPU is slower
     the device waits for every op. Eager PyTorch takes 5 to 10 µs per op forward, and about the same
     again for its backward; a captured graph takes under 1 µs. Leaves out the dispatch of the first
-    op, for which the device waits, and ops that synchronise, which belong between two regions.
+    op, for which the device waits. An op that makes the CPU wait for the device ends a region.
     """
     return max(device_seconds, dispatched_ops * dispatch_seconds)
 
@@ -307,13 +310,16 @@ def launch_bound_seconds(
 class Rates:
     """The rates of a device in one training.
 
-    `single` is for fp32 matrix products: plain fp32 units, PyTorch's default, unless the precision
-    allows TF32. `convolution` is for fp32 convolutions: TF32, cuDNN's default, if there is any.
+    `single` has the rates of fp32 matrix products: on plain fp32 units, PyTorch's default, unless
+    the precision allows TF32. `convolution` has those of fp32 convolutions: on TF32 units, cuDNN's
+    default, if the device has any. `float8` has those of float8 products; without such products it
+    equals `own`.
     """
 
-    own: Throughput  # of the model's own floating dtype
+    own: Throughput  # at the plan's precision (--precision)
     single: Throughput
     convolution: Throughput
+    float8: Throughput
     is_cpu: bool
 
     def of(self, element_bytes: int) -> Throughput:
@@ -325,14 +331,15 @@ class Rates:
         return self.own if element_bytes < 4 else self.convolution
 
 
-def rates_of(device: Device, precision: Precision) -> Rates:
+def rates_of(device: Device, precision: Precision, float8: Float8 = Float8.NONE) -> Rates:
     """Return the rates of a device under a precision."""
-    peaks = dict(device.peaks)
+    peaks, own = dict(device.peaks), _throughput(device, precision.units)
     single = _throughput(device, precision.units if precision.products else "fp32")
     return Rates(
-        own=_throughput(device, precision.units),
+        own=own,
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
+        float8=own if float8 is Float8.NONE else _throughput(device, FLOAT8_UNITS),
         is_cpu=device.is_cpu,
     )
 

@@ -24,7 +24,7 @@ from autopar.planner.graph.ops import Op, TensorOrigin, refs
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 
-LOSS_CHUNKS = 8  # as torchtune; each more reads and writes the weight's gradient once more
+LOSS_CHUNKS = 8  # as in torchtune; each more chunk reads and writes the weight's gradient once more
 
 _LINEAR = "aten.linear."
 _OF_ROWS = frozenset({OpKind.VIEW, OpKind.PART, OpKind.CONTIGUOUS, OpKind.CAST, OpKind.COPY})
@@ -39,7 +39,7 @@ class ChunkedLoss:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The tensors that exist in chunks alone."""
+        """The tensors that exist only in chunks."""
         return tuple(name for op in self.ops[:-1] for name in op.outputs)
 
 
@@ -52,11 +52,11 @@ class NoChunks:
 
 
 def chunked_loss(ops: Sequence[Op], graph: Graph) -> ChunkedLoss | NoChunks:
-    """Return the loss of a layer that can be made in chunks.
+    """Return the loss of a layer that can be made in chunks, or why it has none.
 
-    A cross entropy with one target for each row and one number as its result reads the logits, and
-    nothing else does. They come from a module that is only a linear layer, by ops that treat each
-    row alone.
+    Such a loss is the layer's only cross entropy. It has one target for each row, and a single
+    number as its result. Nothing else reads its logits. They come from a module that is just a
+    linear layer, through ops that treat each row by itself.
     """
     losses = [op for op in ops if kind_of(op) is OpKind.CROSS_ENTROPY]
     if len(losses) != 1:
@@ -65,7 +65,7 @@ def chunked_loss(ops: Sequence[Op], graph: Graph) -> ChunkedLoss | NoChunks:
     while not path[0].target.startswith(_LINEAR):
         maker = graph.index.made_by.get(path[0].inputs[0])
         if maker not in ops or not _leads_on(path[0], graph):
-            why = f"{path[0].name} takes logits that are not read row by row, and by it alone"
+            why = f"{path[0].name} does not treat its logits row by row, or other ops read them"
             return NoChunks(why=why, where=path[0].location)
         assert maker is not None
         path.insert(0, maker)
@@ -74,7 +74,7 @@ def chunked_loss(ops: Sequence[Op], graph: Graph) -> ChunkedLoss | NoChunks:
 
 
 def _leads_on(op: Op, graph: Graph) -> bool:
-    """Whether an op treats each row of the logits alone, and nothing else reads these logits."""
+    """Whether an op treats each row of the logits by itself, and no other op reads them."""
     logits = op.inputs[0]
     if graph.index.readers[logits] != (op,) or graph.index.is_written_later(logits):
         return False
@@ -111,22 +111,22 @@ def _fault(op: Op, graph: Graph) -> str:
         return f"the input of {call.path} is not made by the model"
     names = {n: one.name for one in graph.parameters for n in (one.name, *one.aliases)}
     own = [names.get(f"{call.path}.{name}") for name in ("weight", "bias")]
-    return "" if [*filter(None, own)] == given else f"{call.path} has other weights than it uses"
+    return "" if [*filter(None, own)] == given else f"{call.path} uses weights other than its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunking:
-    """What a loss in chunks costs on one rank, in addition to the same ops at once.
+    """What a loss in chunks costs on one rank, beyond the same ops without chunks.
 
     bytes moved = 2 · (chunks − 1) · gradient of the weight     each chunk adds its part
-                + 2 · gradients                                 the backward multiplies them
+                + 2 · gradients                  the backward multiplies them by the loss's gradient
     Leaves out that products of fewer rows may be less efficient.
     """
 
     product: PlacedOp
     loss: PlacedOp
     names: frozenset[str]  # of all ops from the product to the loss
-    path: frozenset[str]  # the tensors that exist in chunks alone
+    path: frozenset[str]  # the tensors that exist only in chunks
     weight_bytes: int  # of the gradients of weight and bias
     gradient_bytes: int  # of all gradients that wait for the backward
     moved_bytes: int
@@ -135,7 +135,7 @@ class Chunking:
 
 
 def chunking_of(flow: LayerFlow) -> Chunking | None:
-    """Return what a layer's loss in chunks costs; None if it cannot be made so."""
+    """Return what a layer's loss in chunks costs; None if it cannot be made in chunks."""
     pricer = flow.pricer
     found = chunked_loss([one.op for one in flow.ops], pricer.graph)
     if isinstance(found, NoChunks) or pricer.precision.scales_loss:
@@ -170,10 +170,10 @@ def _more_inside(flow: LayerFlow, loss: PlacedOp) -> float:
 def chunked_memory(
     flow: LayerFlow, chunking: Chunking, plain: LayerMemory, everything: Mapping[Place, int]
 ) -> LayerMemory:
-    """Return the memory if the loss makes the logits in chunks; `plain` if at once.
+    """Return the memory if the loss makes the logits in chunks; `plain` is that without chunks.
 
     A chunk has its part of all tensors between the linear layer and the loss. The gradients that
-    wait are saved; that of the weight is handed on when the linear layer's backward runs.
+    wait are saved; the weight's is handed on when the linear layer's backward runs.
     """
     roots = {flow.pricer.memory.root(name) for name in chunking.path}
     made = {f"{name}:made" for name in chunking.names}

@@ -89,8 +89,8 @@ def _waiting_bytes(
 ) -> int:
     """Return the bytes of shared weights' gradients that wait while this layer runs.
 
-    The layer's own gradient is added to the waiting one in place. In fp32 it is added out of place,
-    because a product's gradient is a view.
+    In 16 bits, the layer's own gradient is added to the waiting one in place. In fp32 the sum is a
+    new tensor, because a product's gradient is a view.
     """
     known = flow.pricer.parameters
     sizes = {
@@ -120,8 +120,9 @@ def run_again(flow: LayerFlow, mode: Recompute) -> Again:
 def called_again(flow: LayerFlow) -> Again:
     """Return what a full recompute runs: PyTorch stops at the last tensor that the backward needs.
 
-    An op saves its operands before it runs, so neither the last product nor anything after it is
-    repeated. Other frameworks run a layer to its end, and so does a compiled layer.
+    An op saves its operands before it runs. So if the last op that saves anything (such as a
+    product) saves only operands, neither it nor anything after it is repeated. Other frameworks run
+    a layer to its end, and so does a compiled layer.
     """
     if not flow.pricer.stops_early or flow.ops[0].op.name in flow.pricer.fusion.saved:
         return Again(ops=flow.ops, conversions=flow.conversions)
@@ -137,12 +138,12 @@ def called_again(flow: LayerFlow) -> Again:
     }
     return Again(
         ops=flow.ops[: keeping[-1] + bool(keeps_result)],
-        conversions=_of(flow, needed),
+        conversions=_converted(flow, needed),
     )
 
 
 def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return the ops that run again from tensors that the mode saves to those that ops keep."""
+    """Return the ops that run again: they lead from what the mode saves to what ops keep."""
     needed: set[tuple[str, Layout]] = set()
     for one in flow.ops:
         needed |= {(name, one.layout_of(name)) for name in one.kept.seen}
@@ -154,10 +155,12 @@ def _between_saved(flow: LayerFlow, mode: Recompute) -> Again:
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
         names.update(one.op.inputs)
-    return Again(ops=tuple(reversed(again)), conversions=_of(flow, needed))
+    return Again(ops=tuple(reversed(again)), conversions=_converted(flow, needed))
 
 
-def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[LayerConversion, ...]:
+def _converted(
+    flow: LayerFlow, needed: Collection[tuple[str, Layout]]
+) -> tuple[LayerConversion, ...]:
     return tuple(c for c in flow.conversions if (c.tensor, c.needed) in needed)
 
 

@@ -34,7 +34,7 @@ from autopar.planner.costs.layers.flow import (
     working_bytes,
 )
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import LayerCost, Modes, Recompute
 from autopar.planner.graph.layouts import WHOLE, Layout, LayoutKind, OpLayout
 from autopar.planner.layers import Layer
 from autopar.planner.precision import GRADIENT_BYTES
@@ -91,7 +91,10 @@ def kept_places(flow: LayerFlow) -> dict[Place, int]:
 
 
 def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
-    """Yield op index, place and bytes of everything that ops keep; −1 if it outlives the layer."""
+    """Yield (index of the op, place, bytes) of everything that ops keep.
+
+    The index is −1 if other layers use the memory, too: this layer's backward does not free it.
+    """
     pricer = flow.pricer
     for place, size in (_taken_over(flow) | _lent(flow)).items():
         if pricer.is_kept(place[0]):
@@ -106,10 +109,11 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 
 
 def _learning(flow: LayerFlow) -> tuple[int, int]:
-    """Return the peak while an op with weights runs its backward, and this weight's gradient.
+    """Return the peak while an op with weights runs its backward, and its weight's fp32 gradient.
 
-    Tensors that only later ops keep have been freed by then. The gradient is computed in
-    the weight's dtype (16 bits) and copied to fp32: 1.5 times its fp32 bytes count.
+    Tensors that only later ops keep have been freed by then. The op is the one for which the peak
+    and 1.5 times that gradient are largest together: the gradient is computed in the weight's dtype
+    (16 bits) and copied to fp32.
     """
     keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
     kept = Counter[int]()  # bytes, by the first op that keeps them
@@ -334,3 +338,42 @@ def _chunking_seconds(flow: LayerFlow, chunking: Chunking) -> float:
     moved = chunking.moved_bytes / flow.pricer.rates.own.stream_bytes_per_second
     more = _backward(flow, more_seconds=moved, launches=chunking.launches) - _backward(flow)
     return more + chunking.inside_seconds
+
+
+_GREATEST = (
+    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
+    *("learning_bytes", "learned_gradient_bytes", "early_gradient_bytes", "deferred_bytes"),
+)
+
+
+def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
+    """Return each layer's cost on the slowest kind of device; equal layers stay one object.
+
+    Forward, whole backward, and the part for input gradients are each taken from the device that is
+    slowest in it. Saved bytes are those of the device that saves most.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    known: dict[tuple[int, ...], Modes] = {}
+    row = []
+    for alternatives in zip(*rows, strict=True):
+        key = tuple(map(id, alternatives))
+        if key not in known:
+            known[key] = {
+                mode: _slowest([modes[mode] for modes in alternatives]) for mode in alternatives[0]
+            }
+        row.append(known[key])
+    return tuple(row)
+
+
+def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
+    """Return the maxima of times and sizes; other figures are those of the slowest device."""
+    most = max(costs, key=lambda one: one.forward_seconds + one.backward_seconds)
+    backward = max(one.backward_seconds for one in costs)
+    inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
+    return replace(
+        most,
+        backward_seconds=backward,
+        weight_gradient_seconds=backward - inputs,
+        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
+    )

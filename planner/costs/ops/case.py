@@ -1,4 +1,7 @@
-"""An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes."""
+"""An op on one rank, as the formulas see it: local sizes, products, FLOPs, bytes.
+
+A letter names a dim in the rule of an op, as m, n and k in that of a product.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from autopar.planner.costs.kernels.rates import Rates, Throughput
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.graph.ops import Extent, Op, TensorOrigin, Value, refs
-from autopar.planner.precision import Precision, item_bytes
+from autopar.planner.precision import Float8, Precision, item_bytes
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind, Rule, Traffic
 from autopar.planner.rules.signature import (
     Concat,
@@ -27,7 +30,10 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op: the axis within this letter has ⌈size ÷ degree⌉ positions on a rank."""
+    """A split of an op along an axis, which is one of its letters or a factor of it.
+
+    Each rank has ⌈size ÷ degree⌉ positions of the axis.
+    """
 
     letter: str
     axis: str
@@ -64,7 +70,7 @@ class LocalShapes:
         self.split = split
         self.form = rule_of(op.target).form_along(axes.signature, split.letter) if split else None
         self._axes = axes
-        self._divided = _fellows(axes, split) if split else frozenset[str]()
+        self._divided = _split_alike(axes, split) if split else frozenset[str]()
         self._expected = _expected_letters(op, graph, axes.signature)
         self._dims = dict((*axes.signature.results[::-1], *axes.signature.operands[::-1]))
 
@@ -91,7 +97,7 @@ class LocalShapes:
     def letters(self, names: Iterable[str]) -> int:
         """Return the product of some letters' sizes, by their names in the rule.
 
-        "*" is every letter, "…" those of the leading dims; h is k·g if key heads are fewer.
+        "*" is every letter, "…" those of the leading dims; h is k·g if there are fewer key heads.
         """
         wanted = set(names)
         if "h" in wanted and "k" in self.signature.letters:
@@ -122,9 +128,9 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims that only hold masked rows to the expected share of these rows.
+    """Map each letter of dims with only the rows that a mask selects to these rows' expected share.
 
-    A letter is left out if it also stands for other rows in any tensor: there all rows are present.
+    A letter is left out if it is also a dim of all rows in one of the op's tensors.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -147,7 +153,7 @@ def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:
     return tuple(size.at(batch) for size in shape)
 
 
-def _fellows(axes: OpAxes, split: OpSplit) -> frozenset[str]:
+def _split_alike(axes: OpAxes, split: OpSplit) -> frozenset[str]:
     """Return the split letter, and letters concatenated with it that contain the axis, too.
 
     The shard of a concatenation is the concatenation of the shards: q, k and v of one fused matrix
@@ -179,7 +185,7 @@ def products_of(op: Op, shapes: LocalShapes) -> Iterator[MatrixProducts]:
 
     Letters of both factors and the result are the batch. Letters of one factor and the result are m
     or n. Letters of both factors, but not of the result, are contracted. Letters of one factor
-    alone (the number of groups) multiply nothing.
+    alone (the number of groups) are ignored.
     """
     names = factors_of(op)
     if shapes.signature.whole:  # the rule does not fit: only the shapes are known
@@ -201,7 +207,7 @@ def factors_of(op: Op) -> tuple[str, ...]:
 
 
 def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> MatrixProducts:
-    """Return a plain matmul: k is the first factor's last dim, n the result's, m all other rows."""
+    """Return a plain matmul: k is the first factor's last dim, n the result's, m its other dims."""
     result = shapes.shape(op.outputs[0]) or (1,)
     return MatrixProducts(
         left=names[0],
@@ -271,8 +277,11 @@ class OpCase:
     shapes: LocalShapes
     rates: Rates
     precision: Precision
-    fuses_gradients: bool = False  # into fp32 sums, in products; norms stream likewise (Megatron)
+    # as in Megatron: products add weights' gradients to fp32 sums, norms reach the full bandwidth
+    fuses_gradients: bool = False
     pads: bool = False  # compiled: operands of products are padded to sizes with fast kernels
+    float8: Float8 = Float8.NONE  # how it scales the factors of its products
+    casts_input: bool = False  # to float8; later products of the layer read the cast input
 
     @property
     def result(self) -> str:
@@ -283,6 +292,15 @@ class OpCase:
     def memory(self) -> Throughput:
         """The rates of kernels that move bytes."""
         return self.rates.own
+
+    def factors(self, element_bytes: int) -> tuple[Throughput, int]:
+        """Return the rates of products, and the bytes per element of their factors.
+
+        The argument is the bytes per element of the result.
+        """
+        if self.float8 is Float8.NONE:
+            return self.rates.of(element_bytes), element_bytes
+        return self.rates.float8, 1
 
     def argument(self, name: str, default: Value = None) -> Value:
         """Return an argument by its schema name, or the default."""
@@ -307,7 +325,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return the FLOPs of an op's computation, or 2·∏ letters, summed over the rule's groups."""
+    """Return the FLOPs of an op's computation, or else Σ 2·∏ letters over its rule's groups."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops
@@ -347,7 +365,7 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 
 
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
-    """Count the factors that need a gradient; for an intermediate one, the result decides."""
+    """Count the factors that need a gradient; an intermediate product does if the result does."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)
 
 

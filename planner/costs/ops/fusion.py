@@ -30,7 +30,8 @@ _FUSED_KINDS = frozenset(
     )
 )
 _SUMS = frozenset((OpKind.ADDITION, OpKind.SUBTRACTION))
-_UNWRITTEN = 2  # factor of their price: inductor rather saves tensors that are written anyway
+# times the price of tensors that the forward does not write anyway: inductor prefers the others
+_UNWRITTEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class FusedOp:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     backward_reads: tuple[str, ...]
-    gradients_read: tuple[str, ...]  # of results, once for each kernel that uses them
-    gradients_written: tuple[str, ...]  # of operands
-    sums_rows: bool  # for the gradients of its weights, in a separate kernel
+    gradients_read: tuple[str, ...]  # results, once for each kernel that wrote a gradient of them
+    gradients_written: tuple[str, ...]  # operands
+    sums_rows: bool  # a separate kernel sums rows, for the gradients of its weights
     starts_forward: bool  # the launch of a kernel counts with its first op
     starts_backward: bool
 
@@ -212,8 +213,8 @@ def _saved(layer: _Layer, size: Callable[[str], int]) -> frozenset[str]:
     """Return the tensors in memory from which the backward computes all others that it needs.
 
     Operands of products are saved, because the products of the backward read them from memory.
-    Other tensors are computed again where saving their origins takes less memory: a minimum cut, as
-    in torch's partitioner.
+    Other tensors are computed again where it takes less memory to save what they are computed from:
+    a minimum cut, as in torch's partitioner.
     """
     edges: list[_Edge] = []
     must: set[str] = set()
@@ -355,9 +356,10 @@ def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
 
 
 def _gradient_written(layer: _Layer, tensor: str, kernel: int) -> str:
-    """Return the tensor whose gradient a kernel writes for one that it reads; "" for none.
+    """Return the tensor whose gradient a kernel writes for `tensor`, which it reads; "" for none.
 
-    A sum passes on its result's gradient. If that comes from outside, nothing is written.
+    It is the sum's result if the tensor is only added: both have the same gradient. If another
+    kernel wrote that gradient, this one writes none.
     """
     while inside := layer.readers_in(tensor, kernel):
         (reader, *others) = inside

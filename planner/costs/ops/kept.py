@@ -136,7 +136,10 @@ class MadeByKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTensors:
-    """Tensors that an op keeps: `tensors` by the owner of the memory, `seen` by the op's names."""
+    """What an op keeps for its backward: operands and results, and tensors that its kernel makes.
+
+    `seen` has the former by the names that the op uses, `tensors` the owners of their memory.
+    """
 
     tensors: tuple[str, ...]
     seen: tuple[str, ...]

@@ -1,10 +1,15 @@
-"""The key under which a profile stores an op's measured seconds."""
+"""Keys and timings of measured ops, and the host's times, measured or usual."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Protocol
 
+from autopar.planner.cluster.toml_reading import figure, parse_seconds
+from autopar.planner.costs.kernels.rates import launch_bound_seconds
 from autopar.planner.costs.ops.case import LocalShapes
 from autopar.planner.files import Elements, Seconds, SomeSeconds
 from autopar.planner.graph.ops import DType, Extent, Op, Ref, Value, refs
@@ -50,6 +55,56 @@ class HostTimes:
     optimizer_tensor_seconds: Seconds  # of fused AdamW, per parameter, however small
     # of fused AdamW on fp32 states, per element, in addition
     optimizer_element_seconds: SomeSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The host's time to dispatch an op; `runs_ahead` if the device works meanwhile."""
+
+    forward_seconds: float
+    backward_seconds: float
+    runs_ahead: bool
+    is_measured: bool = False
+
+    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
+        """Return the seconds of the forward of `ops` ops, with their dispatch."""
+        return self._region_seconds(device_seconds, ops, self.forward_seconds)
+
+    def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
+        """Return the seconds of the backward of `ops` ops, with their dispatch."""
+        return self._region_seconds(device_seconds, ops, self.backward_seconds)
+
+    def _region_seconds(self, device_seconds: float, ops: int, each: float) -> float:
+        if not self.runs_ahead:
+            return device_seconds + ops * each
+        return launch_bound_seconds(device_seconds, dispatched_ops=ops, dispatch_seconds=each)
+
+
+@cache
+def read_host(architecture: str) -> Host:
+    """Return the host constants for devices of an architecture."""
+    source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
+    kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
+    table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
+
+    def seconds(name: str) -> float:
+        return figure(table, name, parse_seconds, where=kind)
+
+    return Host(
+        forward_seconds=seconds("forward"),
+        backward_seconds=seconds("backward"),
+        runs_ahead=kind == "gpu",
+    )
+
+
+def measured_host(times: HostTimes, architecture: str) -> Host:
+    """Return the host with measured times of dispatch."""
+    return Host(
+        forward_seconds=times.forward_seconds,
+        backward_seconds=times.backward_seconds,
+        runs_ahead=architecture.casefold() != "cpu",
+        is_measured=True,
+    )
 
 
 class Measurements(Protocol):

@@ -7,16 +7,13 @@ dispatches and computes in turn.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
+from functools import cached_property
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Collective, Device
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.cluster.toml_reading import figure, parse_seconds
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.conversions import (
     FREE,
@@ -25,68 +22,33 @@ from autopar.planner.costs.collectives.conversions import (
     conversion_cost,
 )
 from autopar.planner.costs.kernels.kernels import memory_seconds
-from autopar.planner.costs.kernels.rates import launch_bound_seconds, rates_of
+from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import LocalShapes, OpCase, OpSeconds, OpSplit
 from autopar.planner.costs.ops.fusion import Fusion, find_fusion, fused_seconds
 from autopar.planner.costs.ops.kept import KeptTensors, TensorSizes, made_by, names_kept
-from autopar.planner.costs.ops.measurements import HostTimes, Measurements, OpKey, Timing, op_key
+from autopar.planner.costs.ops.measurements import (
+    Host,
+    Measurements,
+    OpKey,
+    Timing,
+    measured_host,
+    op_key,
+    read_host,
+)
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import WHOLE, Layout, conversion
 from autopar.planner.graph.ops import Op, Parameter, TensorOrigin
-from autopar.planner.layers import Layers, Residence, find_layers, residence
-from autopar.planner.precision import Kernels, Precision, item_bytes
+from autopar.planner.layers import (
+    Layers,
+    Residence,
+    compiled_ops,
+    find_layers,
+    float8_linears,
+    residence,
+)
+from autopar.planner.precision import FLOAT8_MULTIPLE, Float8, Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The host's time to dispatch an op; `runs_ahead` if the device works meanwhile."""
-
-    forward_seconds: float
-    backward_seconds: float
-    runs_ahead: bool
-    is_measured: bool = False
-
-    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of the forward of `ops` ops, with their dispatch."""
-        return self._region_seconds(device_seconds, ops, self.forward_seconds)
-
-    def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
-        """Return the seconds of the backward of `ops` ops, with their dispatch."""
-        return self._region_seconds(device_seconds, ops, self.backward_seconds)
-
-    def _region_seconds(self, device_seconds: float, ops: int, each: float) -> float:
-        if not self.runs_ahead:
-            return device_seconds + ops * each
-        return launch_bound_seconds(device_seconds, dispatched_ops=ops, dispatch_seconds=each)
-
-
-@cache
-def read_host(architecture: str) -> Host:
-    """Return the host constants for devices of an architecture."""
-    source = resources.files("autopar.planner.costs.ops").joinpath("host.toml")
-    kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
-    table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
-
-    def seconds(name: str) -> float:
-        return figure(table, name, parse_seconds, where=kind)
-
-    return Host(
-        forward_seconds=seconds("forward"),
-        backward_seconds=seconds("backward"),
-        runs_ahead=kind == "gpu",
-    )
-
-
-def measured_host(times: HostTimes, architecture: str) -> Host:
-    """Return the host with measured times of dispatch."""
-    return Host(
-        forward_seconds=times.forward_seconds,
-        backward_seconds=times.backward_seconds,
-        runs_ahead=architecture.casefold() != "cpu",
-        is_measured=True,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,14 +61,14 @@ class OpCost:
     measured: bool
 
 
-_NUMBER_BYTES = 4  # of what the forms of split ops send, in fp32
+_NUMBER_BYTES = 4  # the collectives inside split ops send fp32 numbers
 
 
 class OpPricer:
     """Prices the ops, tensors and conversions of a graph at one batch, precision and device.
 
     `layers` may be passed to avoid finding them again. If `compiles`, torch.compile fuses the ops
-    of each layer.
+    of each layer, and products of linear layers are in float8 if asked for.
     """
 
     stops_early = True  # a layer's recomputation stops at the last tensor that the backward needs
@@ -123,14 +85,15 @@ class OpPricer:
         measured: Measurements | None = None,
         layers: Layers | None = None,
         compiles: bool = False,
+        float8: Float8 = Float8.NONE,
     ) -> None:
         self.graph = graph
         self.axes = axes
-        self.compiles = compiles
+        self.compiles, self.float8 = compiles, float8
         self.batch = graph.fixed_batch or batch
         self.precision = precision
         self.device = device
-        self.rates = rates_of(device, precision)
+        self.rates = rates_of(device, precision, float8)
         self.sizes = TensorSizes(graph, axes, batch=self.batch, precision=precision)
         self.memory = self.sizes.memory
         self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
@@ -150,7 +113,7 @@ class OpPricer:
 
     @cached_property
     def residence(self) -> Residence:
-        """Where tensors are made and used."""
+        """The layers that make and use each tensor."""
         return residence(self.graph, self.layers)
 
     @cached_property
@@ -165,7 +128,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """Maps the owner of memory to the layers that use it, without the layer that makes it."""
+        """The layers that use each tensor that owns memory, without the one that makes it."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)
@@ -175,21 +138,31 @@ class OpPricer:
 
     @cached_property
     def fusion(self) -> Fusion:
-        """What torch.compile makes of the layers that it takes: modules with more than one op."""
+        """How torch.compile fuses ops of the layers that it compiles."""
         if not self.compiles:
             return Fusion()
-        calls, around = self.graph.calls, self.graph.index.around
+        taken = (compiled_ops(one, self.graph) for one in self.layers.layers)
         return find_fusion(
             self.graph,
-            [
-                [op for op in one.ops if one.call in around(op.call)]
-                for one in self.layers.layers
-                if len(one.ops) > 1 and one.call in calls and calls[one.call].path
-            ],
+            [ops for ops in taken if ops],
             root=self.memory.root,
             kept=self._seen,
             size=lambda name: self.sizes.tensor_bytes(name, WHOLE, 1),
         )
+
+    @cached_property
+    def float8_ops(self) -> Mapping[str, bool]:
+        """The products in float8, and whether each casts its input, as the first in its layer."""
+        if not self.compiles or self.float8 is Float8.NONE:
+            return {}
+        linears, found = float8_linears(self.graph, self.layers), dict[str, bool]()
+        for layer in self.layers.layers:
+            cast = set[str]()
+            for op in (op for op in layer.ops if op.name in linears):
+                source = self.memory.root(op.inputs[0])
+                found[op.name] = source not in cast
+                cast.add(source)
+        return found
 
     def launches(self, op: Op) -> tuple[int, int]:
         """Return the number of ops that the host dispatches for this one, forward and backward."""
@@ -224,7 +197,7 @@ class OpPricer:
         if shapes.form is None:
             return 0.0
         rows = shapes.numel(op.inputs[0]) // max(1, chunks * shapes.letters((form.letter,)))
-        gathered = {Collective.ALL_GATHER: shape.ranks}  # a payload is of all ranks
+        gathered = {Collective.ALL_GATHER: shape.ranks}  # its payload counts all ranks' numbers
         return sum(
             collective_seconds(one, numbers * gathered.get(one, 1) * rows * _NUMBER_BYTES, shape)
             for one, numbers in form.sends
@@ -303,7 +276,7 @@ class OpPricer:
     def _cost(self, op: Op, split: OpSplit | None) -> OpCost:
         seconds = self._formula(op, split)
         timing = None
-        if self._measured and op.name not in self.fusion.ops:
+        if self._measured and not {op.name}.intersection(self.fusion.ops, self.float8_ops):
             timing = self._measured.seconds(self.key(op, split))
         backward = seconds.input_gradient + seconds.weight_gradient
         if timing is None:
@@ -329,20 +302,35 @@ class OpPricer:
     def _formula(self, op: Op, split: OpSplit | None) -> OpSeconds:
         if self.memory.takes_none(op) or self._is_passed_over(op):
             return OpSeconds(forward=0.0)
+        shapes = self.shapes(op, split)
         case = OpCase(
             op=op,
             graph=self.graph,
             rule=rule_of(op.target),
-            shapes=self.shapes(op, split),
+            shapes=shapes,
             rates=self.rates,
             precision=self.precision,
             fuses_gradients=self.fuses_gradients,
             pads=op.name in self.fusion.saved,
+            float8=self._scales(op, shapes),
+            casts_input=self.float8_ops.get(op.name, False),
         )
         if op.name in self.fusion.ops:
             return fused_seconds(case, self.fusion.ops[op.name])
         seconds = op_seconds(case)
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
+
+    def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
+        """Return how an op scales its factors: not at all if the sizes of its shard do not suit.
+
+        Nor if its bias is added later, to the sum of all shards' results.
+        """
+        if op.name not in self.float8_ops:
+            return Float8.NONE
+        rows, depth = shapes.shape(op.inputs[1])
+        is_partial = depth < self.graph.tensors[op.inputs[1]].shape[1].at(self.batch)
+        fits = rows % FLOAT8_MULTIPLE == depth % FLOAT8_MULTIPLE == 0
+        return self.float8 if fits and not (is_partial and op.inputs[2:]) else Float8.NONE
 
     def _is_passed_over(self, op: Op) -> bool:
         """Whether an op is a view that only fused ops read: they write its gradient in place."""

@@ -13,20 +13,24 @@ from types import MappingProxyType
 
 from autopar.planner.costs.kernels import kernels, norms
 from autopar.planner.costs.ops.case import OpCase, OpSeconds, computation_of, products_of
-from autopar.planner.costs.ops.traffic import traffic_seconds
+from autopar.planner.costs.ops.traffic import cast_seconds, traffic_seconds
 from autopar.planner.graph.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind
 
-_BACKWARD_KERNELS = 2  # element-wise kernels in the backward of a step, per kernel in its forward
+_BACKWARD_KERNELS = 2  # a recurrent step's element-wise kernels in the backward, per forward one
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:
-    """Price matrix products; the kernel also adds the bias, whose gradient is a separate sum."""
+    """Price matrix products; the kernel also adds the bias, whose gradient is a separate sum.
+
+    For float8, separate kernels cast the factors.
+    """
     products = tuple(products_of(case.op, case.shapes))
     if not products:
         return traffic_seconds(case)
-    return sum((_product(case, product) for product in products), bias_seconds(case))
+    beside = bias_seconds(case) + cast_seconds(case)
+    return sum((_product(case, product) for product in products), beside)
 
 
 def computed_seconds(case: OpCase) -> OpSeconds:
@@ -64,6 +68,7 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
     """
     size = case.element_bytes(case.result)
     stored = 2 * GRADIENT_BYTES if case.fuses_gradients else size
+    rates, width = case.factors(size)
     m, n, k, times = product.m, product.n, product.k, product.times
     if not times:
         return OpSeconds(forward=0.0)
@@ -71,11 +76,11 @@ def _product(case: OpCase, product: MatrixProducts) -> OpSeconds:
     def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
         shape = rows, columns, depth
         as_it_is = kernels.gemm_seconds(
-            *shape, rates=case.rates.of(size), batch=product.batch,
-            element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
+            *shape, rates=rates, batch=product.batch,
+            element_bytes=width, stored_bytes=stored_bytes, contiguous=n | k,
         )  # fmt: skip
-        if not case.pads or not (n | k) * size % 16:
-            return as_it_is
+        if not case.pads or not (n | k) * width % 16:
+            return as_it_is / case.float8.rate
         return min(as_it_is, _padded_seconds(case, shape, {n, k}, product.batch, size))
 
     own = weight = 0.0
@@ -344,8 +349,8 @@ def _embedding(case: OpCase) -> OpSeconds:
 def _cross_entropy(case: OpCase) -> OpSeconds:
     """Price log_softmax and its backward.
 
-    The forward reads and writes the logits. The backward fills the loss's gradient, reads it and
-    the probabilities, and writes the logits' gradient.
+    The forward reads the logits and writes as much. The backward writes the gradient of the
+    log-probabilities, reads it and the log-probabilities, and writes the logits' gradient.
     """
     if not case.shapes.signature.letters:
         return traffic_seconds(case)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, OpSeconds, moved_bytes
 from autopar.planner.graph.graph import Graph
+from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import Linear, OpKind, Traffic
 from autopar.planner.rules.table import rule_of
 
@@ -106,10 +107,11 @@ def _backward_kernels(case: OpCase) -> Iterator[Moved]:
     """Yield what each kernel of the backward moves.
 
     Most ops have one kernel. An elementwise product has one for each factor that needs a gradient:
-    it reads the gradient of the result and the other factors, and writes as much as the result has.
+    it reads the gradient of the result and the other factors, and writes as many bytes as the
+    result has.
     A factor that was broadcast has a second kernel, a sum over rows. The gradients of parts are
-    joined. Those of `unbind` are stacked; if `unbind` reads a permuted tensor, the whole gradient
-    is copied back into this tensor's own order.
+    joined, those of `unbind` stacked. If `unbind` reads a permuted tensor, the whole gradient is
+    copied back into the order of the tensor's memory.
     """
     access, kind = case.memory.access, case.rule.kind
     if kind is OpKind.MULTIPLICATION:
@@ -172,3 +174,23 @@ def backward_bytes(case: OpCase) -> int:
     if case.rule.linear in (Linear.FIRST, Linear.JOINTLY):
         return results + inputs
     return forward_bytes(case) + inputs
+
+
+def cast_seconds(case: OpCase) -> OpSeconds:
+    """Return the seconds of kernels that cast the factors of a linear layer to float8.
+
+    `Float8` has the bytes that they move per element. Leaves out what fusion can save: the kernel
+    that makes a factor may also find its largest element.
+    """
+    if case.float8 is Float8.NONE:
+        return OpSeconds(forward=0.0)
+    own, (source, weight) = case.float8, map(case.shapes.numel, case.op.inputs[:2])
+    forward = own.weight_bytes * weight + case.casts_input * own.input_bytes * source
+    backward = own.input_bytes * case.shapes.numel(case.result) + own.weight_bytes_again * weight
+    return OpSeconds(
+        forward=memory_seconds(forward, rates=case.memory),
+        input_gradient=memory_seconds(backward + own.gradient_bytes * source, rates=case.memory),
+        weight_gradient=memory_seconds(own.gradient_bytes * weight, rates=case.memory)
+        if own.gradient_bytes
+        else 0.0,
+    )

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 # For each rank, its actions in order.
 Schedule = tuple[tuple[Action, ...], ...]
 Numbers = npt.NDArray[np.int64]
-FEW_ROUNDS = 3  # for most schedules: warm-up, and one round more than they take to be periodic
+FEW_ROUNDS = 3  # most schedules repeat after the second round; the third shows how long one takes
 
 
 def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
@@ -150,7 +150,7 @@ def interleaved_zero_bubble(shape: PipelineShape) -> Schedule:
 def zero_bubble_v(shape: PipelineShape) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    The order is that of at least 2·ranks − 1 microbatches, without those that do not exist.
+    With fewer than 2·ranks − 1 microbatches, it is the order of 2·ranks − 1, without the missing.
     """
     ranks, microbatches = shape.ranks, shape.microbatches
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))
@@ -168,8 +168,8 @@ def _first_rounds(shape: PipelineShape) -> int:
 def _in_rounds(kind: ActionKind, stages: Sequence[int], shape: PipelineShape) -> list[Action]:
     """Return all actions of a kind: a round of microbatches through each stage, then the next.
 
-    A round has as many microbatches as there are ranks, if that divides all microbatches. Else it
-    has microbatches ÷ ⌊microbatches ÷ ranks⌋, as in torch.
+    A round has as many microbatches as there are ranks, if all rounds are full then. Else it has
+    microbatches ÷ ⌊microbatches ÷ ranks⌋, as in torch.
     """
     per_round = shape.microbatches // shape.rounds
     return [

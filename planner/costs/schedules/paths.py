@@ -7,8 +7,9 @@ is linear in the seconds of the stages:
     length  =  Σ_stages  f · forward + b · backward + i · input gradient + w · weight gradient
                + c · transfer to the next stage
 
-The chain that is longest for some stages gives a lower bound for any other stages. A rank begins to
-reduce gradients after its last backward. So a chain that ends there is followed by the reductions.
+The chain that is longest for some times of the stages gives a lower bound for any other times. A
+rank begins to reduce gradients after its last backward, so the rank's reductions follow a chain
+that ends there.
 """
 
 from __future__ import annotations
@@ -152,9 +153,9 @@ def _closed(
 ) -> Chain:
     """Return a chain of GPipe or 1F1B by the closed forms; transfers are on demand.
 
-    `stage` runs all its actions; each earlier stage passes one microbatch forward and back. A 1 in
-    `waits` means that the chain waits for one microbatch to pass the later stages, in place of the
-    forwards (backwards) that fill this wait.
+    `stage` runs all its actions; each earlier stage passes one microbatch forward and back. `waits`
+    has a number for forwards and one for backwards. If it is 1, the chain follows a microbatch
+    through the later stages, instead of the forwards (backwards) that fill this wait.
     """
     counts = _empty(shape)
     counts[:stage, :2] = 1.0
@@ -169,7 +170,7 @@ def _closed(
 
 
 def _received(counts: Floats) -> Floats:
-    """Add transfers: a forward receives from the stage before, a backward from the one behind."""
+    """Add transfers: a forward receives from the stage before, a backward from the next one."""
     counts[:-1, TRANSFER] = counts[1:, 0] + counts[:-1, 1]
     return counts
 
@@ -185,7 +186,7 @@ def _one_f_one_b_chains(shape: PipelineShape) -> tuple[Chain, ...]:
 
 
 def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
-    """Return the chain of length Σ + (m − 1) · (longest forward + longest backward)."""
+    """Return the chain of length Σ(f + b) + (m − 1) · (longest forward + longest backward)."""
     received = times[:, :2].copy()
     received[1:, 0] += times[:-1, TRANSFER]
     received[:, 1] += times[:, TRANSFER]
@@ -201,8 +202,7 @@ def _with_ends(
 ) -> tuple[Chain, ...]:
     """Return the chain, and the one to the rank whose reductions end last.
 
-    After a rank's last action, gradients still pass the earlier ranks. The second chain ends before
-    this.
+    The second chain ends with that rank's last action, before gradients pass the earlier ranks.
     """
     backward = times[:, 1] + times[:, TRANSFER]
     passed = [0.0, *accumulate(backward[:-1])]

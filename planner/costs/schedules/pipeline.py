@@ -195,9 +195,10 @@ def _idle(
     stages: Sequence[StageSeconds],
     found: PipelineSeconds,
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield each rank's seconds of a microbatch, its idle seconds, and those at the two ends.
+    """Yield each rank's seconds of a microbatch, its idle seconds, and how many are at the ends.
 
-    Idle seconds between the ends are slack, which the slowest rank uses up in later rounds.
+    At the ends, the rank has not begun or has finished. Idle seconds between are slack, which the
+    slowest rank uses up in later rounds.
     """
     own = [0.0] * shape.ranks
     splits = SCHEDULES[kind].splits_backward

@@ -93,7 +93,7 @@ class Prepared:
     stages: int
     works: Numbers  # [row, rank]: 4 · stage + index of the kind in ActionKind; empty: 4 · stages
     needs: Numbers  # the cell that this one waits for; cell 0: none
-    borders: Numbers  # the input crosses the border behind this stage; none: stages − 1
+    borders: Numbers  # its input passes between this stage and the next; if not: stages − 1
 
     def __post_init__(self) -> None:
         """Make the table read-only, because prepared schedules are cached."""
@@ -196,7 +196,7 @@ def _needs(
 
 
 def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
-    """Return each action's row: the first after its input's and after its rank's action before."""
+    """Return each action's row: the first after its input's and its rank's previous action's."""
     rows = np.zeros(len(needs), dtype=np.int64)
     has_run = np.zeros(len(needs) + 1, dtype=np.bool_)
     has_run[-1] = True

@@ -53,7 +53,7 @@ class ScheduleFacts:
     """The order of a schedule, and facts that the order does not show."""
 
     order: Callable[[PipelineShape], Schedule]
-    stages_per_rank: int | None = None  # the only number that torch runs
+    stages_per_rank: int | None = None  # the only number with which torch runs it; None: any
     # as in torch: with one stage per rank, a tensor is received only when it is needed
     transfer: Transfer
     splits_backward: bool
@@ -173,8 +173,8 @@ class Moments:
     running: npt.NDArray[np.int64]  # the index of the running stage, among the rank's stages
     # microbatches whose forward is done and whose backward is not, including the running one
     forwarded: Counts
-    unanswered: Counts  # of these, the microbatches whose inputs have no gradient yet
-    halfway: Counts  # of these, the ones in the first half of their backward or between the halves
+    unanswered: Counts  # of the forwarded, those whose inputs have no gradient yet
+    halfway: Counts  # of the forwarded, those in a half of their backward or between halves
 
     def __post_init__(self) -> None:
         """Make the counts read-only, because moments are cached."""
@@ -192,9 +192,9 @@ class Moments:
 def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
     """Return the most microbatches that each stage holds activations of at once.
 
-    A microbatch is in flight on a stage from its forward until its backward ends, or its weight
-    gradient if the backward is split: torch keeps the whole graph between the two halves, and the
-    output gradients of ops with weights (deferred).
+    A microbatch is in flight on a stage from its forward until its backward ends. If the backward
+    is split, this is the end of its second half, the weight gradients: until then torch keeps the
+    whole graph, and the output gradients of ops with weights (deferred).
     """
     if shape.ranks == 1:
         return (1,) * shape.stages  # one rank runs one microbatch after the other
@@ -202,9 +202,9 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 
 
 def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
-    """Return a shape of a few rounds that holds as many microbatches at once as the whole one.
+    """Return the shape with a few rounds, if its stages hold as many microbatches at once.
 
-    If stages hold more with one more round, as with GPipe, it is the whole shape.
+    If stages hold more with one more round, as with GPipe, return the whole shape.
     """
     few = few_rounds(shape)
     if few == shape:

@@ -10,7 +10,8 @@ ZeRO-3 gathers its first layer before it computes, and scatters its last gradien
 computed.
 
 ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
-ZeRO-1 and 0 reduce in the last one. ZeRO-1 gathers before the first forward, ZeRO-2 during it.
+ZeRO-1 and 0 reduce in the last one, or in every one if gradients go to the host. ZeRO-1 gathers
+before the first forward, ZeRO-2 during it.
 The collectives in every pass are one per layer; the others are bounded over all ways to divide
 their bytes among layers and buckets.
 
@@ -34,7 +35,7 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 class Shared:
     """Bytes of the parameters and gradients of some layers: in total, and of each equal layer.
 
-    `borders` of their stages begin with an equal layer, and as many end with one.
+    The number of their stages that begin with an equal layer is `borders`; as many end with one.
     """
 
     parameter_bytes: int
@@ -71,7 +72,7 @@ class DataBound:
     @property
     def is_in_every_pass(self) -> bool:
         """Whether every microbatch waits for collectives, not only the first and the last one."""
-        return self.arrangement.zero.reduces_each and self.arrangement.data > 1
+        return self.arrangement.reduces_each and self.arrangement.data > 1
 
     def forward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least time of a forward of layers."""
@@ -86,6 +87,8 @@ class DataBound:
         computing_seconds += self.gradients(shared.gradient_bytes)
         if not self.is_in_every_pass:
             return computing_seconds
+        if not self.arrangement.zero.shards_modules:  # buckets of any number of layers
+            return self._overlapped(computing_seconds, self._reduced(shared.gradient_bytes))
         scatter = self._reduced(shared.each_gradient_bytes)
         scatters = shared.count * scatter + self._reduced(shared.other_gradient_bytes)
         copied = self._sent(shared.gradient_bytes) * self.copy_byte_seconds
@@ -109,7 +112,7 @@ class DataBound:
     def each_backward_more(self, cost: LayerCost) -> float:
         """Return what gradients and data parallelism add to one layer's backward."""
         gradients = self.gradients(cost.gradient_bytes)
-        if not self.is_in_every_pass:
+        if not (self.is_in_every_pass and self.arrangement.zero.shards_modules):
             return gradients
         copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
         reduced = self.slowing * self._reduced(cost.gradient_bytes)
@@ -128,7 +131,7 @@ class DataBound:
         parameter_bytes: int,
         gradient_bytes: int,
     ) -> bool:
-        """Whether a pass may take no more seconds than its collectives alone."""
+        """Whether the collectives of a pass may take as long as its computing, or longer."""
         if not self.is_in_every_pass:
             return False
         gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
@@ -213,8 +216,8 @@ def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float
 
         T = L ÷ (1 − (1 − 1/m)^p)
 
-    and no other cut makes the greatest of them smaller. Other schedules: m·L ÷ p. Leaves out all
-    communication, the optimizer and the framework.
+    and no other cut makes the greatest of them smaller. Other schedules: the larger of L and m·L ÷
+    p. Leaves out all communication, the optimizer and the framework.
     """
     microbatches, ranks = arrangement.microbatches, arrangement.pipeline
     if ranks == 1:

@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-from autopar.planner.cluster.cluster import Device
-from autopar.planner.cluster.toml_reading import figure, number, parse_bytes, parse_seconds
+from autopar.planner.cluster.cluster import Device, HostShare
+from autopar.planner.cluster.toml_reading import (
+    figure,
+    number,
+    parse_bytes,
+    parse_seconds,
+    share,
+)
 from autopar.planner.costs.kernels.kernels import memory_seconds
 from autopar.planner.costs.kernels.rates import Throughput
 from autopar.planner.costs.ops.measurements import HostTimes, Measurements
@@ -19,7 +25,7 @@ from autopar.planner.precision import GRADIENT_BYTES, Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """Host time per layer of the frameworks in published runs."""
+    """Host times of the frameworks in published runs; see framework.toml."""
 
     op_seconds: float
     collective_seconds: float
@@ -31,8 +37,8 @@ class HostWork:
 class FrameworkConstants:
     """The constants of framework.toml.
 
-    If the hosts of all devices were measured, the times are theirs, and the optimizer has a
-    measured time per element.
+    If the hosts of all devices were measured, their times replace those of the file, and the
+    optimizer has a measured time per element.
     """
 
     step_seconds: float
@@ -45,9 +51,11 @@ class FrameworkConstants:
     process_bytes: int
     margin: float
     host: HostWork
+    host_memory_share: float  # of the raw rate of the host's memory, which its optimizer reaches
+    host_link_share: float  # the same of the link between host and device
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
-    # ZeRO-1 gathers beside the next forward; emitted scripts wait before it
+    # ZeRO-1 gathers beside the next forward; printed scripts finish gathering before it
     gathers_ahead: bool = False
     # products add gradients to fp32 sums and the optimizer's kernel casts, as Megatron's do
     fuses_gradients: bool = False
@@ -74,6 +82,8 @@ def read_framework_constants() -> FrameworkConstants:
         pair_bytes=figure(memory, "pair", parse_bytes, where="memory"),
         process_bytes=figure(memory, "process", parse_bytes, where="memory"),
         margin=number(memory, "margin", where="memory"),
+        host_memory_share=share(table["offload"], "memory", where="offload"),
+        host_link_share=share(table["offload"], "link", where="offload"),
         host=HostWork(
             **{
                 f"{name}_seconds": figure(table["host"], name, parse_seconds, where="host")
@@ -140,6 +150,8 @@ def gradient_seconds(
         12 · (m − 1) ÷ m     to add it to the sum: the first microbatch has nothing to add to
         8 ÷ m                to copy the gradient into its bucket, once in a step
 
+    On their way to the host, gradients are copied in every microbatch, and added up there.
+
     Casts and sums launch a kernel for each of the `tensors`; with 0 of them the result is a lower
     bound. fully_shard (ZeRO-2 and 3) casts as well, and keeps no whole sums; its copies are part of
     `data_seconds`. Fused gradients take nothing: products add to fp32 sums themselves.
@@ -147,9 +159,10 @@ def gradient_seconds(
     if constants.fuses_gradients:
         return 0.0
     casts = float(arrangement.precision.is_half)
-    keeps_whole = not arrangement.divided.reduces_each
+    leaves = arrangement.offload.has_states
+    keeps_whole = not (arrangement.divided.reduces_each or leaves)
     sums = keeps_whole * (1 - 1 / arrangement.microbatches)
-    copies = arrangement.has_buckets / arrangement.microbatches
+    copies = arrangement.has_buckets / (1 if leaves else arrangement.microbatches)
     casting = _CAST_BYTES * casts / rates.access.casting
     moved = casting + _ADDED_BYTES * sums + _COPIED_BYTES * copies
     elements = gradient_bytes / GRADIENT_BYTES
@@ -201,8 +214,74 @@ def optimizer_seconds(
     return memory_seconds(moved, rates=rates, access=access)
 
 
+def update_seconds(
+    trainable: float,
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
+    *,
+    rates: Throughput,
+    host: HostShare,
+) -> float:
+    """Return the seconds in which a rank steps its part, on the device or on the host."""
+    parameters = trainable / arrangement.optimizer_ranks
+    if arrangement.offload.has_states:
+        return host_optimizer_seconds(parameters, arrangement, constants, host)
+    return optimizer_seconds(
+        parameters,
+        precision=arrangement.precision,
+        is_fused=constants.fuses_gradients,
+        rates=rates,
+        element_seconds=constants.optimizer_element_seconds,
+    )
+
+
+def host_optimizer_seconds(
+    parameters: float, arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
+) -> float:
+    """Return the seconds of AdamW in the host's memory, and of sending the new weights back.
+
+        seconds  =  parameters · ((28 + 12 to clip) ÷ memory + max(cast ÷ memory, weight ÷ link))
+
+    A cast to 16 bits reads and writes 6 bytes; fp16 also unscales (8 bytes). fully_shard sends
+    nothing here: it fetches its parts when it gathers them. Leaves out the CPU's arithmetic, which
+    is faster than its memory on the machines of devices.toml.
+    """
+    memory = host.memory_bytes_per_second * constants.host_memory_share
+    link = host.bytes_per_second * constants.host_link_share
+    precision = arrangement.precision
+    unscaling = _UNSCALING_BYTES if precision.scales_loss else 0
+    stepping = (_STEP_BYTES + _CLIPPING_BYTES + unscaling) / memory
+    casting = (_MASTER_BYTES + _WEIGHT_BYTES) / memory if precision.is_half else 0.0
+    sending = 0.0 if arrangement.shards_on_host else max(casting, precision.item_bytes / link)
+    return parameters * (stepping + sending)
+
+
+def to_host_byte_seconds(
+    arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
+) -> float:
+    """Return the seconds to copy a byte of an fp32 gradient to the host, on average.
+
+    All but the first microbatch are added there: two reads and a write.
+    """
+    if not arrangement.offload.has_states:
+        return 0.0
+    added = 3 * (1 - 1 / arrangement.microbatches)
+    memory = host.memory_bytes_per_second * constants.host_memory_share
+    return 1 / (host.bytes_per_second * constants.host_link_share) + added / memory
+
+
+def from_host_byte_seconds(
+    arrangement: Arrangement, constants: FrameworkConstants, host: HostShare
+) -> float:
+    """Return the seconds to fetch a byte of fully_shard's gathered parameters, which are fp32."""
+    if not arrangement.shards_on_host:
+        return 0.0
+    wide = 2 if arrangement.precision.is_half else 1
+    return wide / (host.bytes_per_second * constants.host_link_share)
+
+
 def _copy_bytes(precision: Precision, *, is_fused: bool) -> int:
-    """Return the bytes that a step moves per parameter beside its fp32 state and gradient."""
+    """Return the bytes that a step moves per parameter besides its fp32 state and gradient."""
     if not precision.is_half:
         return 0
     weight = _WEIGHT_BYTES if is_fused else _MASTER_BYTES + _WEIGHT_BYTES

@@ -1,4 +1,4 @@
-"""Turns the layers of a stage into the peak of a backward, beside parameters and states.
+"""Turns the layers of a stage into the peak of a backward, besides parameters and states.
 
 A backward runs the layers from the last to the first. After each layer it frees what the layer
 saved, and leaves the gradients of its weights:
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,17 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPredi
 from autopar.planner.costs.schedules.table import SCHEDULES, Moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import LayerWork, StageLoad
+from autopar.planner.costs.steps.state import (
+    host_bytes,
+    lasting_bytes,
+    own_part,
+    sent_bucket_bytes,
+    state_by_category,
+)
 
 
 class Most(NamedTuple):
-    """The peak of a rank in a backward, beside parameters and states.
+    """The peak of a rank in a backward, besides parameters and states.
 
     `unsharded` are gathered parameters, and gradients that are not reduced yet.
     """
@@ -59,21 +66,26 @@ def most_of_microbatches(
 
 
 def _work(load: StageLoad, arrangement: Arrangement) -> Most:
-    """Return a backward's memory beside all that the stage saved, minus what it has freed.
+    """Return the memory of a backward besides what the stage saved, minus what it has freed.
 
     The layer with the largest need counts as if nothing were freed before it. With ZeRO-0 and 1,
-    gradients of weights are added one by one to those of earlier microbatches:
+    gradients of weights are added one by one to those of earlier microbatches, or fill buckets that
+    leave for the host:
 
-        learning_l + fp32 and 16-bit gradient of a weight − Σ_{i > l} saved_i
+        learning_l + fp32 and 16-bit gradient of a weight + waiting + leaving − Σ_{i > l} saved_i
+
+    `waiting` are gradients of shared weights that wait, `leaving` those on their way to the host.
     """
-    most, freed = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0
+    most, freed, made = Most(0, 0, *_layer_that_needs_most(load, arrangement)), 0, 0
     if arrangement.divided.shards_modules:
         return most
     for work in reversed(load.works):
         cost = work.cost
         coming = cost.learned_gradient_bytes + _narrow_bytes(cost, arrangement)
         waiting = _waiting_bytes(cost, arrangement)
-        most = max(most, _learning(cost, -freed, 0, waiting + coming), key=sum)
+        leaving = _leaving_bytes(made, arrangement)
+        most = max(most, _learning(cost, -freed, leaving, waiting + coming), key=sum)
+        made += work.count * cost.gradient_bytes
         freed += work.count * cost.saved_bytes
     return most
 
@@ -113,7 +125,7 @@ def _gathered_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _ahead_bytes(work: LayerWork, arrangement: Arrangement) -> int:
-    """Return the parameters of the layer that ZeRO-3 has gathered while this one runs."""
+    """Return the parameters of the next layer, which ZeRO-3 has gathered while this one runs."""
     return arrangement.divided.divides_parameters * work.next_parameter_bytes
 
 
@@ -125,7 +137,8 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
         Σ_{i ≤ l} saved_i + transient_l + Σ_{i > l} gradient_i
         Σ_{i ≤ l} saved_i + learning_l  + Σ_{i ≥ l} gradient_i    when its last gradient is made
 
-    Of equal layers only the first and the last are examined: between them the sums are monotonic.
+    To both, the unsharded memory is added. Of equal layers only the first and the last are
+    examined: between them the sums are monotonic.
     """
     held = load.saved_bytes
     moments: list[Most] = []
@@ -140,14 +153,14 @@ def most_in_one_pass(load: StageLoad, arrangement: Arrangement) -> Most:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnePassMoment:
-    """A layer's turn in the only backward of a step: the memory beside activations."""
+    """A layer's turn in the only backward of a step: the memory besides activations."""
 
     work: LayerWork
-    done: int  # equal layers done before it
-    made_bytes: int  # gradients of later layers, if allocated separately
-    after_bytes: int  # the same with this layer's own
+    done: int  # equal layers that have run before it in this backward
+    made_bytes: int  # gradients of later layers, if they are not in buckets
+    after_bytes: int  # the same, with this layer's own
     unsharded_bytes: int  # gathered parameters, and gradients of shared weights that wait
-    coming_bytes: int  # its own gradients while computed, beside the part that stays
+    coming_bytes: int  # its own gradients while computed, besides the part that stays
 
     def most(self, cost: LayerCost, held_bytes: int) -> tuple[Most, Most]:
         """Return the peaks while the layer runs in a mode, given the saved bytes."""
@@ -166,15 +179,15 @@ def moments_of_one_pass(
 ) -> Iterator[OnePassMoment]:
     """Yield the layers of the only backward of a step, from the last one to the first.
 
-    While a layer computes gradients, it needs memory beside the part that stays: with ZeRO-2 and 3
-    whole gradients, otherwise one weight's gradient in 16 bits, and in fp32 if another layer counts
-    that weight. Buckets stay allocated, and new gradients lie beside them until a bucket is
-    complete.
+    While a layer computes gradients, it needs memory for more than the part that stays. With ZeRO-2
+    and 3 it has whole gradients; otherwise one weight's gradient in 16 bits, and in fp32, too, if
+    another layer counts that weight. Buckets stay allocated, and new gradients lie outside of them
+    until a bucket is complete.
     """
     made, gathered = 0, sum(work.count * work.cost.parameter_bytes for work in works)
     for work in reversed(works):
         cost = work.cost
-        own = _own_part(cost.gradient_bytes, arrangement)
+        own = own_part(cost.gradient_bytes, arrangement)
         bucket = max(arrangement.bucket_bytes, cost.learned_gradient_bytes)
         for done in sorted({0, work.count - 1}):
             before = made + done * own
@@ -194,7 +207,7 @@ def moments_of_one_pass(
 
 
 def _coming_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return a layer's gradients while they are computed, beside the part that stays."""
+    """Return a layer's gradients while they are computed, besides the part that stays."""
     if arrangement.divided.shards_modules:
         return cost.gradient_bytes + cost.early_gradient_bytes
     held_elsewhere = max(0, cost.learned_gradient_bytes - cost.gradient_bytes)
@@ -207,25 +220,35 @@ def _narrow_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
 
 
 def _waiting_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return the gradients of shared weights that wait; fully_shard has the weights' dtype."""
+    """Return the gradients of shared weights that wait; in fully_shard, in the weights' dtype."""
     is_narrow = arrangement.divided.shards_modules and arrangement.precision.is_half
     return cost.waiting_gradient_bytes // (2 if is_narrow else 1)
 
 
-def _own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
-    """Return what a rank keeps of gradients once they are reduced."""
-    return _part(gradient_bytes, arrangement.shard, arrangement.divided.divides_gradients)
-
-
 def _beside_buckets(made_bytes: int, bucket_bytes: int, arrangement: Arrangement) -> int:
-    """Return the bytes of computed gradients that are not in buckets."""
+    """Return the bytes of computed gradients beside the buckets that stay allocated.
+
+    Gradients that leave for the host need one bucket that fills, and one that is copied.
+    """
+    if arrangement.offload.has_states:
+        return _LEAVING * min(made_bytes, bucket_bytes)
     return min(made_bytes, bucket_bytes) if arrangement.has_buckets else made_bytes
+
+
+_LEAVING = 2  # buckets: one takes gradients while the one before is copied to the host
+
+
+def _leaving_bytes(gradient_bytes: int, arrangement: Arrangement) -> int:
+    """Return the gradients on their way to the host, in a backward of several microbatches."""
+    if not arrangement.offload.has_states:
+        return 0
+    return _beside_buckets(gradient_bytes, arrangement.bucket_bytes, arrangement)
 
 
 def _learning(cost: LayerCost, held_bytes: int, gradients: int, unsharded: int) -> Most:
     """Return the peak when a weight's gradient is computed.
 
-    If `learning_bytes` is negative, it is freed memory.
+    A negative `learning_bytes` is memory that has been freed by then.
     """
     freed = min(0, cost.learning_bytes)
     return Most(held_bytes + freed, gradients, cost.learning_bytes - freed, unsharded)
@@ -251,8 +274,8 @@ def memory_of(
         most = most_in_one_pass(loads[0], arrangement)
     else:
         most = most_of_microbatches(loads, moments, arrangement)
-    parameters, gradients, optimizer = _state(loads, arrangement)
-    buckets = _bucket_bytes(loads, arrangement)
+    parameters, gradients, optimizer = state_by_category(loads, arrangement)
+    buckets = sent_bucket_bytes(loads, arrangement)
     everything = lasting_bytes(loads, arrangement) + sum(most)
     return MemoryPrediction(
         parameter_bytes=parameters,
@@ -264,6 +287,7 @@ def memory_of(
         communication_bytes=buckets,
         margin_bytes=round(constants.margin * everything),
         context_bytes=context_bytes(arrangement, constants),
+        host_bytes=sum(host_bytes(load, arrangement) for load in loads),
     )
 
 
@@ -284,104 +308,8 @@ def most_tensor_bytes(
     return (most + 1) / (1.0 + constants.margin)
 
 
-class Held(Protocol):
-    """The parameters of a layer or a model on a rank, before ZeRO divides them."""
-
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of parameters."""
-
-    @property
-    def trainable(self) -> int:
-        """Elements that have a gradient."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients, in fp32."""
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of optimizer states."""
-
-
-def reduced_state_bytes(held: Held, arrangement: Arrangement) -> int:
-    """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
-    lasting = _lasting_gradient_bytes(held.gradient_bytes, arrangement)
-    reduced = _own_part(held.gradient_bytes, arrangement)
-    return layer_state_bytes(held, arrangement) - lasting + max(lasting, reduced)
-
-
-def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
-    """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
-    zero, shard = arrangement.zero, arrangement.shard
-    return (
-        _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
-        + _lasting_gradient_bytes(cost.gradient_bytes, arrangement)
-        + _part(cost.optimizer_bytes, shard, zero.divides_optimizer)
-    )
-
-
-def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, int, int]:
-    """Return parameters, gradients and optimizer states, as ZeRO divides them."""
-    zero, shard = arrangement.zero, arrangement.shard
-    return (
-        _parameter_bytes(
-            sum(load.parameter_bytes for load in loads),
-            sum(load.trainable for load in loads),
-            arrangement,
-        ),
-        _lasting_gradient_bytes(sum(load.gradient_bytes for load in loads), arrangement),
-        _part(sum(load.optimizer_bytes for load in loads), shard, zero.divides_optimizer),
-    )
-
-
-def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
-    """Return the gradients that are allocated during a forward.
-
-    Earlier microbatches left them, or they lie in buckets, which stay allocated.
-    """
-    if arrangement.is_one_pass and not arrangement.has_buckets:
-        return 0
-    return _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
-
-
-def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return the parameters' bytes; ZeRO-2 and 3 keep fp32 parts, ZeRO-2 also gathered parameters.
-
-    In 16 bits, the parts of trained parameters are the fp32 copy that counts with the optimizer. If
-    a step is one pass, ZeRO-2 frees gathered layers one by one, and they count as unsharded.
-    """
-    if not arrangement.divided.shards_modules:
-        return size_bytes
-    is_half = arrangement.precision.is_half
-    parts = 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
-    stays_gathered = arrangement.zero.keeps_gathered and not arrangement.is_one_pass
-    return size_bytes * stays_gathered + _part(parts, arrangement.shard, is_divided=True)
-
-
-def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
-    return -(-size_bytes // ranks) if is_divided else size_bytes
-
-
-def lasting_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    """Return what stages hold throughout a step: parameters, states, and copies of buckets."""
-    return sum(_state(loads, arrangement)) + _bucket_bytes(loads, arrangement)
-
-
-def state_bytes(load: StageLoad, arrangement: Arrangement) -> int:
-    """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
-    return sum(_state([load], arrangement))
-
-
-def _bucket_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
-    if not arrangement.compressed_gradients or not arrangement.has_buckets:
-        return 0
-    return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
-
-
 def _communicators(arrangement: Arrangement) -> int:
-    """Return the number of a rank's process groups: the world, and each axis with several ranks.
+    """Return a rank's number of process groups: the world, and each axis with some of its ranks.
 
     With copies of a sharded model there are two more: the shard group and the replica group.
     """
@@ -392,6 +320,9 @@ def _communicators(arrangement: Arrangement) -> int:
 
 
 def _pairs(arrangement: Arrangement) -> int:
-    """Return the number of a rank's groups of two: one with each pipeline neighbour."""
+    """Return the number of a rank's groups of two: one with each pipeline neighbour.
+
+    A pipeline of two ranks needs none, and neither does a schedule without pairs.
+    """
     has_pairs = SCHEDULES[arrangement.schedule].has_pairs
     return 2 * (has_pairs and arrangement.pipeline > 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
 
-from autopar.planner.cluster.cluster import Cluster, Collective, Device
+from autopar.planner.cluster.cluster import Cluster, Collective, Device, HostShare
 from autopar.planner.cluster.shape import (
     GroupShape,
     ends_shape,
@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Consecutive layers of equal load and statistics, as the data axis sees them."""
+    """Consecutive equal layers: what the collectives of the data axis depend on."""
 
     load: LayerLoad
     statistics: Statistics
@@ -35,7 +35,11 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """The memory of equal layers while they run; with ZeRO-3 the next one is gathered already."""
+    """Equal layers in a backward.
+
+    `next_parameter_bytes` are those of the layer whose backward comes next, which ZeRO-3 has
+    already gathered.
+    """
 
     cost: LayerCost
     count: int
@@ -110,7 +114,7 @@ _SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
-    """Return the sums over the layers of a stage; a run of one object is summed at once."""
+    """Return the sums over the layers of a stage; equal layers in a row are one object."""
     runs = tuple(_runs(layers))
 
     sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
@@ -164,6 +168,7 @@ class RankGroups:
     ends: GroupShape  # of the first and the last stage
     stages: GroupShape  # all of a pipeline
     stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
+    host: HostShare  # the least of all devices
     peak_flops_per_second: float
 
     def transfer_seconds(self, size_bytes: int) -> float:
@@ -219,7 +224,7 @@ def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
 
 @lru_cache(maxsize=1024)
 def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
-    """Return the groups: tensor ranks are neighbours, then shards, replicas, and the pipeline."""
+    """Return the groups: ranks are numbered by tensor first, then shard, replica and pipeline."""
     tensor, data, pipeline, shard = (
         degrees.tensor,
         degrees.data,
@@ -239,10 +244,18 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
             tuple(_rates(device, degrees.precision) for device in devices)
             for devices in kinds_of_blocks(cluster, pipeline)
         ),
+        host=least_host(cluster),
         peak_flops_per_second=sum(
             node.devices * _peak(node.device, degrees.precision) for node in cluster.nodes
         ),
     )
+
+
+def least_host(cluster: Cluster) -> HostShare:
+    """Return the least memory and the lowest rates of all devices' hosts."""
+    hosts = [node.device.host for node in cluster.nodes]
+    names = [one.name for one in fields(HostShare)]
+    return HostShare(**{name: min(getattr(one, name) for one in hosts) for name in names})
 
 
 @lru_cache(maxsize=256)

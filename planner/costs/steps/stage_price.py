@@ -1,13 +1,16 @@
 """Prices a single stage, including the collectives of its data ranks.
 
     ZeRO 0      all-reduce of the gradients by buckets, beside the last backward
-    ZeRO 1      reduce-scatter likewise; updated parameters are gathered before everything else
+    ZeRO 1      reduce-scatter likewise; updated parameters are gathered before the first forward
     ZeRO 2      as 1, but layer by layer, the gathers beside the first forward, and every microbatch
                 scatters, since no rank keeps whole gradients
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
 Synchronised batch norms wait for the statistics of all data ranks, in every pass.
+
+If the optimizer is on the host, every microbatch reduces, and copies this rank's part to the host
+after each reduction; fully_shard fetches its parts from there for each gather.
 
 If a sharded copy lies on fewer ranks than the data axis has (HSDP), scattered gradients are summed
 over the copies. If one bucket has all gradients, its reduction overlaps with nothing.
@@ -29,8 +32,10 @@ from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES, rank_of
 from autopar.planner.costs.steps.framework import (
     FrameworkConstants,
+    from_host_byte_seconds,
     gradient_seconds,
-    optimizer_seconds,
+    to_host_byte_seconds,
+    update_seconds,
 )
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
@@ -65,7 +70,10 @@ class DataGroups:
     gradient_share: float  # the fraction of a gradient's bytes that is sent: a half in 16 bits
     slowdown: float
     copy_byte_seconds: float  # of copying between communication buffers and parameters
-    gathers_ahead: bool = False  # of ZeRO-1: beside the next forward
+    gathers_ahead: bool = False  # ZeRO-1 gathers beside the next forward, not before it
+    reduces_each: bool = False  # in every backward of a step
+    to_host_byte_seconds: float = 0.0  # of this rank's part of a gradient; 0: it stays here
+    from_host_byte_seconds: float = 0.0  # of this rank's part of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +84,8 @@ class DataSeconds:
     each_backward: float
     last_backward: float  # added to the last backward
     first_forward: float  # added to the first forward
-    gathers_alone: float  # of a step with m microbatches
-    reductions_alone: float
+    gathers_alone: float  # all gathers of a step
+    reductions_alone: float  # all reductions of a step
     gathers: int  # number of collectives in a step
     reductions: int
     synchronising: Synchronising = NO_WAIT  # of one microbatch; not included above
@@ -110,7 +118,7 @@ def data_seconds(
     layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
     """Return what gathers and reductions add to the seconds of a stage."""
-    if groups.data.ranks == 1 or not layers:
+    if not layers or (groups.data.ranks == 1 and not groups.to_host_byte_seconds):
         return NOTHING
     loads = _loads(layers, groups.gradient_share)
     shared = _sharded if groups.zero.divides_parameters else _reduced
@@ -134,11 +142,22 @@ def copy_byte_seconds(rates: Throughput) -> float:
 
 
 def _gathering(groups: DataGroups) -> Seconds:
-    return _seconds(Collective.ALL_GATHER, groups.shard)
+    gathered = _seconds(Collective.ALL_GATHER, groups.shard)
+    return _then(gathered, groups.from_host_byte_seconds / groups.shard.ranks)
 
 
 def _reducing(groups: DataGroups) -> Seconds:
     """Return the formula for the seconds of a reduction, by the bytes of the gradients."""
+    parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
+    return _then(_summing(groups), groups.to_host_byte_seconds / groups.gradient_share / parts)
+
+
+def _then(sending: Seconds, byte_seconds: float) -> Seconds:
+    """Return the formula for a collective and a copy that do not overlap."""
+    return (lambda size: sending(size) + byte_seconds * size) if byte_seconds else sending
+
+
+def _summing(groups: DataGroups) -> Seconds:
     if not groups.zero.divides_optimizer:
         return _seconds(Collective.ALL_REDUCE, groups.shard)
     scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
@@ -188,13 +207,13 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    # fully_shard's units are layers
+    # fully_shard reduces layer by layer
     bucket = 0 if groups.zero.shards_modules else groups.bucket_bytes
-    backward = bucketed_reduction(
-        loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
-    )
-    if not groups.zero.reduces_each:
+    slowdown = groups.slowdown if groups.data.ranks > 1 else 0.0  # copies take no multiprocessors
+    backward = bucketed_reduction(loads, _reducing(groups), bucket_bytes=bucket, slowdown=slowdown)
+    if not groups.zero.shards_modules:
         first = gathers = 0.0
+        times = microbatches if groups.reduces_each else 1
         if groups.zero.gathers_updated:
             gathers = gathered_after_optimizer_seconds(
                 loads, _gathering(groups), bucket_bytes=bucket
@@ -202,13 +221,13 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             first = _added(_gathered_ahead(loads, groups)) if groups.gathers_ahead else gathers
         return DataSeconds(
             each_forward=0.0,
-            each_backward=0.0,
-            last_backward=_added(backward),
+            each_backward=_added(backward) if groups.reduces_each else 0.0,
+            last_backward=0.0 if groups.reduces_each else _added(backward),
             first_forward=first,
             gathers_alone=gathers,
-            reductions_alone=backward.communication_seconds,
+            reductions_alone=times * backward.communication_seconds,
             gathers=_gathers(loads, bucket) if groups.zero.gathers_updated else 0,
-            reductions=_reductions(loads, bucket),
+            reductions=times * _reductions(loads, bucket),
         )
     forward = _gathered_ahead(loads, groups)
     gathering = sum(groups.copy_byte_seconds * load.parameter_bytes for load in loads)
@@ -283,7 +302,7 @@ def stage_price(
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
         reduction_seconds=data.last_backward
         + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
-        optimizer_seconds=_optimizer_seconds(load, devices, arrangement, constants),
+        optimizer_seconds=_optimizer_seconds(load, devices, groups, arrangement, constants),
     )
 
 
@@ -304,19 +323,13 @@ def _with_gradients(
 def _optimizer_seconds(
     load: StageLoad,
     devices: Sequence[Throughput],
+    groups: RankGroups,
     arrangement: Arrangement,
     constants: FrameworkConstants,
 ) -> float:
     """Return the optimizer's seconds for one stage, on the slowest device of its rank."""
-    share = arrangement.optimizer_ranks
     updated = max(
-        optimizer_seconds(
-            load.trainable / share,
-            precision=arrangement.precision,
-            is_fused=constants.fuses_gradients,
-            rates=rates,
-            element_seconds=constants.optimizer_element_seconds,
-        )
+        update_seconds(load.trainable, arrangement, constants, rates=rates, host=groups.host)
         for rates in devices
     )
     return updated + load.trainable_tensors * constants.optimizer_tensor_seconds
@@ -337,6 +350,9 @@ def data_groups(
         slowdown=constants.overlap_slowdown,
         copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
+        reduces_each=arrangement.reduces_each,
+        to_host_byte_seconds=to_host_byte_seconds(arrangement, constants, groups.host),
+        from_host_byte_seconds=from_host_byte_seconds(arrangement, constants, groups.host),
     )
 
 

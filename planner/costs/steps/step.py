@@ -1,10 +1,11 @@
 """Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
-    step = first gather + pipeline(m microbatches) + last reduction + sums over the tensor axis
+    step = first gather + pipeline(m microbatches) + last reduction + sum of tied weights' gradients
            + optimizer + framework
 
-Stages are given in their order in the model; the schedule determines which rank runs which. Each
-stage's layers are priced for the slowest of its rank's devices (costs/prediction.py).
+Stages are given in their order in the model; the schedule determines which rank runs which. If a
+pipeline rank has unlike devices, its layers have the costs of the slowest (`slowest` in
+costs/layers/layer.py).
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
 def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: int) -> float:
     """Return the seconds to sum gradients of weights shared by the first and the last stage.
 
-    One rank may hold both stages, as in a V of stages. It sends nothing.
+    If one rank holds both stages, as in a V of stages, it sends nothing.
     """
     last = pipeline_shape(arrangement).stages - 1
     if _rank(last, arrangement) == _rank(0, arrangement):
@@ -157,7 +158,10 @@ def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: i
 def _first_gather_seconds(
     prices: Sequence[StagePrice], ranks: Sequence[int], pipeline: PipelineSeconds
 ) -> float:
-    """Return what gathers add before the first forward; later ranks gather while they wait."""
+    """Return the seconds by which ZeRO's gathers delay the first forward.
+
+    Later ranks gather while they wait for their input.
+    """
     starts = pipeline.rank_starts_seconds
     return max(
         max(0.0, price.data.first_forward - starts[rank])
@@ -175,8 +179,8 @@ def _last_reduction_seconds(
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
     A rank begins to reduce after its own last backward; ranks of the last stages begin first. The
-    reductions include sums over the tensor axis, of gradients of parameters that every tensor rank
-    has whole, but computes for its part of the sequence.
+    reductions include sums over the tensor axis: of the gradients of parameters that every tensor
+    rank has whole, but uses for only its part of the sequence.
     """
     ends = list(pipeline.rank_ends_seconds)
     for rank, price in zip(ranks, prices, strict=True):
@@ -185,7 +189,10 @@ def _last_reduction_seconds(
 
 
 def _optimizer_seconds(prices: Sequence[StagePrice], ranks: Sequence[int]) -> float:
-    """Return the slowest rank's optimizer seconds; all wait for it, since the norm is global."""
+    """Return the slowest rank's optimizer seconds.
+
+    All ranks start the optimizer together, after the global norm, so the slowest ends the step.
+    """
     seconds = [0.0] * (max(ranks) + 1)
     for rank, price in zip(ranks, prices, strict=True):
         seconds[rank] += price.optimizer_seconds
@@ -201,22 +208,22 @@ def _stage_predictions(
         for rank in range(arrangement.pipeline)
     ]
     memories = [
-        memory_of(held, moments, arrangement, constants)
-        for held, moments in zip(own, rank_moments(arrangement.schedule, shape), strict=True)
+        memory_of(of_rank, moments, arrangement, constants)
+        for of_rank, moments in zip(own, rank_moments(arrangement.schedule, shape), strict=True)
     ]
-    busy = [arrangement.microbatches * sum(load.seconds for load in held) for held in own]
+    busy = [arrangement.microbatches * sum(load.seconds for load in of_rank) for of_rank in own]
     return tuple(
         StagePrediction(
             forward_seconds=load.forward_seconds,
             backward_seconds=load.backward_seconds + load.gradient_seconds,
             idle_seconds=max(0.0, step.seconds - busy[rank] - step.optimizer_seconds),
-            in_flight=held,
+            in_flight=count,
             memory=memories[rank],
             tensor_seconds=load.communication_seconds,
             action_seconds=scheduled.of_kinds,
             transfer_seconds=transfer,
         )
-        for stage, (load, scheduled, transfer, held) in enumerate(
+        for stage, (load, scheduled, transfer, count) in enumerate(
             zip(
                 loads,
                 step.scheduled,

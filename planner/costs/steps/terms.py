@@ -77,13 +77,14 @@ def time_terms(step: StepTerms) -> tuple[TimeTerm, ...]:
     source = _provenance(busiest)
     host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
     net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
+    is_shared = step.arrangement.data > 1 or not step.arrangement.offload.has_states
     tied = [("tied weights", step.tied_seconds, net)] if step.tied_seconds else []
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
         ("tensor communication", busiest.tensor_seconds, net),
         ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
-        ("exposed data parallel", exposed, net),
+        ("exposed data parallel" if is_shared else "exposed host copies", exposed, net),
         *tied,
         ("optimizer", step.optimizer_seconds, host),
         ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
@@ -195,13 +196,11 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
     )
-    rounds = each if arrangement.zero.reduces_each else 1
+    rounds = each if arrangement.reduces_each else 1
     exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
     yield CommunicationTerm(
-        reason="gradients summed over the data axis",
-        collective=Collective.ALL_REDUCE
-        if not arrangement.zero.divides_optimizer
-        else Collective.REDUCE_SCATTER,
+        reason=_reduction_words(arrangement),
+        collective=_reduction(arrangement),
         ranks=arrangement.data,
         count=sum(one.reductions for one in own),
         payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
@@ -219,6 +218,20 @@ def _data_terms(step: StepTerms, busiest: Busiest) -> Iterator[CommunicationTerm
         seconds=seconds,
         exposed_seconds=seconds,
     )
+
+
+def _reduction(arrangement: Arrangement) -> str:
+    if arrangement.data == 1:
+        return "copy"
+    scatters = arrangement.zero.divides_optimizer
+    return Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+
+
+def _reduction_words(arrangement: Arrangement) -> str:
+    if arrangement.data == 1:
+        return "gradients copied to the host"
+    copied = ", and copied to the host" if arrangement.offload.has_states else ""
+    return f"gradients summed over the data axis{copied}"
 
 
 def _replicated_term(step: StepTerms, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:

@@ -36,7 +36,7 @@ class Mode:
 
     forward_seconds: float
     backward_seconds: float
-    weight_gradient_seconds: float  # the part of the backward, if split
+    weight_gradient_seconds: float  # the part of the backward that a split backward defers
     saved_bytes: float
     transient_bytes: float  # in addition, while it runs
 
@@ -197,8 +197,8 @@ def _pieces(
     """Yield seconds and layers of each piece of a stage's curve, from corner to corner.
 
     At a corner, layers of one mode fill the memory. A mix of modes divides the memory, so it lies
-    below the hull of the single modes. In the only backward of a step, nothing is freed before the
-    last layer runs, in any mode.
+    below the hull of the single modes. If a step has one backward, only the model's last layer runs
+    while everything is saved; its mode is not known, so the least need of any mode counts.
     """
     corners = []
     size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))
@@ -237,7 +237,7 @@ def _least_time(
 
 
 def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
-    """Return how many repeated layers fit beside the longest other layer."""
+    """Return how many repeated layers fit if one rank also has the longest other layer."""
     longest = max(others, default=0.0)
     if longest > most * (1.0 + _ROUNDING):
         return -1
@@ -248,7 +248,7 @@ def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
 
 
 def _placed_beside(most: float, seconds: float, together: float, ranks: int) -> float:
-    """Return how many repeated layers fit beside all other layers."""
+    """Return how many repeated layers fit if the ranks' gaps hold all other layers."""
     if not seconds:
         return math.inf
     each = math.floor(most / seconds + _ROUNDING)

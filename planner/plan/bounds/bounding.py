@@ -1,6 +1,7 @@
 """Bounds a node of the search, from the layouts that have been solved so far.
 
-The bounds use facts about layouts inside layers: of one solution, or lower limits over all.
+The bounds use facts about layouts inside layers: those of one layout solution, or lower limits over
+all of them.
 Unsolved layouts take at least the time of the fastest layouts, or of each op's fastest split. They
 hold, send, update and recompute at least the total of the unsplit layers, divided evenly by the
 tensor ranks.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.shape import Kind, RowShare
@@ -19,15 +21,13 @@ from autopar.planner.costs.prediction import (
     Compile,
     LayerCost,
     Modes,
+    Offload,
     Recompute,
     Zero,
 )
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    reduced_state_bytes,
-)
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
+from autopar.planner.costs.steps.state import host_bytes, layer_state_bytes, reduced_state_bytes
 from autopar.planner.plan.bounds.bottleneck import (
     LayerBlock,
     PipelineRoom,
@@ -75,6 +75,12 @@ class LayoutFacts:
             for modes, number in self.kinds
         )
 
+    def host_bytes(self, arrangement: Arrangement) -> int:
+        """Return what all layers have in the host's memory, those of all stages together."""
+        return sum(
+            number * host_bytes(modes[Recompute.NONE], arrangement) for modes, number in self.kinds
+        )
+
     def least_alone_bytes(self, arrangement: Arrangement) -> int:
         """Return the least memory of a rank that holds only the layer with the largest need."""
         return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
@@ -82,8 +88,9 @@ class LayoutFacts:
     def transient_bytes(self, arrangement: Arrangement) -> int:
         """Return the least transient memory of every stage.
 
-        Without a pipeline, the single stage has every layer. In the only backward of a step,
-        everything is saved while the last layer runs.
+        With a pipeline it is 0, since a stage may lack the layers that need it. Without one, the
+        single stage runs every layer. In the only backward of a step, the last layer alone runs
+        while everything is saved.
         """
         if arrangement.pipeline > 1:
             return 0
@@ -165,14 +172,16 @@ class Bounds:
     def of_point(self, point: Arrangement) -> float:
         """Return a lower bound of all variants of a point, in any layouts."""
         if self.objective is Objective.MEMORY:
-            return float(min(self.least_memory(replace(point, zero=level)) for level in Zero))
+            kinds = product(Zero, Offload)
+            every = [replace(point, zero=level, offload=offload) for level, offload in kinds]
+            return float(min(map(self.least_memory, every)))
         least = [[self.least_on(point, one) for one in own] for own in self.questions.kinds(point)]
         slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
         through = min(max(one.through_seconds for one in own) for own in least)
         return max(through, point.microbatches * slowest)
 
     def least_on(self, point: Arrangement, share: RowShare) -> LeastLayers:
-        """Return the least times of the layers on a device, for its rows."""
+        """Return the least times of the layers on a device, for its rows of a microbatch."""
         key = point.tensor, point.compile, share
         if key not in self._least:
             self._least[key] = least_layers(
@@ -205,9 +214,9 @@ class Bounds:
         """Return a lower bound in the solved layouts; infinite if nothing fits."""
         facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
-        # If every backward sends gradients, other layouts may be faster with these messages than
-        # the fastest layouts inside the layers.
-        is_sent = arrangement.zero.reduces_each and arrangement.tensor > 1
+        # If every backward sends gradients, layouts that are not the fastest inside the layers may
+        # be the fastest together with these messages.
+        is_sent = arrangement.reduces_each and arrangement.tensor > 1
         if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement)
             others = range(1, len(solutions))
@@ -217,7 +226,7 @@ class Bounds:
         return self._of_objective(arrangement, best)
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
-        """Return a lower bound in one of the layouts; infinite if nothing fits."""
+        """Return a lower bound in the layouts of one solution; infinite if nothing fits."""
         rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
@@ -241,13 +250,13 @@ class Bounds:
     def _pressed(
         self, arrangement: Arrangement, facts: LayoutFacts, shared: LayerBlock, rooms: Rooms | None
     ) -> Pressed:
-        """Return the least times of recomputing and of the slowest rank, within `rooms` if given.
-
-        Without a pipeline, the single stage has the transient memory of every layer.
-        """
+        """Return the least times of recomputing and of the slowest rank; `rooms` limits memory."""
         again, margin = 0.0, self.questions.constants.margin
         if rooms is not None:
             size = self.questions.most_bytes(arrangement)
+            on_host = facts.host_bytes(arrangement) / arrangement.pipeline
+            if on_host > self.questions.demands.host_limit_bytes:
+                return _NEVER
             if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
                 return _NEVER
             budget = activation_budget_bytes(
@@ -289,7 +298,7 @@ class Bounds:
         return self._bottlenecks[key]
 
     def least_state(self, arrangement: Arrangement) -> int:
-        """Return the bytes of all parameters, gradients and states, divided by the tensor ranks."""
+        """Return a tensor rank's bytes of all parameters, gradients and states under ZeRO."""
         return reduced_state_bytes(self.held, arrangement) // arrangement.tensor
 
     def least_memory(self, arrangement: Arrangement) -> int:
@@ -335,7 +344,7 @@ class Bounds:
 
 
 def must_recompute(bounds: Bounds, arrangement: Arrangement) -> bool:
-    """Whether the layers together save more than the ranks have room for."""
+    """Whether the layers' saved tensors together exceed the room of the ranks."""
     facts, margin = bounds.of_any(arrangement), bounds.questions.constants.margin
     size = bounds.questions.most_bytes(arrangement)
     budget = activation_budget_bytes(

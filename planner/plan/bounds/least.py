@@ -42,7 +42,7 @@ Own = TypeVar("Own")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSaving:
-    """The bytes that more recomputation of some layers saves, and its seconds."""
+    """A step of more recomputation: how many saved bytes some layers free, and the seconds."""
 
     size_bytes: int
     seconds: float
@@ -53,7 +53,7 @@ class Ladder:
     """The bytes that a microbatch saves without recomputation, and steps that reduce them.
 
     The cheapest steps come first. `transient_bytes` is the most that a layer needs while it runs,
-    beside saved tensors, if each layer is in its mode that needs least. `last_transient_bytes` is
+    besides saved tensors, if each layer has the mode that needs least. `last_transient_bytes` is
     the need of the last layer, whose backward is the first, before any saved tensor is freed.
     """
 
@@ -183,8 +183,9 @@ class LeastLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastLayers:
-    """Least seconds of a microbatch's forward and backward: of a repeated layer, and of the others.
+    """Least seconds of a microbatch's forward and backward in each layer.
 
+    `seconds` is for each of the `count` layers of the largest class, `others` for each other layer.
     `through_seconds` is the time of a microbatch through all layers and back, without weight
     gradients.
     """

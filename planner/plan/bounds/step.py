@@ -1,7 +1,7 @@
 """Lower bounds of an arrangement's step, before its stages are chosen.
 
 For any cut of the layers, some rank has at least the mean share of computing, of parameters to
-gather, and of states to update. Layers are not divided, so the slowest rank has whole ones.
+gather, and of states to update. Layers are not divided, so the slowest rank has whole layers.
 
 In formulas, m is the number of microbatches and p of pipeline ranks; T is the slowest rank's time
 for a microbatch, and Σ that of all ranks together.
@@ -20,7 +20,7 @@ from autopar.planner.costs.schedules.table import (
     settled,
 )
 from autopar.planner.costs.steps.bounds import DataBound, Shared, least_step_seconds
-from autopar.planner.costs.steps.framework import FrameworkConstants, optimizer_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants, update_seconds
 from autopar.planner.costs.steps.stage_load import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import LayerBlock, Places
 
@@ -29,7 +29,7 @@ _HALVINGS = 8  # bisections of the slowest rank's interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastTotals:
-    """Sums over all layers on the ranks of one tensor group, each at its minimum."""
+    """Sums over all layers of what one tensor rank has, each at its minimum."""
 
     forward_seconds: float
     backward_seconds: float
@@ -42,7 +42,7 @@ class LeastTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How many other layers are before, behind and between the repeated ones."""
+    """How many other layers are before, after and between the repeated ones."""
 
     leading: int
     trailing: int
@@ -53,7 +53,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
-    """The least times that memory demands: of recomputing, and of the slowest rank."""
+    """The least times within the memory: of recomputing, and of the slowest rank."""
 
     recompute_seconds: float
     bottleneck_seconds: float
@@ -91,7 +91,7 @@ class StepBound:
         """Return the repeated layers, with the time that data parallelism adds to a microbatch.
 
         A stage waits for the longer of computing and collectives. If collectives may take longer,
-        other layers add nothing, and are left out.
+        they may hide the time of other layers, so the bound leaves these layers out.
         """
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         is_waiting = self._is_waiting(repeated)
@@ -135,8 +135,9 @@ class StepBound:
     def _computing(self, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the least time of the pipeline: at least m · T, for the slowest rank.
 
-        1F1B and GPipe: see `_in_turn`. Other schedules: on average the ranks compute for m · Σ ÷ p,
-        and wait for `_mean_wait_seconds`.
+        For 1F1B and GPipe see also `_in_turn`. Other schedules take at least the time of one
+        microbatch (`_through`), and the mean rank's computing, m · Σ ÷ p, and waiting
+        (`_mean_wait_seconds`, `_filling`).
         """
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
@@ -195,12 +196,13 @@ class StepBound:
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
         """Return the bound of zero bubble with one stage per rank, including the time to fill.
 
-        Rank r computes K_r forwards (min(m, p − r) in ZB-H1) before its first backward, which comes
-        after all forwards and the input gradients of the ranks behind it, so it is idle for
+        Before its first backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This
+        backward comes after all forwards of a microbatch, and after the input gradients of the
+        ranks behind r. So rank r is idle for
 
             Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
 
-        and the mean rank is idle for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at
+        and the ranks on average for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at
         the end reduce this, but then other ranks have more to do. The bound is the minimum of max(m
         · T, m · Σ ÷ p + W(T)) over the slowest rank's time T, which limits how many layers each
         rank can hold.
@@ -238,9 +240,9 @@ class StepBound:
     def _in_turn(self, alone: float, slowest: float) -> float:
         """Return the bound of GPipe, (m − 1) · T + Σ, or of 1F1B, (m − 1) · T + Σ − (p · T − Σ).
 
-        The latter holds for m > p. The slowest of p stages of 1F1B, number s, waits for all stages
-        before it, and twice for those after it, minus what it computes meanwhile, at most (p − 1 −
-        s) · T:
+        The latter holds for m > p. Let s be the slowest of the p stages of 1F1B. It waits for all
+        stages before it, and twice for those after it: with the first and the last microbatch.
+        Meanwhile it computes for (p − 1 − s) · T at most:
 
             Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
         """
@@ -254,17 +256,11 @@ class StepBound:
 
     def _updating(self) -> float:
         arrangement, constants = self.arrangement, self.constants
-        share = arrangement.optimizer_ranks
+        trainable, host = self.totals.trainable / arrangement.pipeline, self.groups.host
         norm = norm_seconds(self.groups, arrangement)
         return norm + min(
             max(
-                optimizer_seconds(
-                    self.totals.trainable / (arrangement.pipeline * share),
-                    precision=arrangement.precision,
-                    is_fused=constants.fuses_gradients,
-                    rates=rates,
-                    element_seconds=constants.optimizer_element_seconds,
-                )
+                update_seconds(trainable, arrangement, constants, rates=rates, host=host)
                 for rates in own
             )
             for own in dict.fromkeys(self.groups.stage_rates)
@@ -272,7 +268,7 @@ class StepBound:
 
 
 def _mean_wait_seconds(arrangement: Arrangement, repeated: LayerBlock) -> float:
-    """Return the mean rank's wait for the first microbatch, and after the last one.
+    """Return how long ranks wait for their first microbatch and after their last, on average.
 
     Rank r waits for r stages of one layer or more. Stages without repeated layers count 0. A
     zero-bubble schedule fills the wait after the last microbatch with weight gradients.

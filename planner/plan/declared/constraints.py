@@ -14,11 +14,11 @@ from typing import Any
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.toml_reading import FIGURE
-from autopar.planner.costs.prediction import Arrangement, Compile, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.graph.graph import Graph
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 
 def minimal_conflict(
@@ -81,7 +81,7 @@ def _read(value: object, units: Mapping[str, float], *, where: str, expected: st
 
 
 def check_work(constraints: Constraints) -> None:
-    """Raise for a deadline or a budget without a length of training, or two lengths."""
+    """Raise if a deadline or a budget has no length of training, or if two lengths are given."""
     own = {one.field: one for one in constraints.declared}
     if "samples" in own and "tokens" in own:
         raise InputError(
@@ -133,6 +133,7 @@ class MemoryLimit:
 # The default limit. 95 % of the 54 published runs that report memory used at most 1 ÷ 0.86 times
 # the prediction (docs/accuracy.md).
 DEFAULT_MEMORY = MemoryLimit(share=0.86)
+DEFAULT_HOST_MEMORY = MemoryLimit(share=0.8)  # the system and readers of data have the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +189,15 @@ class Constraints:
     max_data: int | None = None
     max_tensor: int | None = None
     memory: MemoryLimit | None = None
+    host_memory: MemoryLimit | None = None  # of a device's share of its host's memory
     objective: Objective = Objective.STEP_TIME
     tolerance: float = 0.03  # of the fastest step; the simplest plan within it is chosen
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
-    compile: Compile | None = None  # None: as it pays on GPUs, none on CPUs
+    compile: Compile | None = None  # None: on GPUs whatever is faster, on CPUs nothing
+    float8: Float8 = Float8.NONE  # changes what is learnt, so it must be asked for
+    offloads: tuple[Offload, ...] = tuple(Offload)  # where nothing is declared, none on CPUs
     global_batch: int | None = None
     samples: int | None = None  # rows of the whole training
     tokens: int | None = None  # of the whole training
@@ -213,7 +217,7 @@ class Constraints:
 
 
 RULES = frozenset({"splits", "stages", "recompute"})  # each declaration adds one
-CHOICES = frozenset({"schedules", "zero_levels"})  # each declaration leaves fewer
+CHOICES = frozenset({"schedules", "zero_levels", "offloads"})  # each declaration leaves fewer
 _PINS = ("pipeline", "data", "tensor", "shard", "microbatch", "stages_per_rank")
 _LIMITS = ("pipeline", "data", "tensor")
 
@@ -224,7 +228,24 @@ def constraints_of(declared: Iterable[Declared]) -> Constraints:
     constraints = Constraints()
     for one in last.values():
         constraints = _with(constraints, one)
-    return replace(constraints, declared=tuple(last.values()))
+    constraints = replace(constraints, declared=tuple(last.values()))
+    return constraints if constraints.float8 is Float8.NONE else _compiled(constraints)
+
+
+def _compiled(constraints: Constraints) -> Constraints:
+    """Return the constraints with compiled layers, which float8 needs; raise if they forbid it."""
+    rivals = {"compile": constraints.compile is Compile.NONE,
+              "precision": not constraints.precision.is_half}  # fmt: skip
+    for field, is_rival in rivals.items():
+        if is_rival:
+            both = [one for one in constraints.declared if one.field in ("float8", field)]
+            raise InputError(
+                f"{conflict_text(both)} exclude each other",
+                expected="float8 products in compiled layers, whose other tensors have 16 bits: "
+                "without torch.compile they are slower than products in 16 bits",
+                fix="leave one of them out",
+            )
+    return replace(constraints, compile=Compile.LAYERS)
 
 
 def _with(constraints: Constraints, one: Declared) -> Constraints:
@@ -250,6 +271,8 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.zero in constraints.zero_levels
         and arrangement.precision is constraints.precision
         and constraints.compile in (None, arrangement.compile)
+        and arrangement.float8 is constraints.float8
+        and arrangement.offload in constraints.offloads
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (_steps_once(arrangement) or not constraints.steps_once)
@@ -267,7 +290,7 @@ def _steps_once(arrangement: Arrangement) -> bool:
 def without_recompute(
     constraints: Constraints, modules: Iterable[str], *, origin: str
 ) -> Constraints | None:
-    """Return the constraints with modules in no mode; None if a rule demands one."""
+    """Return the constraints with recompute none for these modules; None if a rule forbids that."""
     added = []
     for path in modules:
         modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]

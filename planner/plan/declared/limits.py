@@ -1,4 +1,4 @@
-"""Limits that a model sets to its plans: whole batches, single rows, scalars, its optimizer."""
+"""Limits that a model puts on its plans: whole batches, single rows, scalars, its optimizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Zero, zero_words
+from autopar.planner.costs.prediction import Offload, Zero, zero_words
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.findings.rows import meeting_rows, norm_of_rows
 from autopar.planner.findings.traits import OptimizerTraits, Reach
@@ -45,10 +45,11 @@ def with_whole_scalars(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints with dp=1 and one microbatch, if rows are mixed and not split by pins.
+    """Return the constraints with dp=1 and one microbatch, if rows are mixed and pins allow it.
 
     The tensor axis may split such a batch, because tensor ranks exchange values that rows need of
-    each other. The global batch must be known.
+    each other. If the model accepts only one number of rows, mixing cannot be detected, so the
+    tensor axis may split its batch, too. The global batch must be known.
     """
     constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
@@ -149,7 +150,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 
 
 def _norm_of_rows(graph: Graph) -> Op | None:
-    """Return the first batch norm in training with one number per row and channel."""
+    """Return the first batch norm in training that norms one number per row and channel."""
     for op in graph.ops:
         if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
@@ -193,19 +194,21 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
         why = f"{traits.name} updates a parameter as a whole"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
         yield _declared("zero", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
+        yield _declared("place", "offloads", (Offload.NONE,), "offload none", why)
     if traits.reach is Reach.MODEL:
         why = f"{traits.name} updates all parameters as a whole"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     elif traits.groups_by_position:
-        why = "build_optimizer groups parameters by their places"
+        why = "build_optimizer groups parameters by their positions in the model"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
     if traits.own_tensors:
         why = f"{traits.name} keeps whole tensors beside its state, in {traits.own_tensors[0]}"
         yield _declared("own", "zero_levels", _UNDIVIDED, zero_words(_UNDIVIDED), why)
+        yield _declared("own place", "offloads", (Offload.NONE,), "offload none", why)
     if traits.draws:
         why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
         yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
-        yield _declared("copies", "steps_once", True, "no copies that are stepped apart", why)
+        yield _declared("copies", "steps_once", True, "no copies that are updated apart", why)
 
 
 def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:
@@ -234,6 +237,7 @@ def _gradient_demands(found: OwnGradient) -> Iterator[Declared]:
     yield _gradient_declared("tp", "max_tensor", 1, "at most tp=1", why)
     if is_taken or found.call == _ROOT:  # the root's code is printed in every stage
         yield _gradient_declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    yield _gradient_declared("place", "offloads", (Offload.NONE,), "offload none", why)
     if is_taken:
         text = zero_words(_WHOLE_MODULES)
         yield _gradient_declared("zero", "zero_levels", _WHOLE_MODULES, text, why)
@@ -276,8 +280,9 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
 def default_batch(devices: int, tokens_per_row: int) -> int:
     """Return the usual number of rows of a step on this number of devices.
 
-    It is a multiple of the number of devices. A smaller batch is a multiple of d, the largest
-    divisor of that number that is at most as large as the batch.
+    It is a multiple of the number of devices, so that they can share it evenly. If there are more
+    devices than rows, it is a multiple of the largest divisor of their number that is at most the
+    rows.
     """
     limits = _TOKENS_OF_A_STEP if tokens_per_row > 1 else _ROWS_OF_A_STEP
     few, many = (max(1, limit // tokens_per_row) for limit in limits)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from autopar.planner.cluster.toml_reading import nearest, parse_bytes
-from autopar.planner.costs.prediction import Compile, Zero
+from autopar.planner.costs.prediction import Compile, Offload, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import (
@@ -20,7 +20,7 @@ from autopar.planner.plan.declared.constraints import (
     read_deadline,
     read_units,
 )
-from autopar.planner.precision import Precision, precision_words
+from autopar.planner.precision import Float8, Precision, precision_words
 
 Chosen = TypeVar("Chosen", bound=Enum)
 _MOST = 10**9  # of rows, ranks: more is a typing error
@@ -32,24 +32,24 @@ class DemandSetting:
 
     place: str  # in a constraints file: "limits.tp", or "objective" at its top
     field: str  # of Constraints
-    read: Callable[[object, str], Any]  # a value of a TOML file or an option, and where it stands
+    read: Callable[[object, str], Any]  # parses a value; the text is its place, for messages
     text: str  # explains it in --help and in the docs
     example: str  # a value as TOML has it
     metavar: str = ""  # of the option
-    say: str = "{name}={value}"
+    say: str = "{name}={value}"  # how messages name the constraint
 
 
 def declare(place: str, raw: object, *, origin: str, where: str) -> Declared:
     """Return a constraint parsed from a TOML value or an option's text."""
     setting = SETTINGS[place]
     value = setting.read(raw, where)
-    text = setting.say.format(name=place.rpartition(".")[2], value=_told(raw))
+    text = setting.say.format(name=place.rpartition(".")[2], value=_as_text(raw))
     return Declared(place=place, field=setting.field, value=value, text=text, origin=origin)
 
 
-def _told(raw: object) -> str:
+def _as_text(raw: object) -> str:
     if isinstance(raw, list):
-        return ", ".join(map(_told, raw))
+        return ", ".join(map(_as_text, raw))
     return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
@@ -130,6 +130,10 @@ def _read_zero(value: object, where: str) -> Zero:
     return Zero(level)
 
 
+def _read_offload(value: object, where: str) -> Offload:
+    return read_name(value, where, Offload)
+
+
 def _read_schedule(value: object, where: str) -> ScheduleKind:
     return read_name(value, where, ScheduleKind)
 
@@ -192,6 +196,17 @@ class DemandOptions(TypedDict, total=False):
         say="compile {value}", metavar="WHAT", example='"layers"',
         text="layers: by torch.compile, each for itself; none; by default GPUs do what is faster",
     )]
+    float8: Annotated[str | None, DemandSetting(
+        place="float8", field="float8", read=_named(Float8),
+        say="float8 {value}", metavar="SCALES", example='"tensorwise"',
+        text="linear layers multiply in float8, by torchao: tensorwise, rowwise, or none (default)",
+    )]
+    offload: Annotated[str | None, DemandSetting(
+        place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),
+        say="offload {value}", metavar="WHAT", example='"optimizer"',
+        text="optimizer: its states lie in the host's memory, where it steps; none; by default as "
+        "it pays",
+    )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,
         say="at most tp={value}", metavar="N", example="8",
@@ -211,6 +226,11 @@ class DemandOptions(TypedDict, total=False):
         place="limits.memory", field="memory", read=read_memory,
         say="at most {value} a device", metavar="SIZE", example='"70 GiB"',
         text='memory to use of each device: "70 GiB", or a share: "95%"; 86% by default',
+    )]
+    host_memory: Annotated[str | None, DemandSetting(
+        place="limits.host_memory", field="host_memory", read=read_memory,
+        say="at most {value} of the host for a device", metavar="SIZE", example='"200 GiB"',
+        text='memory of the host to use for each device: "200 GiB", or a share; 80% by default',
     )]
     objective: Annotated[str | None, DemandSetting(
         place="objective", field="objective", read=_named(Objective),

@@ -2,7 +2,7 @@
 
 The entry of a model depends on its arguments, and on the files, folders, variables and libraries
 that were read while it was traced. It is used as long as none of these has changed. Layouts and
-prices serve other pins and machines, plans and scripts the same question.
+prices also serve other pins and machines; plans and scripts serve the same question only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from importlib.metadata import (
     packages_distributions,
     version,
 )
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -83,7 +84,7 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedLengths:
-    """The graph of a model with rows of other lengths; None if it has none."""
+    """The graph of a model with rows of other lengths; None if it accepts none."""
 
     graph: GraphDocument | None
 
@@ -130,7 +131,7 @@ _Content = TypeVar("_Content")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Everything that an entry was made from, beside its key: paths and variables by digest."""
+    """Everything that an entry was made from, besides its key: paths and variables by digest."""
 
     paths: dict[str, str]
     libraries: dict[str, str]  # the version of each
@@ -173,7 +174,7 @@ class _CacheFile(BaseModel, Generic[_Content]):
 class Cache:
     """A folder of entries; without a folder, nothing is found and nothing is kept.
 
-    `told` gets a sentence if a model is outdated, except by a change of a .py file.
+    `told` is called with a sentence if a model is outdated, unless a .py file has changed.
     """
 
     folder: Path | None
@@ -209,7 +210,7 @@ class Cache:
             self._write([(content, key)], read)
 
     def keep_all(self, entries: Iterable[tuple[object, object]]) -> None:
-        """Write contents whose keys say everything."""
+        """Write contents that depend on nothing but their keys."""
         self._write(entries, None)
 
     def _write(self, entries: Iterable[tuple[object, object]], read: Sources | None) -> None:
@@ -253,44 +254,43 @@ class Question:
     arguments: tuple[str, ...]
     precision: Precision
     rows: int | None  # of a microbatch, for a model that accepts only one number
+    compiles: bool  # whether it was tried which layers torch.compile can trace
 
     def find(self, cache: Cache) -> TracedModel | None:
         """Return the traced model from a cache; None if it is not there."""
-        for asked in dict.fromkeys((replace(self, rows=None), self)):
+        for asked in self._asked():
             found = cache.find(CachedModel, asked)
-            if found and (asked == self or found.graph.fixed_batch in (None, self.rows)):
+            if found and (asked.rows == self.rows or found.graph.fixed_batch in (None, self.rows)):
                 return _traced(found)
         return None
 
+    def _asked(self) -> Iterator[Question]:
+        """Yield the questions whose answers may serve for this one, first those for any rows."""
+        for rows, compiles in dict.fromkeys(product((None, self.rows), (self.compiles, True))):
+            yield replace(self, rows=rows, compiles=compiles)
+
     def keep(self, traced: TracedModel, cache: Cache) -> None:
         """Keep a traced model, for any number of rows if it accepts them."""
+        graph, notes = graph_document(traced.graph), traced.notes
         content = CachedModel(
-            model=traced.model,
-            graph=graph_document(traced.graph),
-            optimizer=traced.optimizer,
-            notes=traced.notes,
+            model=traced.model, graph=graph, optimizer=traced.optimizer, notes=notes
         )
         asked = self if traced.graph.fixed_batch is not None else replace(self, rows=None)
         cache.keep(content, asked, model=self.path)
 
     def forget(self, cache: Cache) -> None:
         """Remove a traced model that does not fit its model file."""
-        for asked in (replace(self, rows=None), self):
+        for asked in self._asked():
             cache.forget(CachedModel, asked)
 
 
 def _traced(found: CachedModel) -> TracedModel | None:
-    try:
-        graph = graph_of(found.graph)
-    except (ValueError, RecursionError):
-        return None
-    return TracedModel(
-        model=found.model,
-        graph=graph,
-        optimizer=found.optimizer,
-        notes=found.notes,
-        is_recalled=True,
-    )
+    with suppress(ValueError, RecursionError):
+        graph, notes = graph_of(found.graph), found.notes
+        return TracedModel(
+            model=found.model, graph=graph, optimizer=found.optimizer, notes=notes, is_recalled=True
+        )
+    return None
 
 
 def lengths_found(cache: Cache, key: object) -> tuple[Graph | None] | None:
@@ -329,7 +329,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _paths(model: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and digest of files read and modules loaded, without Python and libraries."""
+    """Yield path and digest of each file that was read or imported, except installed ones."""
     loaded = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     roots = _library_folders()
     prefixes = tuple(f"{root}/" for root in roots)  # resolving thousands of paths takes long
@@ -373,7 +373,7 @@ def _is_vendored(library: str) -> bool:
 
 
 def _of_path(path: str) -> str:
-    """Return a digest of a file's content or of a folder's names, "" if it is not there."""
+    """Return a digest of a file (see `_LARGE_BYTES`) or of a folder's names; "" if missing."""
     place = Path(path)
     try:
         if place.is_dir():

@@ -24,7 +24,7 @@ from autopar.planner.rules.signature import Dim, leaves
 
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]{0,39}")
 _MOST_SHOWN = 40  # characters
-_ROUNDING = 1e-6  # by which sums of seconds differ
+_ROUNDING = 1e-6  # sums of seconds may differ by this share
 
 
 def faults_of(plan: StoredPlan) -> Iterator[str]:
@@ -58,9 +58,9 @@ def _machines(plan: StoredPlan) -> Iterator[str]:
     devices = tuple(dict.fromkeys(node.device.name for node in plan.cluster.nodes))
     if plan.machines.device != " + ".join(devices):
         device = plan.machines.device[:_MOST_SHOWN]
-        yield f"machines.device is {device!r}, but the cluster has {_told(devices)}"
+        yield f"machines.device is {device!r}, but the cluster has {_quoted(devices)}"
     if limits and set(limits) != set(devices):
-        yield f"machines.limits: of {_told(limits)}, but the cluster has {_told(devices)}"
+        yield f"machines.limits: of {_quoted(limits)}, but the cluster has {_quoted(devices)}"
     yield from _doubled("machines.limits", limits)
 
 
@@ -81,10 +81,10 @@ def _prediction(plan: StoredPlan) -> Iterator[str]:
 def _doubled(where: str, names: Iterable[str]) -> Iterator[str]:
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        yield f"{where}: {_told(twice)} more than once"
+        yield f"{where}: {_quoted(twice)} more than once"
 
 
-def _told(names: Iterable[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name[:_MOST_SHOWN]) for name in sorted(names))
 
 
@@ -110,7 +110,7 @@ def _degrees(plan: StoredPlan) -> Iterator[str]:
     if arrangement.rows and not _are_rows(arrangement):
         yield (
             f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks, "
-            f"the most of them {max(arrangement.rows)}, {arrangement.microbatch} expected"
+            f"the largest is {max(arrangement.rows)}, but microbatch is {arrangement.microbatch}"
         )
     if shards_in_vain(arrangement):
         yield (
@@ -135,7 +135,7 @@ def _stages(plan: StoredPlan) -> Iterator[str]:
     first = 0
     for number, stage in enumerate(plan.stages):
         if stage.first != first or stage.count < 1:
-            yield f"stages.{number}: layers {stage.first} … do not follow those before, {first}"
+            yield f"stages.{number}: its first layer is {stage.first}, but {first} comes next"
         if len(stage.recompute) != stage.count:
             yield f"stages.{number}: {len(stage.recompute)} recompute modes, {stage.count} layers"
         if not 0 <= stage.rank < arrangement.pipeline:
@@ -230,7 +230,7 @@ def _tensor_faults(where: str, layout: Layout, axes: GraphAxes, tensor: str) -> 
     dims, axis = axes.dims[tensor], layout.axis[:_MOST_SHOWN]
     if layout.kind is not LayoutKind.SPLIT:
         if (layout.axis, layout.dim) != ("", -1):
-            yield f"{where}: the axis {axis!r} and the dim {layout.dim} of what is not split"
+            yield f"{where}: axis {axis!r} and dim {layout.dim}, but the tensor is not split"
     elif not 0 <= layout.dim < len(dims):
         yield f"{where}: {tensor} has no dim {layout.dim}"
     elif layout.axis not in _axes_in(dims[layout.dim]):

@@ -34,6 +34,7 @@ from autopar.planner.plan.plan import (
     ClassLayouts,
     ConversionLine,
     Model,
+    PlannedCount,
     PlannedMachines,
     PlannedStage,
     Proof,
@@ -168,7 +169,7 @@ def _texts(own: Iterable[ParameterLayout]) -> dict[str, str]:
     return {one.name: str(one.layout) for one in own}
 
 
-def _held(texts: Mapping[str, str]) -> tuple[ParameterLayout, ...]:
+def _named_layouts(texts: Mapping[str, str]) -> tuple[ParameterLayout, ...]:
     return tuple(ParameterLayout(name=name, layout=_layout(text)) for name, text in texts.items())
 
 
@@ -179,7 +180,7 @@ def _values(one: object, kind: type[Any]) -> dict[str, Any]:
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 MOST_CHARACTERS = 100_000  # of one string
-# Only in the search does `order` mean something; a plan's cluster has the nodes in that order.
+# `order` matters only in the search: a plan's cluster has its nodes in the chosen order.
 _OF_THE_SEARCH: dict[str, Any] = {
     "arrangement": {"order"},
     "runners_up": {"__all__": {"arrangement": {"order"}}},
@@ -205,6 +206,7 @@ class PlanDocument:
     proof: Proof
     fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
+    curve: tuple[PlannedCount, ...] = ()
     cluster: ClusterDocument
 
 
@@ -224,7 +226,7 @@ def write_plan(plan: StoredPlan, path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise for a path that cannot be written, or a file that is no plan of any version."""
+    """Raise for a path that cannot be written, or an existing file that is not a plan."""
     check_writable(path)
     if not path.exists():
         return
@@ -317,8 +319,8 @@ def parse_plan(source: str, *, where: str) -> StoredPlan:
                 ClassLayouts(**_values(one, ClassLayouts)) for one in document.layouts
             ),
             "layouts": tuple(tuple(map(_op_layout, one.rows)) for one in document.layouts),
-            "parameters": _held(document.parameters),
-            "crossing": _held(document.crossing),
+            "parameters": _named_layouts(document.parameters),
+            "crossing": _named_layouts(document.crossing),
             "cluster": cluster_of(document.cluster),
         }
         plan = StoredPlan(**values)

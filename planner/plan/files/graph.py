@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from autopar.planner.errors import SourceSpan
 from autopar.planner.files import FigureNumber, Rows, Share
-from autopar.planner.graph.graph import Graph
+from autopar.planner.graph.graph import Graph, GraphBreak
 from autopar.planner.graph.ops import (
     Buffer,
     Constant,
@@ -137,6 +137,14 @@ class OwnGradientRow(NamedTuple):
     where: str
 
 
+class GraphBreakRow(NamedTuple):
+    """A line that torch.compile cannot trace, as a list."""
+
+    paths: tuple[str, ...]
+    where: str
+    why: str
+
+
 class ConstantRow(NamedTuple):
     """A constant as a list."""
 
@@ -166,6 +174,7 @@ class GraphDocument:
     functions: tuple[FunctionRow, ...] = ()
     own_gradients: tuple[OwnGradientRow, ...] = ()
     in_eval_mode: tuple[str, ...] = ()
+    breaks: tuple[GraphBreakRow, ...] = ()
 
 
 def value_document(value: Value) -> JsonValue:
@@ -234,7 +243,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# Each field's row class and class; the last item is the mapping's key, if it is a mapping.
+# For each field: the class of its rows, that of its objects, and a mapping's key attribute, or "".
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),
@@ -245,6 +254,7 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "calls": (CallRow, ModuleCall, "key"),
         "functions": (FunctionRow, FunctionCall, ""),
         "own_gradients": (OwnGradientRow, OwnGradient, ""),
+        "breaks": (GraphBreakRow, GraphBreak, ""),
     }
 )
 _VALUES = ("arguments", "keywords", "result", "values")  # fields with nested arguments

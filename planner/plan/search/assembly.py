@@ -107,19 +107,19 @@ def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
 
 
 def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candidate]:
-    """Return the best other candidates that differ in more than the microbatch."""
+    """Return the best other candidates, one of each kind (`kind_of`)."""
     fastest, *others = (found.leaf for found in outcome.found)
     seen = {kind_of(best), kind_of(fastest)}
-    told: list[Candidate] = []
+    listed: list[Candidate] = []
     for other in others:
-        if kind_of(other) not in seen and len(told) < MOST_TOLD:
+        if kind_of(other) not in seen and len(listed) < MOST_TOLD:
             seen.add(kind_of(other))
-            told.append(other)
-    return told
+            listed.append(other)
+    return listed
 
 
 def kind_of(candidate: Candidate) -> tuple[object, ...]:
-    """Return what listed plans must differ in: degrees, ZeRO level and schedule."""
+    """Return what listed plans must differ in: degrees, ZeRO level, schedule, stages per rank."""
     one = candidate.arrangement
     return one.pipeline, one.data, one.tensor, one.zero, one.schedule, one.stages_per_rank
 
@@ -144,7 +144,7 @@ def runner_up(plan: Candidate | Plan, difference: str) -> RunnerUp:
 
 
 def _difference(other: Prediction, best: Prediction) -> str:
-    """Return the term that makes a plan slower or faster, or the memory that it saves."""
+    """Return the term that makes a plan slower or faster, and how much less memory it needs."""
     ours = {term.name: term.seconds for term in best.terms}
     theirs = {term.name: term.seconds for term in other.terms}
     more = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in ours | theirs}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
-_FAR = 1.25  # times the lowest bound: no deeper search from there
+_FAR = 1.25  # times the lowest bound: the search for a first leaf dives to no node above it
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
@@ -27,10 +27,10 @@ Rank = tuple[float, ...]
 class SearchNode(Generic[Item]):
     """A node that can be expanded; `rank` orders nodes of equal bound, the simpler first.
 
-    `is_deep`: whether a search without a leaf may go deeper from here. `is_last`: whether the node
-    is expanded only if no other node may be better than the best leaf. `only_proves`: whether
-    expanding the node can only raise the bound, and never finds a better leaf. Such a node is
-    dropped if an `Unproved` bound is not above its own.
+    `is_deep`: the search for a first leaf may dive to this node. `is_last`: it waits until no other
+    node can beat the best leaf. `only_proves`: expanding it can raise the bound, and finds no
+    better leaf. An `is_last` node of this kind is dropped if an `Unproved` bound is as low as its
+    own, because the overall bound would not rise.
     """
 
     bound: float
@@ -68,7 +68,7 @@ class Outcome(Generic[Item, Leaf]):
 
     @property
     def gap(self) -> float:
-        """How far the best leaf may be from the best possible value, as a fraction of it."""
+        """The share of the best leaf's value that a better leaf could save at most."""
         best = self.found[0].value
         return max(0.0, best - self.bound) / best if best else 0.0
 
@@ -85,10 +85,11 @@ def best_first(
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
     watch: Callable[[float], None] = lambda _: None,
 ) -> Outcome[Item, Leaf]:
-    """Expand nodes until `enough` leaves came to the top, or time is up.
+    """Expand nodes until `enough` accepts the number of leaves on top so far, or time is up.
 
-    Before a node is expanded, `watch` is given the least bound of all that is left. A bound that a
-    parent has already proved holds for its children too.
+    Before a node is expanded, `watch` is given the least bound of the node, the queue and what is
+    unproved; nodes that are `is_last` are not counted. A bound that a parent has already proved
+    holds for its children too.
     """
     queue: list[tuple[float, int, Rank, int, SearchNode[Item] | FoundLeaf[Leaf]]] = []
     dive: list[tuple[int, float, Rank, int]] = []

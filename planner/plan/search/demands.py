@@ -11,16 +11,18 @@ from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.toml_reading import bytes_text
 from autopar.planner.costs.prediction import (
-    Arrangement,
     Compile,
+    Offload,
     Recompute,
     Zero,
     zero_words,
 )
 from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.steps.stage_load import least_host
 from autopar.planner.errors import InfeasibleError, InputError, TimeLimitError
 from autopar.planner.findings.writes import unable
 from autopar.planner.plan.declared.constraints import (
+    DEFAULT_HOST_MEMORY,
     DEFAULT_MEMORY,
     Constraints,
     Declared,
@@ -29,9 +31,10 @@ from autopar.planner.plan.declared.constraints import (
     covers,
 )
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
-from autopar.planner.plan.solving.candidate import Demands
+from autopar.planner.plan.solving.candidate import Candidate, Demands
 from autopar.planner.plan.solving.costing import SearchSubject
 from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planner.precision import FLOAT8_UNITS, Float8
 from autopar.planner.programs.layouts.rules import Ban, LayoutPin, LayoutRules
 from autopar.planner.programs.stages.question import PinnedLayer
 
@@ -83,6 +86,20 @@ def check_memory(cluster: Cluster, constraints: Constraints) -> None:
     )
 
 
+def check_float8(cluster: Cluster, constraints: Constraints) -> None:
+    """Raise if layers should multiply in float8 on a device without such units."""
+    devices = (node.device for node in cluster.nodes if constraints.float8 is not Float8.NONE)
+    without = [one.name for one in devices if FLOAT8_UNITS not in dict(one.peaks)]
+    if without:
+        declared = next(one for one in reversed(constraints.declared) if one.field == "float8")
+        raise InputError(
+            f"{without[0]} has no units for products in float8",
+            where=declared.origin,
+            expected="a device that has them, such as l4, l40s, h100-sxm, b200-sxm or mi300x",
+            fix=f"leave out {declared.text}, or choose such a device with --device",
+        )
+
+
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     """Return the memory limit of each kind of device."""
     limits = {}
@@ -93,10 +110,17 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     return limits
 
 
+def host_limit_of(cluster: Cluster, constraints: Constraints) -> int:
+    """Return the limit for a device's share of its host's memory."""
+    memory = least_host(cluster).memory_bytes
+    return (constraints.host_memory or DEFAULT_HOST_MEMORY).bytes_of(memory)
+
+
 def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraints) -> Demands:
     """Return the limits, pins and recompute modes that every candidate must respect."""
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
+        host_limit_bytes=host_limit_of(cluster, constraints),
         modes=tuple(_modes(subject, constraints)),
         pins=tuple(
             PinnedLayer(layer=position, stage=pin.stage)
@@ -111,16 +135,16 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def learning(subject: SearchSubject) -> Iterator[bool]:
-    """Yield for each layer whether it is trained, or passes on gradients.
+    """Yield for each layer whether it is trained or passes gradients on.
 
-    Other layers are computed where they are needed; a stage of such layers alone would be empty.
+    Other layers are computed wherever they are needed, so a stage with none but them is empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))
 
 
 def shared_buffers(subject: SearchSubject) -> Mapping[str, tuple[int, int]]:
-    """Return the first and last layer of buffers that are written and used by several layers.
+    """Return the first and last layer that use a buffer, for buffers that the forward writes.
 
     Each stage would have its own copy, so these layers are not cut apart.
     """
@@ -147,6 +171,7 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
         zero_levels=constraints.zero_levels,
         compressed=constraints.compression,
         compiles=tuple(_compiles(cluster, constraints)),
+        offloads=tuple(_offloads(cluster, constraints)),
         stages_per_rank=constraints.stages_per_rank,
         shard=constraints.shard,
         node_devices=min(node.devices for node in cluster.nodes),
@@ -155,7 +180,10 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared; by default, GPUs may compile layers or not."""
+    """Yield what may be compiled: as declared, or by default nothing.
+
+    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    """
     if constraints.compile is not None:
         yield constraints.compile
         return
@@ -163,6 +191,18 @@ def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
     is_gpu = not any(node.device.is_cpu for node in cluster.nodes)
     if is_gpu and all(pin.mode.compiles for pin in constraints.recompute):
         yield Compile.LAYERS
+
+
+def may_compile(cluster: Cluster, constraints: Constraints) -> bool:
+    """Whether the search looks at plans with compiled layers."""
+    return Compile.LAYERS in _compiles(cluster, constraints)
+
+
+def _offloads(cluster: Cluster, constraints: Constraints) -> tuple[Offload, ...]:
+    """Return what may lie on the host: as declared; by default any of it, on CPUs nothing."""
+    is_open = constraints.offloads == tuple(Offload)
+    is_cpu = any(node.device.is_cpu for node in cluster.nodes)
+    return (Offload.NONE,) if is_cpu and is_open else constraints.offloads
 
 
 def _positions(subject: SearchSubject) -> range:
@@ -196,8 +236,8 @@ def _modes(subject: SearchSubject, constraints: Constraints) -> Iterator[frozens
                 f"{without[mode].why}",
                 where=without[mode].where,
                 expected="modules that can run again in their backward",
-                fix="name others in the rule, or another mode behind it: recompute none always "
-                "works",
+                fix="name other modules in the rule, or add a rule after it with another mode: "
+                "recompute none always works",
             )
         yield frozenset({mode})
 
@@ -265,19 +305,32 @@ def _beside(shared: Sequence[str]) -> str:
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:
     fields = {one.field for one in conflict}
-    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices, to the pipeline
+    leaves_the_rest = {"data", "tensor"} <= fields  # the other devices are for the pipeline
     return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
 
 
-def too_large(
-    least: Arrangement, *, needed_bytes: int, limit_bytes: int, cluster: Cluster
-) -> InfeasibleError:
+def too_large(least: Candidate, demands: Demands, cluster: Cluster) -> InfeasibleError:
     """Return the error of a memory limit below the smallest plan, to the byte."""
+    needed_bytes = least.prediction.peak_memory.device_bytes
+    limit_bytes = min(demands.limit_bytes.values())
+    if needed_bytes <= limit_bytes:
+        return _host_too_small(least, demands)
     return InfeasibleError(
         f"no plan fits: every one needs {_exact(needed_bytes)} or more on a device, and "
         f"{_exact(limit_bytes)} may be used: {_exact(needed_bytes - limit_bytes)} short",
-        where=f"the least is with {arrangement_words(least)}",
+        where=f"the least is with {arrangement_words(least.arrangement)}",
         fix=_nearest_change(needed_bytes, cluster),
+    )
+
+
+def _host_too_small(least: Candidate, demands: Demands) -> InfeasibleError:
+    needed = max(one.memory.host_bytes for one in least.prediction.stages)
+    return InfeasibleError(
+        "no plan fits: the devices have room if the optimizer is on the host, which then needs "
+        f"{_exact(needed)} for each device, and {_exact(demands.host_limit_bytes)} may be used",
+        where=f"the least is with {arrangement_words(least.arrangement)}",
+        fix="give the machine's real memory as host_memory in a cluster file, allow more of it by "
+        "--host-memory, or take more devices",
     )
 
 

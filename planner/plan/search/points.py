@@ -3,11 +3,11 @@
 Also distributes a batch over unlike devices. A step has m microbatches, each of B rows over all
 data ranks; each of the n_k devices of kind k takes r_k of these rows:
 
-    Σ_k n_k · r_k  =  B        r_k ≥ 1
+    Σ_k n_k · r_k  =  B        r_k ≥ the fewest rows that the model accepts
 
 If there are few such distributions, all are tried. Otherwise those are tried whose slowest kind is
-estimated to finish earliest. The estimated time of a kind is linear in its rows, through the times
-of the even share and of twice as many rows.
+estimated to finish earliest. The estimated time of a kind is linear in its rows, through its times
+for the even share and for twice the even share.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement; its stages are still open. `thriftier` ones need less memory at most."""
+    """An arrangement of which only the stages are still open.
+
+    The `thriftier` arrangements can be better only by needing less memory.
+    """
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
@@ -139,27 +142,29 @@ SearchItem = SearchPoint | Variant
 
 
 def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but levels that reduce each gradient together with their ZeRO-1.
+    """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
-    They communicate more than ZeRO-1 and update as fast, so if ZeRO-1 fits, they cannot be better.
+    A family has one schedule. ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if
+    ZeRO-1 fits, they cannot be better. The same holds for an optimizer on the host, which steps
+    more slowly, beside any other variant.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
     for one in variants_:
         pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
         head = heads.get(pipeline)
-        if one.zero.reduces_each and head is not None:
+        if one.reduces_each and head is not None:
             head.append(one)
             continue
         family = [one]
-        if one.zero.gathers_updated:
+        if one.zero.gathers_updated or one.data == 1:
             heads[pipeline] = family
         families.append(family)
     return families
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return the key that orders equally good arrangements: simplest first, then fewest parts."""
+    """Return the key that orders equally good arrangements: simplest first, then fewest ranks."""
     return (
         *complexity(arrangement, recomputes=False),
         arrangement.pipeline,
@@ -232,6 +237,7 @@ class Points:
                 microbatches=count,
                 precision=self.constraints.precision,
                 compile_=compile_,
+                float8=self.constraints.float8,
             )
             rows = each if len(set(each)) > 1 else ()
             yield from in_orders(replace(point, rows=rows), self.orders, self.choices)

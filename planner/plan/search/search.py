@@ -1,7 +1,7 @@
 """Chooses the plan: a best-first search over arrangements, each solved by integer programs.
 
     degrees × microbatch × compiled  bounded by the fastest split of each op, without communication
-    └ schedule × stages per rank × ZeRO × shard
+    └ schedule × stages per rank × ZeRO × shard × 16-bit sums × offload
                                     bounded also by gathers, reductions, updates, recomputation
       └ the fastest layouts         bounded also by their communication
         └ layouts that need less memory are solved
@@ -161,6 +161,7 @@ class Explorer:
             subject,
             cluster,
             precision=constraints.precision,
+            float8=constraints.float8,
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
             prices=prices,
@@ -178,17 +179,17 @@ class Explorer:
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
-        self._least: dict[tuple[object, ...], float] = {}  # seconds of each kind of plan
-        self._looked_beside = 0  # nodes, since the best was proved
+        self._least: dict[tuple[object, ...], float] = {}  # least seconds of each kind of plan
+        self._looked_beside = 0  # nodes expanded since the best was proved
         self._is_choosing = False  # whether the fastest is proved, and the simplest is searched for
         self._left_out: list[SearchNode[SearchItem]] = []  # no faster, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
-        enough, watch = self._is_enough, self._tell_left
+        enough, watch = self._is_enough, self._report_bound
         return best_first(self.roots(), self.expand, is_late=is_late, enough=enough, watch=watch)
 
-    def _tell_left(self, least_bound: float) -> None:
+    def _report_bound(self, least_bound: float) -> None:
         if self.objective is not Objective.MEMORY:
             self.report(self._known.words(least_bound))
 
@@ -214,7 +215,7 @@ class Explorer:
         )
 
     def know(self, seconds: float) -> None:
-        """Restrict the search to faster plans than one that is known elsewhere."""
+        """Restrict the search to faster plans than one that another search has found."""
         self._known = self._known.with_one((), seconds)
 
     def _complexity_below(self, item: SearchItem) -> Complexity:
@@ -261,7 +262,7 @@ class Explorer:
         )
 
     def expand(self, item: SearchItem) -> Iterable[Entry]:
-        """Return a point's variants, a variant's bound within memory, or its solution."""
+        """Return a point's variants, a variant with a sharper bound, or its solution."""
         if isinstance(item, SearchPoint):
             grouped = families(self.points.variants(item.arrangement))
             return [one for family in grouped for one in self._bounded(family, Pressure.UNSOLVED)]
@@ -325,7 +326,8 @@ class Explorer:
     def _still_open(self, item: Variant, answer: SolvedArrangement, to_beat: float) -> list[Entry]:
         """Return what remains of an arrangement: to be solved with more effort, or unproved.
 
-        A plan that is no faster than a known one may be simpler: it is left for that choice.
+        An arrangement without a faster plan than a known one may still have a simpler one: it is
+        kept until the simplest plan is chosen.
         """
         if self.objective is Objective.MEMORY or self._looked_beside:
             return []
@@ -362,15 +364,10 @@ class Explorer:
                 layers=sum(learning(self.subject)),
                 shared=tuple(shared_buffers(self.subject)),
             )
-        return too_large(
-            least.arrangement,
-            needed_bytes=least.prediction.peak_memory.device_bytes,
-            limit_bytes=min(self.judge.demands.limit_bytes.values()),
-            cluster=self.cluster,
-        )
+        return too_large(least, self.judge.demands, self.cluster)
 
     def _conflict(self) -> tuple[Declared, ...]:
-        """Return constraints that exclude all arrangements together, but not without one."""
+        """Return constraints that together exclude all arrangements, but not if one is missing."""
 
         def is_feasible(declared: Sequence[Declared]) -> bool:
             kept = with_batch(constraints_of(declared), self.cluster, self.subject.graph)
@@ -382,7 +379,11 @@ class Explorer:
 
     def _roomy(self) -> Explorer:
         """Return the search for the plan with the least memory, without memory limits."""
-        return self.within(_ENDLESS_BYTES, Objective.MEMORY)
+        other = self.within(_ENDLESS_BYTES, Objective.MEMORY)
+        endless = replace(other.judge.demands, host_limit_bytes=_ENDLESS_BYTES)
+        other.judge = other.judge.under(endless)
+        other.bounds = Bounds(other.judge.questions, Objective.MEMORY)
+        return other
 
     def within(self, limit_bytes: int, objective: Objective) -> Explorer:
         """Return the search with another memory limit on every device, for an objective."""

@@ -21,15 +21,17 @@ Complexity = tuple[int, ...]  # less is simpler
 def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
     """Return how hard a plan is to read and to trust, most important first.
 
-    In this order: the number of kinds of parallelism; of those that need printed forwards (data
-    ranks run the model's own); how much is sharded; 16-bit sums; whether anything is recomputed;
-    whether layers are compiled.
+    In this order: how many kinds of parallelism there are; how many of them need printed forwards
+    (pipeline and tensor: data ranks run the model's own forward); the ZeRO level; whether the host
+    has the optimizer; 16-bit gradient sums; whether a layer is recomputed; whether layers are
+    compiled.
     """
     opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
     return (
         opening + (arrangement.data > 1),
         opening,
         arrangement.zero.value,
+        int(arrangement.offload.has_states),
         int(arrangement.compressed_gradients),
         int(recomputes),
         int(arrangement.compile is Compile.LAYERS),
@@ -92,11 +94,11 @@ def simplest_leaf(
     within: float,
     is_late: Callable[[], bool] = lambda: False,
 ) -> FoundLeaf[Leaf]:
-    """Return the simplest leaf with a value up to `within`; if several are, the one of least value.
+    """Return the simplest leaf with a value up to `within`; of equally simple ones, the least.
 
-    The node with the best possible simplicity is expanded first, so the first leaf on top is the
-    answer, and nodes that cannot be simpler are not expanded. If time is up, the simplest leaf
-    found is returned.
+    Of nodes and leaves, the one with the best possible simplicity is taken first. So the first leaf
+    taken is the answer, and nodes that cannot be simpler are never expanded. If time is up, the
+    simplest leaf found is returned.
     """
     numbers = count()
 

@@ -1,7 +1,8 @@
 """Enumerates the arrangements of a training as a tree: degrees, microbatch, schedule, ZeRO.
 
-The first level has points: degrees and a microbatch. A point's variants differ only in schedule,
-stages per rank, ZeRO level and shard degree, so they share every layer's layout and cost.
+The first level has points: degrees, a microbatch, and whether layers are compiled. A point's
+variants differ in schedule, stages per rank, ZeRO level, shard degree, 16-bit sums and offload.
+None of these changes layouts or costs inside layers, so variants share them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, log
 
-from autopar.planner.costs.prediction import Arrangement, Compile, Zero
+from autopar.planner.costs.prediction import Arrangement, Compile, Offload, Zero
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, refusal
 from autopar.planner.errors import InfeasibleError
@@ -23,10 +24,10 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import BatchFacts
-from autopar.planner.precision import Precision
+from autopar.planner.precision import Float8, Precision
 
 Degrees = tuple[int, int, int]  # pipeline, data, tensor
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 ROWS = "batch"  # the name of the rows' axis
 
 
@@ -88,7 +89,7 @@ def _rows(degrees: Degrees, constraints: Constraints, batch: BatchFacts) -> int:
 def check_degrees(
     devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
 ) -> tuple[Degrees, ...]:
-    """Return the legal degrees; if there are none, raises an error that names the conflict."""
+    """Return the legal degrees; if there are none, raise an error that names the conflict."""
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
         return leave_degrees(declared, devices, batch)
@@ -105,7 +106,7 @@ def leave_degrees(
     """Whether declarations together leave degrees, a microbatch and every other choice."""
     chosen = constraints_of(declared)
     has_microbatch = batch.fixed is None or chosen.microbatch in (None, batch.fixed)
-    has_choices = bool(chosen.schedules and chosen.zero_levels)
+    has_choices = bool(chosen.schedules and chosen.zero_levels and chosen.offloads)
     legal = legal_degrees(devices, chosen, batch)
     return has_microbatch and has_choices and bool(legal)
 
@@ -119,7 +120,8 @@ def _contradiction(
     fields, why = {one.field for one in conflict}, _why(batch)
     found = f"on {devices} devices no plan satisfies {conflict_text(conflict)}"
     if fields <= CHOICES:
-        return InfeasibleError(found, fix="no choice is left: allow one that both have")
+        fix = "together they leave no choice: allow one that all of them have"
+        return InfeasibleError(found, fix=fix)
     if fields == {"microbatch"}:
         fix = f"pin microbatch={batch.fixed}, or leave it open"
         return InfeasibleError(f"{found}{why}", fix=fix)
@@ -133,7 +135,7 @@ def _contradiction(
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
-    return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
+    return InfeasibleError(found, expected=f"legal are {_listed(nearest_degrees(legal, wanted))}")
 
 
 def _why(batch: BatchFacts) -> str:
@@ -147,9 +149,9 @@ def _why(batch: BatchFacts) -> str:
     )
 
 
-def _told(legal: Sequence[Degrees]) -> str:
-    more = f"; and {len(legal) - _MOST_TOLD} more" if len(legal) > _MOST_TOLD else ""
-    return "; ".join(map(degrees_text, legal[:_MOST_TOLD])) + more
+def _listed(legal: Sequence[Degrees]) -> str:
+    more = f"; and {len(legal) - _MOST_LISTED} more" if len(legal) > _MOST_LISTED else ""
+    return "; ".join(map(degrees_text, legal[:_MOST_LISTED])) + more
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:
@@ -194,6 +196,7 @@ class Choices:
     zero_levels: tuple[Zero, ...]
     compressed: tuple[bool, ...]
     compiles: tuple[Compile, ...]
+    offloads: tuple[Offload, ...]
     stages_per_rank: int | None  # pinned
     shard: int | None  # pinned
     node_devices: int  # of the smallest node
@@ -215,9 +218,10 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
 
 
 def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the rows of each data rank's microbatch, and the number of these, smallest first.
+    """Yield the rows of a microbatch on each data rank, and the number of microbatches.
 
-    Only if the rows cannot be distributed evenly; then they are as even as possible.
+    The smallest microbatches come first. Their rows are as even as possible. If they can be equal,
+    nothing is yielded.
     """
     for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
         least, more = divmod(global_batch // microbatches, data)
@@ -227,7 +231,7 @@ def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple
 
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
-    precision: Precision, compile_: Compile,
+    precision: Precision, compile_: Compile, float8: Float8 = Float8.NONE,
 ) -> Arrangement:  # fmt: skip
     """Return a point in its simplest variant."""
     return Arrangement(
@@ -244,6 +248,7 @@ def simplest(
         compressed_gradients=False,
         precision=precision,
         compile=compile_,
+        float8=float8,
     )
 
 
@@ -252,26 +257,46 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in sharding(point, choices):
             for compressed in choices.compressed if point.data > 1 else (False,):
-                variant = replace(
-                    point,
-                    schedule=schedule,
-                    stages_per_rank=stages_per_rank,
-                    zero=zero,
-                    shard=shard,
-                    compressed_gradients=compressed,
-                )
-                if not shards_in_vain(variant):
-                    yield variant
+                for offload in choices.offloads:
+                    variant = replace(
+                        point,
+                        schedule=schedule,
+                        stages_per_rank=stages_per_rank,
+                        zero=zero,
+                        shard=shard,
+                        compressed_gradients=compressed,
+                        offload=offload,
+                    )
+                    if not (shards_in_vain(variant) or offloads_in_vain(variant, choices)):
+                        yield variant
 
 
 def shards_in_vain(arrangement: Arrangement) -> bool:
-    """Whether fully_shard would save nothing over ZeRO-1, because backwards are split.
+    """Whether fully_shard would need as much memory as ZeRO-1, because backwards are split.
 
     The halves of a split backward find parameters by their autograd nodes, which gathering changes.
-    No hook sees gradients until the last microbatch is done. So both stay whole.
+    No hook sees gradients until the last microbatch is done. So both parameters and gradients stay
+    whole.
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     return splits and arrangement.zero.shards_modules
+
+
+def offloads_in_vain(arrangement: Arrangement, choices: Choices) -> bool:
+    """Whether an arrangement has the optimizer on the host, and is useless or cannot run.
+
+    Useless, unless the ZeRO level is demanded: several data ranks that do not divide the optimizer
+    (divided, each would step faster and hold less), and ZeRO-2 (ZeRO-3 frees more memory). Neither
+    fully_shard on a single rank nor split backwards can run: hooks send gradients to the host, and
+    the gradients of split backwards pass no hook.
+    """
+    if not arrangement.offload.has_states:
+        return False
+    zero, is_free = arrangement.zero, len(choices.zero_levels) > 1
+    is_beaten = zero.keeps_gathered or not (zero.divides_optimizer or arrangement.data == 1)
+    is_whole = zero.shards_modules and arrangement.shard == 1
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return (is_free and is_beaten) or is_whole or splits
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:
@@ -296,7 +321,7 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
 
 
 def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) -> bool:
-    """Whether no simpler schedule is equivalent.
+    """Whether no simpler schedule is as good; always true if the stages per rank are pinned.
 
     Interleaving needs several stages per rank, and GPipe takes the time of 1F1B with more memory.
     """
@@ -316,8 +341,8 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
 def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
     """Yield ZeRO levels with their shard degree: all data ranks, or those of a node (HSDP).
 
-    In a pipeline, ZeRO-2 would scatter gradients for every microbatch and save less than ZeRO-3,
-    and HSDP has too few ranks to share: both are left out unless demanded.
+    In a pipeline, ZeRO-2 would scatter gradients for every microbatch and free less memory than
+    ZeRO-3, and HSDP would shard over too few ranks: both are left out unless demanded.
     """
     inside = choices.node_devices // point.tensor
     is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None

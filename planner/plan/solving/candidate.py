@@ -22,9 +22,8 @@ from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.stage_load import rank_groups
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.plan.plan import PlannedStage
+from autopar.planner.plan.plan import PlannedStage, even_stages
 from autopar.planner.plan.solving.costing import PriceBook
-from autopar.planner.plan.solving.even import even_stages
 from autopar.planner.plan.solving.prices import Inside
 from autopar.planner.programs.layouts.choice import LinePrice
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
@@ -40,9 +39,10 @@ CLOSE_BYTES = 2**20  # more than the rounding of a bound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What every candidate must respect, beside its arrangement."""
+    """What every candidate must respect, besides its arrangement."""
 
     limit_bytes: Mapping[str, int]  # per device name
+    host_limit_bytes: int  # of each device's share of its host's memory
     modes: tuple[frozenset[Recompute], ...]  # allowed modes of each layer
     pins: tuple[PinnedLayer, ...]
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
@@ -61,7 +61,7 @@ class Questions:
     def asked(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement in one of the layouts."""
+        """Return the stage question of an arrangement, in the layouts of one solution."""
         sizes = self.demands.bucket_bytes
         inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
@@ -74,15 +74,15 @@ class Questions:
             pins=self.demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
             tied_gradient_bytes=self.costing.tied_gradient_bytes(inside),
-            bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
+            bucket_bytes=sizes if arrangement.keeps_buckets else sizes[:1],
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
-        """Return the largest limit of a rank for its tensors alone, slightly generous."""
+        """Return the largest `room_bytes` of a rank."""
         return max(self.room_bytes(arrangement))
 
     def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return each pipeline rank's limit for its tensors alone, slightly generous."""
+        """Return each pipeline rank's limit without the context, and a MiB more for rounding."""
         more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
@@ -102,7 +102,7 @@ class Questions:
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the distinct groups of devices and rows that pipeline ranks have.
+        """Return the distinct kinds of pipeline ranks: their devices, each with its rows.
 
         If data ranks have unlike numbers of rows, all are priced with the largest number, unless
         there are only data ranks.
@@ -123,7 +123,7 @@ class Questions:
 
 
 def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None = None) -> Inside:
-    """Return everything that layouts and costs inside layers depend on, beside the devices."""
+    """Return everything that layouts and costs inside layers depend on, besides the devices."""
     return Inside(
         tensor=arrangement.tensor,
         microbatch=arrangement.microbatch,
@@ -136,7 +136,7 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines, as multiples of the allowed share
+_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines together, as multiples of the allowed slowdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Candidate:
     solution: int
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
-    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
+    lines: LinePrice | None = None  # see `Inside`
 
     @property
     def inside(self) -> Inside:
@@ -230,13 +230,14 @@ class ArrangementSolver:
             is_final = is_final and answer.is_final
             bound = min(bound, answer.bound_seconds)
             if answer.best is not None and answer.best.seconds < found_seconds:
-                best = self._candidate(chooser.question, number, answer.best)
+                one = self._candidate(chooser.question, number, answer.best)
+                best = one if self._fits_host(one) else best
         return SolvedArrangement(
             candidate=best, bound_seconds=bound, report=report, is_final=is_final
         )
 
     def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
-        """Return the chooser of an arrangement in one of the layouts, kept between calls."""
+        """Return the chooser of an arrangement and layout solution, kept between calls."""
         key = arrangement, number
         if key not in self._choosers:
             question = self.questions.asked(arrangement, number)
@@ -246,7 +247,7 @@ class ArrangementSolver:
         return self._choosers[key]
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
-        """Yield the layout solutions: the fastest, then the others if needed."""
+        """Yield the layout solutions: the fastest first, then the others by their bounds."""
         yield 0
         solutions = self.costing.solutions(arrangement)
         yield from sorted(range(1, len(solutions)), key=least)
@@ -306,14 +307,14 @@ class ArrangementSolver:
             return self._predicted_again(replace(candidate, stages=stages))
 
         def accepts(stages: tuple[PlannedStage, ...]) -> bool:
-            if not self._may_be(stages):
+            if not self._is_allowed(stages):
                 return False
             one = with_stages(stages)
             return one.prediction.step_seconds <= longest and self._fits(one)
 
         return with_stages(even_stages(candidate.stages, accepts))
 
-    def _may_be(self, stages: Sequence[PlannedStage]) -> bool:
+    def _is_allowed(self, stages: Sequence[PlannedStage]) -> bool:
         """Whether stages may be cut like this, and all pinned layers lie in their stages."""
         cuttable, pins = self.demands.is_cuttable, self.demands.pins
         return all(cuttable[one.first - 1] for one in stages[1:]) and all(
@@ -377,7 +378,15 @@ class ArrangementSolver:
         )
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self._growth(candidate) >= 1
+        return self._growth(candidate) >= 1 and self._fits_host(candidate)
+
+    def _fits_host(self, candidate: Candidate) -> bool:
+        """Whether every rank's part fits into its share of the host's memory.
+
+        Stages are cut for the devices' memory alone: another cut might fit where this one does not.
+        """
+        needed = max(one.memory.host_bytes for one in candidate.prediction.stages)
+        return needed <= self.demands.host_limit_bytes
 
 
 def _needed(candidate: Candidate) -> int:

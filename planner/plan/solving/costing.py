@@ -22,15 +22,15 @@ from autopar.planner.cluster.shape import (
     node_orders,
 )
 from autopar.planner.costs.layers.flow import UNSHARED, SharedWeights
-from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.layer import layer_costs, slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import OpPricer
-from autopar.planner.costs.prediction import Arrangement, Compile, Modes, slowest
+from autopar.planner.costs.prediction import Arrangement, Compile, Modes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.layouts import OpLayout
 from autopar.planner.layers import Layer, Layers, Residence, residence
 from autopar.planner.plan.solving.prices import Inside, Place, PlacePrices, Prices
-from autopar.planner.precision import GRADIENT_BYTES, Precision
+from autopar.planner.precision import GRADIENT_BYTES, Float8, Precision
 from autopar.planner.programs.layouts.building import LayoutInput
 from autopar.planner.programs.layouts.choice import (
     Budget,
@@ -42,7 +42,7 @@ from autopar.planner.programs.layouts.edges import Structure, structure_of
 from autopar.planner.programs.layouts.rules import LayoutRules, own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
-# A 16-bit weight of 2 bytes comes with 16 bytes of gradient and optimizer states.
+# A 16-bit weight has 2 bytes, and 16 of gradient and optimizer states: 18 in all, 9 times as many.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 
@@ -68,6 +68,7 @@ class PriceBook:
         cluster: Cluster,
         *,
         precision: Precision,
+        float8: Float8,
         rules: LayoutRules,
         measured: Measurements | None = None,
         prices: Prices | None = None,
@@ -76,7 +77,7 @@ class PriceBook:
         self.subject = subject
         self.orders = node_orders(cluster)
         self.cluster = self.orders[0]
-        self.precision = precision
+        self.precision, self.float8 = precision, float8
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
@@ -88,7 +89,7 @@ class PriceBook:
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, share: RowShare, compile_: Compile) -> OpPricer:
-        """Return the pricer of the rows of a device."""
+        """Return the pricer for a device and its rows of a microbatch."""
         key, pricers = (share, compile_), self.prices.pricers
         if key not in pricers:
             pricers[key] = OpPricer(
@@ -100,6 +101,7 @@ class PriceBook:
                 measured=self.measured,
                 layers=self.subject.layers,
                 compiles=compile_ is Compile.LAYERS,
+                float8=self.float8,
             )
         return pricers[key]
 
@@ -183,7 +185,7 @@ class PriceBook:
         """Return the program for the cluster's slowest device, which the others wait for."""
         known = self._at(of)
         if known.program is None:
-            place = LayoutInput(
+            asked = LayoutInput(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
@@ -194,7 +196,7 @@ class PriceBook:
                 microbatches=1,
                 structure=self.structure,
             )
-            known.program = LayoutProgram(place, _BUDGET)
+            known.program = LayoutProgram(asked, _BUDGET)
         return known.program
 
     def rows(self, inside: Inside, share: RowShare) -> tuple[Modes, ...]:

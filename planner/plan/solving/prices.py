@@ -15,19 +15,20 @@ from autopar.planner.programs.layouts.rules import LayoutRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """Everything that layouts and costs inside layers depend on, beside the devices."""
+    """Everything that layouts and costs inside layers depend on, besides the devices."""
 
     tensor: int
     microbatch: int
     compile: Compile
     solution: int  # index in the Pareto front of layouts
     is_one_stage: bool  # so that tied parameters are held once
-    lines: LinePrice | None = None  # if given, the layouts that print least near the solution
+    # if given: of the layouts about as good as the solution, those with the fewest printed lines
+    lines: LinePrice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Everything that layouts depend on, beside the model: equal machines are not solved again."""
+    """Everything that layouts depend on, besides the model; equal machines share their layouts."""
 
     tensor: int
     microbatch: int
@@ -44,7 +45,7 @@ class PricedRows:
     inside: Inside
     share: RowShare
     costs: tuple[Modes, ...]
-    numbers: tuple[int, ...]  # of each layer in `costs`
+    numbers: tuple[int, ...]  # each layer's index in `costs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ class Prices:
         return self.places[place]
 
     def grown(self) -> Iterator[tuple[Place, PricedPlace]]:
-        """Yield the places with prices that were not recalled."""
+        """Yield the places with new prices (not recalled ones), if all their layouts are proved."""
         for place, one in self.places.items():
             if one.size > self._recalled[place] and one.is_proved:
                 yield place, one.kept()

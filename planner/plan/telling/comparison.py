@@ -1,14 +1,15 @@
-"""Compares two plans, and predicts the time that compiled layers would save."""
+"""Compares two plans, and predicts the time that compiled layers and float8 save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.costs.ops.case import split_of
 from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.costs.prediction import Arrangement, Compile
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import ClassLayouts, Plan, PlannedStage, StoredPlan
 from autopar.planner.plan.telling.explanation import (
@@ -22,6 +23,7 @@ from autopar.planner.plan.telling.words import (
     unit_word,
     units_per_second,
 )
+from autopar.planner.precision import Float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,8 @@ def _changes(before: StoredPlan, after: StoredPlan) -> Iterator[Change]:
         ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
         ("precision", one.precision, other.precision),
         ("compiled", one.compile, other.compile),
+        ("float8", one.float8, other.float8),
+        ("on the host", one.offload, other.offload),
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),
@@ -168,12 +172,22 @@ def _figures(before: StoredPlan, after: StoredPlan) -> Iterator[ComparedFigure]:
 
 
 def seconds_saved_by_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> float:
-    """Return about how much shorter a step is with compiled layers, in the layouts of this plan.
+    """Return about how much shorter a step is with compiled layers, in the layouts of this plan."""
+    return _seconds_saved(plan, axes, layers, replace(plan.arrangement, compile=Compile.NONE))
+
+
+def seconds_saved_by_float8(plan: Plan, axes: GraphAxes, layers: Layers) -> float:
+    """Return about how much shorter a step is with products in float8; negative if it is longer."""
+    return _seconds_saved(plan, axes, layers, replace(plan.arrangement, float8=Float8.NONE))
+
+
+def _seconds_saved(plan: Plan, axes: GraphAxes, layers: Layers, without: Arrangement) -> float:
+    """Return how much longer a step would be in the arrangement `without`, in the same layouts.
 
     Counts forward and backward on a device, evenly spread over the stages, without recomputation.
     """
     arrangement = plan.arrangement
-    eager, compiled = (
+    other, own = (
         OpPricer(
             plan.graph,
             axes,
@@ -181,16 +195,17 @@ def seconds_saved_by_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> f
             precision=arrangement.precision,
             device=plan.cluster.nodes[0].device,
             layers=layers,
-            compiles=compiles,
+            compiles=one.compile is Compile.LAYERS,
+            float8=one.float8,
         )
-        for compiles in (False, True)
+        for one in (without, arrangement)
     )
     saved = 0.0
     for known, layouts in zip(layers.classes, plan.layouts, strict=True):
         ops = layers.layers[known.layers[0]].ops
         for op, layout in zip(ops, layouts, strict=True):
             split = split_of(layout, arrangement.tensor)
-            before, after = eager.cost(op, split), compiled.cost(op, split)
+            before, after = other.cost(op, split), own.cost(op, split)
             gained = before.forward_seconds - after.forward_seconds
             gained += before.backward_seconds - after.backward_seconds
             saved += gained * len(known.layers)

@@ -134,7 +134,7 @@ def op_name(target: str) -> str:
 
 
 class StepPart(StrEnum):
-    """The kind of a device's work, or waiting, in a part of the step."""
+    """What a device does in a part of the step: it works, or it waits."""
 
     COMPUTE = "compute"
     COMMUNICATION = "exposed communication"
@@ -149,6 +149,7 @@ TERM_PARTS: Mapping[str, StepPart] = MappingProxyType(
         "optimizer": StepPart.COMPUTE,
         "tensor communication": StepPart.COMMUNICATION,
         "exposed data parallel": StepPart.COMMUNICATION,
+        "exposed host copies": StepPart.COMMUNICATION,
         "tied weights": StepPart.COMMUNICATION,
         "pipeline bubble": StepPart.BUBBLE,
     }
@@ -164,7 +165,7 @@ MEMORY_CATEGORIES = (
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),
 )
-_TIGHT = 0.9  # of the limit: above it, memory has excluded faster plans
+_TIGHT = 0.9  # of the limit: above it, memory may have excluded faster plans
 _HELP: Mapping[StepPart, str] = MappingProxyType(
     {
         StepPart.COMPUTE: "a faster device would help, a faster network would not",
@@ -199,7 +200,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Everything that `autopar explain` prints beside the plan's own figures."""
+    """Everything that `autopar explain` prints besides the plan's own figures."""
 
     shares: tuple[StepShare, ...]
     bound: StepPart
@@ -282,9 +283,23 @@ def _reasons(plan: StoredPlan, shares: tuple[StepShare, ...]) -> tuple[str, ...]
         f"the fullest device holds {bytes_text(used)} of {bytes_text(limit)} "
         f"({used / limit:.0%}), {state}"
     )
+    reasons += host_words(plan)
     if plan.runners_up:
         reasons.append(_against(plan, plan.runners_up[0]))
     return tuple(reasons)
+
+
+def host_words(plan: StoredPlan) -> Iterator[str]:
+    """Yield what lies in the host's memory, if anything."""
+    needed = max(one.memory.host_bytes for one in plan.prediction.stages)
+    if not needed:
+        return
+    gathered = plan.arrangement.shards_on_host
+    parts = "parts of parameters, gradients" if gathered else "gradients"
+    yield (
+        f"the host holds {bytes_text(needed)} for each device: {parts}, fp32 weights and optimizer "
+        "states"
+    )
 
 
 def part_words(prediction: Prediction, part: StepPart) -> str:
@@ -296,8 +311,8 @@ def part_words(prediction: Prediction, part: StepPart) -> str:
     ]
     names = [term.name for term, _ in own]
     added = " + ".join(names)
-    told = added if part.value in names else f"{part} ({added})"
-    return f"{told} takes {sum(percent for _, percent in own)}% of the step"
+    words = added if part.value in names else f"{part} ({added})"
+    return f"{words} takes {sum(percent for _, percent in own)}% of the step"
 
 
 def _help(prediction: Prediction, part: StepPart) -> str:

@@ -1,9 +1,17 @@
-"""When each rank of a plan's pipeline runs which action, and what its memory holds meanwhile."""
+"""When each rank of a plan's pipeline runs which action, as predicted and as measured."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ValidationError
 
 from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.costs.schedules.orders import ActionKind, Schedule
@@ -12,6 +20,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds, Times, simu
 from autopar.planner.costs.schedules.table import SCHEDULES, schedule_of, settled
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.errors import InputError
+from autopar.planner.files import Number, Seconds, damaged, read_given, told
 from autopar.planner.plan.plan import StoredPlan
 
 ACTION_WORDS: Mapping[ActionKind, str] = {
@@ -177,8 +186,8 @@ class HeldBytes:
 def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes]:
     """Yield how the memory of each rank grows and shrinks, from its forwards and backwards.
 
-    Between its least and its predicted peak, a rank's activations are proportional to the number of
-    microbatches that it holds, of all its stages together.
+    A rank always holds everything but activations. Of its predicted activations it holds a share:
+    the microbatches that it holds now ÷ the most that it holds at once, over all its stages.
     """
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in timeline.actions if one.rank == rank]
@@ -202,23 +211,139 @@ def memory_over_step(plan: StoredPlan, timeline: Timeline) -> Iterator[HeldBytes
         yield HeldBytes(rank=rank, seconds=timeline.pipeline_seconds, bytes=least)
 
 
-def trace_events(timeline: Timeline) -> Iterator[dict[str, object]]:
-    """Yield a timeline as events of Chrome's trace format, which Perfetto opens.
+def backward_of(plan: StoredPlan) -> ActionKind:
+    """Return the kind of backward that the stage before waits for."""
+    splits = SCHEDULES[plan.arrangement.schedule].splits_backward
+    return ActionKind.INPUT_GRADIENT if splits else ActionKind.BACKWARD
 
-    Each pipeline rank is a thread; its events do not overlap.
+
+def numbers_of_stages(plan: StoredPlan, rank: int) -> tuple[int, ...]:
+    """Return the stages of a pipeline rank, in the order in which it has them."""
+    return tuple(number for number, stage in enumerate(plan.stages) if stage.rank == rank)
+
+
+def trace_events(
+    actions: Sequence[TimedAction], *, name: str, place: int = 0
+) -> Iterator[dict[str, object]]:
+    """Yield actions as events of Chrome's trace format, which Perfetto opens.
+
+    They are one process called `name`, with a thread for each pipeline rank. The events of a thread
+    do not overlap.
     """
-    for rank in range(timeline.actions[-1].rank + 1):
+    yield {"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}}
+    for rank in sorted({one.rank for one in actions}):
         named = {"name": f"rank {rank}"}
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": named}
-    for one in timeline.actions:
+        yield {"ph": "M", "name": "thread_name", "pid": place, "tid": rank, "args": named}
+    for one in actions:
         start = round(one.start_seconds * 1e9)
         yield {
             "ph": "X",
             "name": f"{ACTION_WORDS[one.kind]} {one.microbatch}",
             "cat": ACTION_WORDS[one.kind],
-            "pid": 0,
+            "pid": place,
             "tid": one.rank,
             "ts": start / 1e3,  # microseconds
             "dur": (round(one.end_seconds * 1e9) - start) / 1e3,
             "args": {"stage": one.stage, "microbatch": one.microbatch},
         }
+
+
+class _ActionRecord(BaseModel):
+    part: Number
+    kind: Literal["F", "B"]
+    microbatch: Number
+    start_seconds: Seconds
+    end_seconds: Seconds
+
+
+class _ProfileRecord(BaseModel):
+    """What a rank writes of the step of --profile-step, beside the profiler's own trace."""
+
+    pipeline_rank: Number
+    begun_ns: Annotated[int, Ge(0), Le(2**63)]
+    actions: list[_ActionRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """The measured actions of the pipeline ranks in a step, and their kernels as trace events."""
+
+    step: int
+    actions: tuple[TimedAction, ...]
+    kernels: tuple[dict[str, object], ...]
+
+
+def measured_step(plan: StoredPlan, folder: Path) -> MeasuredStep:
+    """Return the last step in a folder of profiles, which has a folder for each step."""
+    steps = [one for one in folder.glob("*") if re.fullmatch(r"\d{1,15}", one.name, re.ASCII)]
+    last = max(steps, key=lambda one: int(one.name), default=folder)
+    files = sorted(last.glob("rank-*[0-9].json"))
+    if not files:
+        raise InputError(
+            f"there is no profile in {folder}",
+            expected="what a script writes with --profile-step 20 --metrics FILE",
+        )
+    actions: list[TimedAction] = []
+    kernels: list[dict[str, object]] = []
+    for path in files:
+        try:
+            found = _ProfileRecord.model_validate_json(read_given(path, what="the profile"))
+        except ValidationError as error:
+            fix = "profile a step again"
+            raise damaged(told(error), what="the profile was", where=str(path), fix=fix) from None
+        actions += _measured(plan, found, path)
+        kernels += _kernels(path.with_suffix(".trace.json.gz"), found)
+    return MeasuredStep(step=int(last.name), actions=tuple(actions), kernels=tuple(kernels))
+
+
+def _measured(plan: StoredPlan, found: _ProfileRecord, path: Path) -> Iterator[TimedAction]:
+    numbers = numbers_of_stages(plan, found.pipeline_rank)
+    kinds = {"F": ActionKind.FORWARD, "B": backward_of(plan)}
+    for one in sorted(found.actions, key=lambda one: one.start_seconds):
+        if one.part >= len(numbers):
+            raise InputError("the profile is of another plan", where=str(path))
+        yield TimedAction(
+            rank=found.pipeline_rank,
+            stage=numbers[one.part],
+            kind=kinds[one.kind],
+            microbatch=one.microbatch,
+            start_seconds=one.start_seconds,
+            end_seconds=one.end_seconds,
+        )
+
+
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")  # categories of torch's profiler
+_MOST_TRACE_BYTES = 2**30
+_FIRST_PLACE = 2  # the processes before are the plan's actions and the measured ones
+
+
+def _kernels(path: Path, found: _ProfileRecord) -> Iterator[dict[str, object]]:
+    """Yield the kernels of the profiler's trace, counted from the beginning of the step."""
+    if not path.is_file():
+        return
+    try:
+        with gzip.open(path) as file:
+            trace = json.loads(file.read(_MOST_TRACE_BYTES))
+        begun = (found.begun_ns - int(trace["baseTimeNanoseconds"])) / 1e3
+        events = [one for one in trace["traceEvents"] if one.get("cat") in _KERNELS]
+        spans = [(str(one["name"]), one["tid"], one["ts"] - begun, one["dur"]) for one in events]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"the profiler's trace cannot be read: {error}"[:200],
+            where=str(path),
+            fix="remove it, and the actions are shown without kernels",
+        ) from None
+    place = _FIRST_PLACE + found.pipeline_rank
+    named = {"name": f"rank {found.pipeline_rank}, kernels"}
+    yield {"ph": "M", "name": "process_name", "pid": place, "args": named}
+    threads = {tid: number for number, tid in enumerate(dict.fromkeys(tid for _, tid, *_ in spans))}
+    for name, tid, start, duration in spans:
+        if start >= 0:
+            yield {
+                "ph": "X",
+                "name": name,
+                "pid": place,
+                "tid": threads[tid],
+                "ts": round(start, 3),
+                "dur": duration,
+            }

@@ -16,6 +16,7 @@ from autopar.planner.graph.layouts import Layout, LayoutKind
 from autopar.planner.graph.ops import MODEL_DTYPE, Buffer, GradientUse, Op
 from autopar.planner.plan.declared.limits import gradient_words
 from autopar.planner.plan.plan import Model, Plan, PlannedStage, StoredPlan
+from autopar.planner.precision import Float8
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -35,14 +36,14 @@ def added_up(shares: Sequence[float], *, units: int = 100) -> tuple[int, ...]:
 
 def nodes_words(plan: StoredPlan) -> str:
     """Return which node rank of torchrun is which machine: "0 is 4 × a, 1 to 2 are …"."""
-    told, first = [], 0
+    nodes, first = [], 0
     for node, run in groupby(plan.cluster.nodes):
         last = first + len(list(run)) - 1
         which = f"{first} is" if first == last else f"{first} to {last} are"
         links = f" ({node.link.name})" if node.link != node.device.link else ""
-        told.append(f"{which} {node.devices} × {node.device.name}{links}")
+        nodes.append(f"{which} {node.devices} × {node.device.name}{links}")
         first = last + 1
-    return ", ".join(told)
+    return ", ".join(nodes)
 
 
 def degrees_words(arrangement: Arrangement) -> str:
@@ -89,8 +90,8 @@ def other_words(other: Arrangement, chosen: Arrangement) -> str:
     if degrees_words(other) != degrees_words(chosen):
         return degrees_words(other)
     degrees, *parts = _parts(other)
-    told = [part for part, same in zip(parts, _parts(chosen)[1:], strict=True) if part != same]
-    return ", ".join([degrees, *filter(None, told)])
+    unlike = [part for part, same in zip(parts, _parts(chosen)[1:], strict=True) if part != same]
+    return ", ".join([degrees, *filter(None, unlike)])
 
 
 def _parts(arrangement: Arrangement) -> tuple[str, ...]:
@@ -101,12 +102,16 @@ def _parts(arrangement: Arrangement) -> tuple[str, ...]:
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
         compile_words(arrangement),
+        arrangement.offload.words,
     )
 
 
 def compile_words(arrangement: Arrangement) -> str:
-    """Return what is compiled, or nothing."""
-    return "" if arrangement.compile is Compile.NONE else f"compiled {arrangement.compile}"
+    """Return "compiled layers", with the scales of float8 if used; "" if nothing is compiled."""
+    if arrangement.compile is Compile.NONE:
+        return ""
+    scaled = "" if arrangement.float8 is Float8.NONE else f" in float8 ({arrangement.float8})"
+    return f"compiled {arrangement.compile}{scaled}"
 
 
 def recompute_words(stages: Sequence[PlannedStage]) -> str:
@@ -121,7 +126,7 @@ def recompute_words(stages: Sequence[PlannedStage]) -> str:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return a layout as a phrase; the axis should have its name."""
+    """Return a layout as a phrase; a split layout must have the axis's name, not its number."""
     if layout.kind is LayoutKind.SPLIT:
         return f"split along {layout.axis}"
     return _KINDS[layout.kind]
@@ -257,9 +262,9 @@ def shares_nothing(plan: StoredPlan) -> str:
     if plan.arrangement.tensor == 1 or splits:
         return ""
     return (
-        f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever they "
-        "might share would take longer. Use fewer devices, pin dp, or require a split ([[splits]] "
-        "in a constraints file)."
+        f"as pinned, each of {plan.arrangement.tensor} tensor ranks computes everything: any split "
+        "would take longer. Use fewer devices, pin dp, or require a split ([[splits]] in a "
+        "constraints file)."
     )
 
 
@@ -269,7 +274,7 @@ def rows_meet(met: Op) -> str:
 
 
 def nearly_a_mean(graph: Graph) -> Op | None:
-    """Return the op whose term or weights in the loss differ between parts of a batch."""
+    """Return the op because of which the loss is only nearly the mean of its parts' losses."""
     loss = loss_of_parts(graph)
     return loss.op if loss.follows is Follows.NEARLY else None
 

@@ -1,8 +1,8 @@
-"""Finds ops at equal positions of similar layers, so that they are split in the same way.
+"""Finds ops at equal positions in layers of several classes, so that they are split alike.
 
 Such layers differ a little: only some have adapters, and nothing is trained before the first
-adapter; the first layers of a mixture of experts are dense. Code that they share is printed only
-once if it is split equally.
+adapter; the first layers of a mixture of experts are dense. A script prints the code that they
+share only once if their ops are split alike.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autopar.planner.graph.ops import refs
 from autopar.planner.layers import Layers
 from autopar.planner.programs.layouts.problem import LayoutNode, SameChoices, Strategy
 
-_Way = Callable[[Strategy], Hashable]
-_Ends = list[tuple[int, _Way]]  # nodes, and a key of choices that go together
+_KeyOf = Callable[[Strategy], Hashable]  # choices with equal keys go together
+_Ends = list[tuple[int, _KeyOf]]  # nodes, each with the key of its choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Finds nodes at equal positions in several layer classes, and their equal splits."""
+    """Finds nodes at equal positions in several layer classes, and which choices split alike."""
 
     graph: Graph
     axes: GraphAxes
@@ -50,7 +50,7 @@ class Kinds:
                 yield from _together(first, other, nodes)
 
     def _place_of_op(self, node: LayoutNode) -> Hashable | None:
-        """Return an op's position in the layers of its class; None if a layer is no module."""
+        """Return a key of an op's position in its layer; None if the layer is no module."""
         layer, calls = self._layer_of(node.layer_class), self.graph.calls
         if layer is None or layer not in self.graph.index.around(node.op.call):
             return None
@@ -60,7 +60,7 @@ class Kinds:
         return self._within(node.op.call, layer), own.class_name, node.op.target, shapes
 
     def _results(self) -> Iterator[tuple[Hashable, str]]:
-        """Yield the results of calls in each class's first layer, and their positions."""
+        """Yield the results of calls in each class's first layer, each after its position."""
         layers = filter(None, map(self._layer_of, range(len(self.layers.classes))))
         inside = [(call, layer) for layer in layers for call in self.graph.index.ops_in]
         for call, layer in inside:
@@ -82,13 +82,16 @@ class Kinds:
 
     def _strategy(self, choice: Strategy) -> Hashable:
         own = choice.strategy
-        return own.letter, tuple(map(self._told, (*own.needs, *own.gives)))
+        return own.letter, tuple(map(self._key_of, (*own.needs, *own.gives)))
 
     def _gives(self, output: int, choice: Strategy) -> Hashable:
-        return self._told(choice.strategy.gives[output])
+        return self._key_of(choice.strategy.gives[output])
 
-    def _told(self, layout: Layout) -> Hashable:
-        """Return a key of a layout that is equal for I and R: one of two layers may be frozen."""
+    def _key_of(self, layout: Layout) -> Hashable:
+        """Return a key of a layout; I and R have the same, because one of two layers may be frozen.
+
+        A frozen layer has no gradients, so its tensors are never R.
+        """
         if layout.kind is LayoutKind.SPLIT:
             return layout.dim, self.axes.names[layout.axis]
         return WHOLE.kind if layout.kind is LayoutKind.REPLICATED else layout.kind
@@ -101,13 +104,13 @@ def _made_tensors(nodes: Sequence[LayoutNode]) -> Iterator[tuple[int, int, str]]
 
 
 def _together(
-    one: tuple[int, _Way], other: tuple[int, _Way], nodes: Sequence[LayoutNode]
+    one: tuple[int, _KeyOf], other: tuple[int, _KeyOf], nodes: Sequence[LayoutNode]
 ) -> Iterator[SameChoices]:
-    """Yield, for each kind of split, the choices of two nodes that go together."""
-    ways: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for side, (number, way) in enumerate((one, other)):
+    """Yield the choices of two nodes that go together: those with the same key."""
+    groups: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for side, (number, key_of) in enumerate((one, other)):
         for place, choice in enumerate(nodes[number].choices):
-            ways[way(choice)][side].append(place)
-    for mine, theirs in ways.values():
+            groups[key_of(choice)][side].append(place)
+    for mine, theirs in groups.values():
         if mine and theirs:
             yield SameChoices(first=(one[0], tuple(mine)), second=(other[0], tuple(theirs)))

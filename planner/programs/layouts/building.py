@@ -41,9 +41,10 @@ _Held = tuple[int, str, tuple[Layout, ...]]  # node, its tensor, the layout in e
 def keeps_of(
     nodes: Sequence[LayoutNode], pricer: LayoutPricer, memory_bytes: BytesOf
 ) -> Iterator[Keep]:
-    """Yield each piece of memory that a layer's ops keep, with the ops that keep it.
+    """Yield the tensors that ops of a layer keep for the backward, each with these ops.
 
-    An op keeps its input in the layout that it needs: after a gather, the gathered copy.
+    Tensors in one memory count once. An op keeps its input in the layout that it needs: after a
+    gather, the gathered copy.
     """
     held: dict[tuple[int, str], list[_Held]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -68,7 +69,7 @@ def _keep(holders: Sequence[_Held], count: int, memory_bytes: BytesOf) -> Keep:
 
 
 def _layouts(node: LayoutNode, name: str) -> tuple[Layout, ...]:
-    """Return the layout of an op's input (else output) in each of its choices."""
+    """Return the layout that an op's input, or else output, has in each of the op's choices."""
     if name in node.op.inputs:
         place = node.op.inputs.index(name)
         return tuple(choice.needs[place] for choice in node.choices)
@@ -80,7 +81,8 @@ def _form(layout: Layout) -> str:
     return layout.axis if layout.kind is LayoutKind.SPLIT else ""
 
 
-# A sum once per step never costs more than one per microbatch, so it wins ties.
+# The factor of the time of a sum that is done once per step: with one microbatch, too, it is then
+# preferred to a sum in each microbatch.
 ONCE_PER_STEP = 0.999
 
 Choices = Mapping[int, Sequence[Strategy]]
@@ -88,7 +90,7 @@ Choices = Mapping[int, Sequence[Strategy]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutInput:
-    """A graph, and the ranks of its tensor axis."""
+    """A graph with its prices, the ranks of the tensor axis, and the user's rules."""
 
     graph: Graph
     axes: GraphAxes
@@ -98,7 +100,7 @@ class LayoutInput:
     shape: GroupShape
     rules: LayoutRules
     microbatches: int
-    structure: Structure | None = None  # passed if it is known already
+    structure: Structure | None = None  # None: it is found from the graph
 
     @property
     def batch(self) -> int:
@@ -153,7 +155,7 @@ class _Builder:
     def _choices(self, op: Op) -> tuple[Strategy, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
-        if self.given.issuperset(op.outputs):  # masks and positions: made whole, then sliced
+        if self.given.issuperset(op.outputs):  # a mask or positions: made whole, then cut
             found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
         left = permitted(op, found, place.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
@@ -174,7 +176,7 @@ class _Builder:
             if layout.kind is LayoutKind.SPLIT
         )
 
-    # --- what lies between them
+    # --- slots and edges
 
     def _slot_layouts(self, choices: Choices) -> dict[str, tuple[Layout, ...]]:
         """Return the possible layouts of each slot."""
@@ -239,7 +241,7 @@ class _Builder:
     def _sources(
         self, layouts: Mapping[str, tuple[Layout, ...]]
     ) -> dict[tuple[int, int] | str, ChoiceSource]:
-        """Return the tensors of ops, by (node, output), and the slots."""
+        """Return the sources: tensors of ops by (node, output), and slots by name."""
         made: dict[tuple[int, int] | str, ChoiceSource] = {}
         for need, (tensor, _) in self.needs.items():
             if need.producer is not None:

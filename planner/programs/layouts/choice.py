@@ -33,10 +33,10 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# A small weight of the other objective, to break ties: equally fast layouts compete in memory.
+# The small price of memory, so that of equally fast layouts the smallest wins; and vice versa.
 _TIE = 1e-6
-MOST_NODES = 10_000  # of one program; usual ones need a few
-# Points of the front that differ by less, in time and in memory, count as the same.
+MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
+# Points of the front count as the same if time and memory differ by less than this share.
 _SAME = 0.01
 
 
@@ -44,9 +44,10 @@ _SAME = 0.01
 class Budget:
     """How memory is counted: a rank's saved bytes and weight bytes, each times a factor.
 
-    Saved bytes count for every microbatch in flight; weights include gradients and optimizer
-    states. `bytes` are limits: for each, the front has the fastest layouts within it. Without
-    limits, the front extends from the fastest to the smallest layouts.
+    The factor of saved bytes stands for the microbatches in flight, that of weight bytes for the
+    gradients and optimizer states. `bytes` are limits: for each, the front has the fastest layouts
+    within it. Without limits, the front has up to `points` layouts, from the fastest to the
+    smallest.
     """
 
     saved_factor: float = 1.0
@@ -57,9 +58,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePrice:
-    """The price of printed lines: all lines together cost a share of a microbatch's seconds.
+    """The price of printed lines, and how time and memory count where lines have a price.
 
-    Sums of gradients cost 1 ÷ `microbatches` of their time, because a step has only one.
+    All lines that a script would print cost `share` of a microbatch's seconds. Sums of gradients
+    cost 1 ÷ `microbatches` of their time, because they are done once per step.
     """
 
     share: float
@@ -74,7 +76,8 @@ class LayoutSolution:
     `layouts[c][i]` is for the op at position i of the first layer of class c, in that layer's axes
     (`own_layouts` returns those of other layers). `crossing` has the layout of each tensor that
     passes between layers; the layer that makes it converts it to this layout. `seconds` are forward
-    and backward of all layers on one rank. At a limit of nodes, `is_proved` is False.
+    and backward of all layers on one rank. `is_proved` is False if the solver stopped at its limit
+    of nodes.
     """
 
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -116,7 +119,7 @@ def solve_layouts(
 
 
 class LayoutProgram:
-    """The layout program of a graph on some ranks; solved on demand."""
+    """The layout program of a graph for one tensor degree; each question is solved when asked."""
 
     def __init__(
         self,
@@ -136,20 +139,21 @@ class LayoutProgram:
 
     def fastest(self) -> LayoutSolution:
         """Return the fastest layouts, regardless of memory."""
-        return self._told(self._front.fastest)
+        return self._as_solution(self._front.fastest)
 
     def front(self) -> tuple[LayoutSolution, ...]:
         """Return the Pareto-optimal layouts, the fastest first."""
-        return tuple(map(self._told, self._front.points))
+        return tuple(map(self._as_solution, self._front.points))
 
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
-        """Return layouts with fewer printed lines than the point of this number in the front.
+        """Return layouts with fewer printed lines than point `number` of the front, if there are.
 
-        They are slower by less than the price of the saved lines.
+        They are slower by less than the price of the lines that they do without. Otherwise the
+        result is the point itself.
         """
         near = self._front.points[number] if number else self._front.fastest
         lines = self._lines(price.microbatches, is_one_stage)
-        return self._told(self._front.simpler(near, lines, price))
+        return self._as_solution(self._front.simpler(near, lines, price))
 
     def _lines(self, microbatches: int, is_one_stage: bool) -> CountedLines:
         """Return the lines that a script prints, with one stage or with several."""
@@ -163,7 +167,7 @@ class LayoutProgram:
             )
         return self._counted[key]
 
-    def _told(self, point: SolvedPoint) -> LayoutSolution:
+    def _as_solution(self, point: SolvedPoint) -> LayoutSolution:
         return _solution(self._problem, point, self._place, self._slots)
 
 
@@ -193,7 +197,7 @@ class CountedLines:
 
 
 class Front:
-    """Solves a problem with several budgets."""
+    """Finds the Pareto front of a problem: solves it with several budgets, or prices of bytes."""
 
     def __init__(
         self,
@@ -239,7 +243,10 @@ class Front:
         return _pareto(front)
 
     def simpler(self, near: SolvedPoint, lines: CountedLines, price: LinePrice) -> SolvedPoint:
-        """Return the best point if lines have a price: that of all lines of `near` is its share."""
+        """Return the best point if printed lines have a price; `near` if it is not simpler.
+
+        All lines that `near` prints cost `price.share` of its seconds.
+        """
         printed, cost = lines.of(near.assignment), totals(lines.problem, near.assignment)
         if not printed or cost is None:
             return near
@@ -274,8 +281,8 @@ class Front:
         point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
         if point is None:  # without pins, splitting nothing is a solution
             raise InfeasibleError(
-                "no layouts split all that must be split: where one op is split as it must be, "
-                "another cannot take what it gives",
+                "no layouts split all that must be split: then an op's result would have a layout "
+                "that cannot be converted to the one that the next op needs",
                 fix="require fewer axes to be split, or name the modules that are meant",
             )
         return point
@@ -320,7 +327,7 @@ class Front:
 
 
 def _units(problem: Problem, budget: Budget) -> ProgramUnits:
-    """Choose units in which the terms of the program are near one."""
+    """Return units of seconds and bytes in which the program's numbers are near one."""
     seconds = [c.seconds for node in problem.nodes for c in node.choices if c.seconds > 0]
     sizes = [s for keep in problem.keeps for s in keep.saved_bytes.values() if s > 0]
     sizes += [s for source in problem.sources for s in source.weight_bytes if s > 0]
@@ -350,7 +357,7 @@ def _ends(pair: tuple[SolvedPoint, SolvedPoint]) -> tuple[float, float]:
 
 
 def _pareto(points: Sequence[SolvedPoint]) -> tuple[SolvedPoint, ...]:
-    """Sort by time, and keep points that are clearly smaller than all faster ones."""
+    """Return points from the fastest on, each of them clearly smaller than all before it."""
     front: list[SolvedPoint] = []
     for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
         if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:

@@ -31,25 +31,25 @@ class SecondsOf(Protocol):
 
 
 class KeptOfOp(Protocol):
-    """The tensors that an op saves for the backward."""
+    """What an op saves for the backward."""
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The tensors, by the names of the op's operands and results."""
+        """The operands and results of the op that it saves."""
 
     def own_bytes(self, split: OpSplit | None) -> int:
-        """Return the bytes of masks and statistics, which are no tensors of the graph."""
+        """Return the bytes of the saved masks and statistics, which are no tensors of the graph."""
 
 
 class MemoryOf(Protocol):
-    """Knows which memory a tensor uses."""
+    """Knows in whose memory a tensor lies."""
 
     def root(self, name: str) -> str:
         """Return the tensor that owns this tensor's memory."""
 
 
 class LayoutPricer(Protocol):
-    """Prices a graph at one batch, on one device."""
+    """Prices a graph at one batch size, on one device."""
 
     @property
     def batch(self) -> int:
@@ -57,13 +57,13 @@ class LayoutPricer(Protocol):
 
     @property
     def memory(self) -> MemoryOf:
-        """Which memory the tensors use."""
+        """In whose memory each tensor lies."""
 
     def cost(self, op: Op, split: OpSplit | None) -> SecondsOf:
         """Return the seconds of an op, whole or split."""
 
     def kept(self, op: Op) -> KeptOfOp:
-        """Return the tensors that an op saves for the backward."""
+        """Return what an op saves for the backward."""
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
         """Return the bytes of a tensor on one rank."""
@@ -82,10 +82,11 @@ Ends = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The uses of a tensor by one layer's ops: consumers are (node, input).
+    """How the ops of one layer use a tensor; a node is the number of an op (see Numbering).
 
-    `producer` is (node, output) of this layer, or None if the tensor comes from its slot. `leaves`
-    means that other layers need it, too. Without consumers and `leaves`, the tensor is the loss.
+    `consumers` are (node, input). `producer` is (node, output), or None if no op of this layer
+    makes the tensor: it comes in the layout of its slot. `leaves` means that other layers need it,
+    too. Without consumers and `leaves`, the tensor is the loss.
     """
 
     slot: str
@@ -96,11 +97,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of each class's first layer; each stands for `count` layers."""
+    """The nodes: the ops of each class's first layer, each for all ops at its position."""
 
     ops: tuple[Op, ...]
-    classes: tuple[int, ...]
-    counts: tuple[int, ...]
+    classes: tuple[int, ...]  # the class of each node
+    counts: tuple[int, ...]  # the number of layers of this class
     first: tuple[int, ...]  # the first node of each class
 
 
@@ -110,7 +111,7 @@ class Structure:
 
     slots: Slots
     numbering: Numbering
-    needs: Mapping[Need, tuple[str, int]]  # with the tensor, and the number of layers
+    needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and the number of layers with it
 
 
 def structure_of(graph: Graph, axes: GraphAxes, layers: Layers) -> Structure:
@@ -196,12 +197,13 @@ def _needs_of(
 
 
 class Conversions:
-    """The conversions of a graph's tensors, at one batch.
+    """The conversions of a graph's tensors, at one batch size.
 
-    Shards of computed tensors are gathered and cut only if a shard is one block of each part. A
-    parameter's shard is cut once, in any way, and never gathered. Not converted at all: a buffer
-    that the model writes; memory that is written under one name and later read under an older one,
-    because a conversion makes a copy that later writes would miss; memory that is read by strides.
+    A computed tensor is cut into shards, or gathered, only if a shard is one block of each part. A
+    parameter is cut into shards before the training, so these may have any form; they are never
+    gathered. Not converted are a buffer that the model writes to; memory that is written under one
+    name and later read under an older one, because the write would miss the copy that a conversion
+    makes; and memory that is read by strides.
     """
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int) -> None:

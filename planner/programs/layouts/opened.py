@@ -68,7 +68,7 @@ def has_local_groups(op: Op, layout: OpLayout, axes: GraphAxes) -> bool:
 
 
 def told_size(op: Op, layout: OpLayout) -> Value:
-    """Return the size along the split dim in an op's arguments, or None."""
+    """Return the size in an op's arguments of the dim along which its result is split, or None."""
     made = layout.gives[0]
     if kind_of(op) is OpKind.REPEAT:
         if not is_split(made) or is_split(layout.needs[0]):
@@ -95,13 +95,13 @@ def _has_local_size(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> 
     return False
 
 
-# Lines of a script. An opened class has a `class` and a `def` line, an attribute and docstrings.
+# Numbers of lines. An opened class has a `class` and a `def` line, an attribute and docstrings.
 _CLASS_LINES = 9.0
 _CONVERSION_LINES = 2.0  # with the comment above it
 _FUNCTION_LINES = 5.0  # of a function call with the weights and sizes that its module had
 _DRAWING_LINES = 1.0  # `with split_randomness(self.tensor):`
 _WEIGHT_LINES = 1.0  # in the list of split and replicated weights
-_OWN_LINES = 3.0  # of a weight's conversion: its module becomes a function call
+_OWN_LINES = 3.0  # to convert a weight: a function call replaces its module
 
 
 def printed_code(
@@ -109,7 +109,7 @@ def printed_code(
 ) -> PrintedCode:
     """Return the lines that a script prints for each choice.
 
-    Stages always print the classes around their layers.
+    With several stages, a script prints the classes around layers in any case: they cost nothing.
     """
     return _Reader(graph, axes, layers, problem).code(is_one_stage=is_one_stage)
 
@@ -201,7 +201,10 @@ class _Reader:
         return (LOSS_CALL, *(one for one in around if one not in self.small))
 
     def _class_lines(self, calls: Sequence[str]) -> float:
-        """Return the lines of an opened class: one statement per line of the author."""
+        """Return the lines of an opened class.
+
+        It has a statement for each line of the author, and a line for each class of its modules.
+        """
         statements = {op.location for op in self.own_ops.get(calls[0], ())}
         called = [one for one in self.children.get(calls[0], ()) if one not in self.small]
         return _CLASS_LINES + len(statements) + len(set(map(self._class_name, called)))

@@ -1,9 +1,9 @@
 """The layout problem as plain numbers: what can be chosen, and what each choice costs.
 
-Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that they
-make, and those that they get from outside or from other layers, by slot. A demand is the use of one
-source by the ops of one layer; it pays for conversions. A keep is a tensor that stays in memory for
-the backward. Code is the lines that a script prints for the model's classes.
+Nodes are the ops of one layer of each class, with their choices. Sources are the tensors that nodes
+make, and the slots of tensors that they get from other layers, or that no op makes. A demand is the
+use of one source by the ops of one layer; it pays for conversions. A keep is a tensor that stays in
+memory for the backward. Code is the lines that a script prints for the model's Python classes.
 
 A tensor that crosses layers has one layout at its slot. The layer that makes the tensor converts it
 to this layout, and later layers see only this layout. So layers of one class stay alike.
@@ -31,7 +31,7 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutNode:
-    """An op at its place in the layers of one class; its costs count `count` times."""
+    """An op at one position in the layers of a class, of which there are `count`."""
 
     op: Op
     layer_class: int
@@ -55,7 +55,7 @@ class ChoiceSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The use of a source by the ops (node, input) of one layer, in `count` layers.
+    """The use of a source by the ops (`consumers`: node, input) of one layer, in `count` layers.
 
     `crosses` is the slot (a source) in whose layout the tensor leaves the layer, -1 if it stays.
     `seconds` has the possible conversions, from the produced to the needed layout. A source that
@@ -72,9 +72,10 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """A tensor kept by some nodes of one layer: in form f it takes saved_bytes[f].
+    """A tensor that some nodes of one layer (`holders`) keep: in form f it takes saved_bytes[f].
 
-    `forms[k]` has for holder k the form in each of its choices: an axis, or "" for the whole.
+    A form is the axis of a shard, or "" for the whole tensor. `forms[k]` has the form in which
+    holder k keeps it, for each of this node's choices.
     """
 
     holders: tuple[int, ...]
@@ -85,7 +86,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameChoices:
-    """Choices of two nodes that go together: either both nodes take one of theirs, or none does."""
+    """Choices of two nodes that go together: either both nodes take one of theirs, or neither."""
 
     first: tuple[int, tuple[int, ...]]
     second: tuple[int, tuple[int, ...]]
@@ -102,7 +103,10 @@ class Problem:
     alike: tuple[SameChoices, ...] = ()
 
     def in_steps_of(self, microbatches: int) -> Problem:
-        """Return the problem with sums of gradients divided over the step's microbatches."""
+        """Return the problem with the seconds of gradient sums divided by the microbatches.
+
+        These sums are done once per step.
+        """
         sources = (
             replace(one, seconds=tuple(x / microbatches for x in one.seconds))
             for one in self.sources
@@ -112,7 +116,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedCode:
-    """Choices of a node for which a script opens one of `classes`, and prints `lines` more."""
+    """Choices of a node for which a script opens a Python class, and prints `lines` more."""
 
     node: int
     choices: tuple[int, ...]
@@ -122,10 +126,11 @@ class ChangedCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertingCode:
-    """The classes that may convert a demand's tensor for one of its consumers.
+    """The Python classes that may convert a demand's tensor for one of its consumers.
 
-    They are in the order in which a script prefers them. A consumer number after the last one
-    means the slot that the tensor crosses into, or the loss.
+    They are in the order in which a script prefers them. `consumer` is a position in the demand's
+    consumers; the position after the last one means the slot that the tensor crosses into, or the
+    loss.
     """
 
     demand: int
@@ -135,10 +140,10 @@ class ConvertingCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrintedCode:
-    """The lines that a script prints for the model's classes: class k takes lines[k] if opened.
+    """The lines that a script prints: the model's Python class k takes lines[k] if it is opened.
 
-    `demand_lines` are the lines of one conversion of each demand, `slot_lines` those of a slot that
-    differs between ranks. An exchange of shards names both dims, and takes twice the lines.
+    `demand_lines` are the lines of one conversion of each demand, `slot_lines` those of each slot
+    in a layout other than I. An exchange of shards names both dims, and takes twice the lines.
     """
 
     lines: tuple[float, ...]
@@ -231,7 +236,8 @@ def _saved_bytes(problem: Problem, assignment: Assignment) -> int:
 def printed_lines(problem: Problem, code: PrintedCode, assignment: Assignment) -> float:
     """Return the lines that a script prints for an assignment.
 
-    A conversion that several classes may print goes to an open one, or else opens the first.
+    A conversion that several classes may print is printed in one that is opened anyway; if there is
+    none, the first of them is opened.
     """
     picked = [n.choices[c] for n, c in zip(problem.nodes, assignment.choices, strict=True)]
     produced = _produced(problem, assignment, picked)

@@ -3,21 +3,21 @@
     x[v,c] ∈ {0,1}     op v runs as its choice c
     u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
     w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
-    h[g,f] ≥ 0         the kept tensor g is held in form f
-    o[k] ∈ {0,1}       class k of the model is opened: the script prints its forward
+    h[g,f] ≥ 0         the kept tensor g is in memory in form f
+    o[k] ∈ {0,1}       Python class k of the model is opened: the script prints its forward
 
-    Families, each a function below:
+    Families of constraints, each a function below:
     one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
     conversions        Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]
                        where p[e,k] is Σ_(c gives k) x[v,c] of the op that makes e, or u[e,k];
                        a slot that e crosses into is a consumer that needs its own layout;
                        with one consumer, both are sums and equal: the relaxation is then tight
     holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
-    alike              Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]
-                       for nodes at the same place in layers of one kind
+    alike              Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]
+                       for choices that go together, of nodes at one position in similar layers
     changed code       Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]
     converting code    Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]
-                       both only where printed lines have a price
+                       these two only if printed lines have a price
     budget             saved and weight bytes ≤ budget
 
     minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
@@ -43,7 +43,7 @@ Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramUnits:
-    """The units of the program, and the factors of saved and weight bytes.
+    """The units of seconds and bytes in the program, and the factors of saved and weight bytes.
 
     The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit +
     line_price · lines, where bytes = saved_factor · saved + weight_factor · weights.
@@ -198,7 +198,7 @@ def _require_holding(model: _Model) -> None:
 
 
 def _require_alike(model: _Model) -> None:
-    """Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]."""
+    """Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]."""
     for number, alike in enumerate(model.problem.alike):
         (i, mine), (j, theirs) = alike.first, alike.second
         first = pulp.lpSum(model.x[i][c] for c in mine)
@@ -247,7 +247,7 @@ def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:
 
 
 def _produced_by(model: _Model, e: int) -> dict[Layout, Sum]:
-    """Return p[e,l]: how much a source is in each layout."""
+    """Return p[e,l] for each layout l: a sum that is 1 if source e is in this layout, else 0."""
     source = model.problem.sources[e]
     if source.producer is None:
         return _grouped(list(source.layouts), model.u[e])
@@ -257,7 +257,10 @@ def _produced_by(model: _Model, e: int) -> dict[Layout, Sum]:
 
 
 def _needed(model: _Model, demand: Demand) -> list[dict[Layout, Sum]]:
-    """Return for each consumer how much it needs each layout; the loss has to be whole."""
+    """Return, for each consumer and layout, a sum that is 1 if the consumer needs this layout.
+
+    Without consumers, the tensor is the loss, which has to be whole.
+    """
     nodes = model.problem.nodes
     found = [
         _grouped([choice.needs[place] for choice in nodes[node].choices], model.x[node])

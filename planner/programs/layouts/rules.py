@@ -1,9 +1,10 @@
 """The user's rules for layouts, and tensors that must have equal layouts.
 
 Finds which tensors and axes of different layers are at the same position (slots). Layers of one
-class are solved once, so the tensors at one position of its layers have one layout. The output of a
-block is the input of the next one, at the position of the first block's input. Following such
-chains (a union-find) unites tensors that cross layers, and tied and shared parameters.
+class are solved once, so the tensors at one position of its layers have one layout. The output of
+one block is the input of the next, and inputs of equal blocks share a position: so a block's input
+and its output get one layout, too. A union-find follows such chains, and also unites tied and
+shared parameters.
 
 Rules forbid or allow axes by name, and pin modules. Layers of one class are split alike, so a rule
 must match all of them or none.
@@ -32,19 +33,22 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """Every tensor's slot and every axis's common name; each is named like one of its members."""
+    """Every tensor's slot, and the common name of every axis.
+
+    A slot is named after one of its tensors, a common name is that of one of the axes.
+    """
 
     tensors: Mapping[str, str]
     axes: Mapping[str, str]
 
     def common(self, layout: Layout) -> Layout:
-        """Return a layout with the common name of its axis."""
+        """Return a layout in which the axis has its common name."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         return Layout(layout.kind, self.axes[layout.axis], layout.dim)
 
     def own(self, layout: Layout, tensor: str, axes: GraphAxes) -> Layout:
-        """Return a layout with the axis of one tensor."""
+        """Return a layout in which the axis has the name that it has in one tensor."""
         if layout.kind is not LayoutKind.SPLIT:
             return layout
         common = self.axes[layout.axis]
@@ -53,7 +57,7 @@ class Slots:
         return Layout(layout.kind, axis, layout.dim)
 
     def tells_apart(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
-        """Whether the axes of a dim still have distinct common names."""
+        """Whether the axes in a dim of a tensor have distinct common names."""
         inside = {leaf.name for leaf in leaves(axes.dims[tensor][dim])}
         return len({self.axes[name] for name in inside}) == len(inside)
 
@@ -61,7 +65,7 @@ class Slots:
 def find_slots(graph: Graph, axes: GraphAxes, layers: Layers) -> Slots:
     """Return the slots of all tensors and axes of a graph."""
     tensors, names = UnionFind(graph.tensors), UnionFind(axes.names)
-    for first, other in _places(layers):
+    for first, other in _pairs_at_one_position(layers):
         tensors.union(first, other)
         for mine, theirs in zip(axes.dims[first], axes.dims[other], strict=True):
             for a, b in zip(leaves(mine), leaves(theirs), strict=False):
@@ -95,8 +99,8 @@ def own_layouts(
     )
 
 
-def _places(layers: Layers) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tensors: of each class's first layer, and of another layer."""
+def _pairs_at_one_position(layers: Layers) -> Iterator[tuple[str, str]]:
+    """Yield each tensor of a class's first layer with the one at its position in another layer."""
     for layer_class in layers.classes:
         first, *others = (layers.layers[i] for i in layer_class.layers)
         for other in others:
@@ -110,17 +114,19 @@ Converts = Callable[[Layout, Layout], bool]
 
 @dataclass(slots=True, kw_only=True)
 class Edge:
-    """A tensor between its producing op, or its slot's layouts, and the ops of one layer.
+    """A tensor that ops of one layer need.
 
-    Ends are (node, position); `layouts` is None if an op makes the tensor. Without consumers, the
-    tensor is the loss.
+    Either `producer` is the op of the layer that makes it, as (number of the op, place among its
+    outputs), or it comes in with one of its slot's `layouts`. `consumers` are the ops that need it,
+    as (number of the op, place among its inputs). For `reachable`, a tensor without consumers is
+    the loss.
     """
 
     producer: tuple[int, int] | None
     layouts: tuple[Layout, ...] | None
     consumers: tuple[tuple[int, int], ...]
     converts: Converts
-    known: dict[tuple[Layout, Layout], bool] = field(default_factory=dict)
+    known: dict[tuple[Layout, Layout], bool] = field(default_factory=dict)  # past answers
 
     def reaches(self, produced: Layout, needed: Layout) -> bool:
         """Whether one layout can be converted to the other."""
@@ -133,9 +139,9 @@ class Edge:
 def reachable(
     choices: Mapping[int, Sequence[Strategy]], edges: Sequence[Edge]
 ) -> dict[int, tuple[Strategy, ...]]:
-    """Return the choices that have a partner at both ends of all their edges.
+    """Return the choices for which every edge of their op has a matching choice at its other end.
 
-    No solution is lost: a dropped choice has no partner at some edge.
+    No solution is lost: a dropped choice cannot be combined with any choice there.
     """
     left = {node: tuple(own) for node, own in choices.items()}
     changed = True
@@ -210,10 +216,12 @@ FREE = LayoutRules()
 def permitted(
     op: Op, found: Sequence[OpLayout], rules: LayoutRules, graph: Graph, axes: GraphAxes
 ) -> tuple[OpLayout, ...]:
-    """Return the strategies of an op that the rules allow; not splitting is always one.
+    """Return the strategies of an op that the rules allow.
 
-    A pin leaves only strategies along its axis. An op without such a strategy stays free, and so
-    does a view that has the axis inside another, because no conversion could gather its result.
+    Bans and forbidden axes exclude splits alone: an op may stay unsplit. A pin leaves only
+    strategies along its axis. An op without such a strategy stays free, and so does a view with the
+    axis as an inner factor of a flattened dim: there the shards would interleave, and no conversion
+    joins such shards.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
@@ -222,12 +230,12 @@ def permitted(
         pinned = [s for s in left if _name(s, axes) == pin.axis]
         # the first pin that the op can follow applies
         if pinned and _lies_in(op, pin.modules, graph):
-            return tuple(left if _merges(op, pin.axis, axes) else pinned)
+            return tuple(left if _is_view_of_inner(op, pin.axis, axes) else pinned)
     return tuple(left)
 
 
-def _merges(op: Op, axis: str, axes: GraphAxes) -> bool:
-    """Whether an op is a view that flattens an axis, or splits one, as an inner factor."""
+def _is_view_of_inner(op: Op, axis: str, axes: GraphAxes) -> bool:
+    """Whether an op is a view with this axis as an inner factor of a dim of its input or output."""
     if rule_of(op.target).traffic is not Traffic.NONE:
         return False
     dims = [dim for name in (*op.inputs, *op.outputs) for dim in axes.dims[name]]
@@ -253,7 +261,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: GraphAxes, layers: Layer
 
 
 def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
-    """Raise for a rule that matches only some layers of a class: they have the same layouts."""
+    """Raise for a rule that matches only some layers of a class: all have the same layouts."""
     for layer_class in layers.classes:
         meant = {
             number: tuple(_lies_in(op, modules, graph) for op in layers.layers[number].ops)
@@ -280,14 +288,15 @@ def _check_axis(pin: LayoutPin, rules: LayoutRules, graph: Graph, axes: GraphAxe
         return
     if pin.axis in rules.forbidden:
         raise InfeasibleError(
-            f"{pin.axis} is to be split in {pin.modules!r}, and never anywhere",
+            f"one rule splits {pin.axis} in {pin.modules!r}, another never splits it anywhere",
             fix="leave out one of the two rules",
         )
     ops = [op for op in graph.ops if _lies_in(op, pin.modules, graph)]
     for ban in rules.bans:
         if ban.axis == pin.axis and any(_lies_in(op, ban.modules, graph) for op in ops):
             raise InfeasibleError(
-                f"{pin.axis} is to be split in {pin.modules!r}, and never in {ban.modules!r}",
+                f"one rule splits {pin.axis} in {pin.modules!r}, another never splits it in "
+                f"{ban.modules!r}",
                 fix="leave out one of the two rules",
             )
     tensors = {name for op in ops for name in (*op.inputs, *op.outputs)}

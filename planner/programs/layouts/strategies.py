@@ -1,8 +1,8 @@
-"""Lists the strategies of an op: the layouts of its inputs and results.
+"""Lists the strategies of an op: each gives layouts to its inputs and results.
 
-Why each is correct, with x the inputs, y the results, gx and gy their gradients, per rank r:
+Why each is correct, with x the inputs, y the results, gx and gy their gradients, x_r on rank r:
 
-    whole        x I, y I: every rank does the same; gy is whole, so gx is.
+    whole        x I, y I: every rank does the same; gy is whole, so gx is whole.
     replicated   x R, y R: the backward is linear in gy, so the partial sums gy_r make partial sums
                  gx_r. All inputs with gradient are R: one in I would get a partial gradient.
     partial      f linear in x jointly: Σ f(x_r) = f(Σ x_r), and gx = fᵀ(gy) is whole on every rank.
@@ -62,7 +62,10 @@ def is_cuttable(dim: Dim, axis: str) -> bool:
 
 
 def is_contiguous(dim: Dim, axis: str, batch: int) -> bool:
-    """Whether a shard is one block of each part: all dims outside the axis have size one."""
+    """Whether a shard is one block of each part of a dim.
+
+    In a flattened dim, all factors before the axis must have size one.
+    """
     if isinstance(dim, Leaf):
         return dim.name == axis
     if isinstance(dim, Concat):
@@ -215,7 +218,7 @@ class _Strategies:
         found = [self.whole()]
         if self.degree > 1 and not self.is_function():
             found.append(self.replicated())
-            if not self.is_closed():
+            if not self.is_never_split():
                 found += [*self.partial(), *self.split()]
         return tuple(dict.fromkeys(found))
 
@@ -224,8 +227,8 @@ class _Strategies:
         calls = self.graph.calls
         return any(calls[call].is_function for call in self.graph.index.around(self.op.call))
 
-    def is_closed(self) -> bool:
-        """Whether the op is unknown, or writes to memory that others read."""
+    def is_never_split(self) -> bool:
+        """Whether the op is unknown, makes a new tensor (`arange`), or writes to memory."""
         if not has_rule(self.op.target) or self.rule.shape is shapes.made:
             return True
         if self.op.writes and self.rule.kind is not OpKind.BATCH_NORM:
@@ -246,7 +249,7 @@ class _Strategies:
         )
 
     def partial(self) -> Iterator[OpLayout]:
-        """Yield strategies in which partial sums pass through."""
+        """Yield strategies in which partial sums as inputs give partial sums as results."""
         if not all(map(self._is_float, self.op.outputs)) or self.rule.kind.is_loss:
             return
         if self.rule.linear is Linear.FIRST:
@@ -341,7 +344,7 @@ class _Strategies:
         return bool(self.rule.contracts) or kind.is_loss or kind is OpKind.SUM
 
     def _is_read(self, name: str) -> bool:
-        """Whether a result is used; ops of ATen often have results that nothing reads."""
+        """Whether a result is the first, or is read: ops often have others that nothing reads."""
         return name == self.op.outputs[0] or bool(self.graph.index.readers.get(name))
 
     def _is_added(self, place: int) -> bool:
@@ -354,7 +357,7 @@ class _Strategies:
         return not self.graph.tensors[name].is_whole_numbered
 
     def _unsplit(self, name: str) -> Layout:
-        """Return the layout of an equal value on every rank, whose gradient is a partial sum."""
+        """Return R for a value with a gradient, which is then a partial sum, and else I."""
         flows = any(self.graph.tensors[out].requires_grad for out in self.op.outputs)
         return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
 

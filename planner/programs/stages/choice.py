@@ -1,14 +1,13 @@
-"""Chooses the stages of an arrangement: layers, recompute modes, and a bound of the gap.
+"""Chooses the stages of an arrangement: their layers and recompute modes, with a lower bound.
 
-    GPipe, 1F1B        shortest paths bound all cuts, and exclude most intervals (floors.py)
-    other schedules    a program with divisible layers bounds all cuts (divisible.py)
-    a cut              that of the bound, priced exactly; its borders are moved while that helps
-    program            repeatedly the unpriced cut of the least bound (program.py)
+    1. bound       GPipe, 1F1B: by shortest paths, which also exclude most intervals (floors.py);
+                   other schedules: by a program with divisible layers (divisible.py)
+    2. first cut   that of the bound is priced exactly; its borders are moved while that helps
+    3. program     again and again the unpriced cut with the least bound (program.py)
 
-The program's cut has the least bound of the unpriced ones. It is priced and excluded, and its
-critical path becomes a row. So the program's bound rises until it reaches the best known cut, which
-is then optimal. If bound and best cut do not meet within the effort, the bound limits how much
-better a cut may be.
+The program's cut is priced and excluded, and its critical path becomes a row. So the program's
+bound rises until it reaches the best known cut, which is then optimal. If the effort ends before,
+the bound tells how much better another cut may be at most.
 """
 
 from __future__ import annotations
@@ -32,30 +31,31 @@ from autopar.planner.programs.stages.modes import CutAnswer, CutPricer, Floor, P
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
-_BETTER = 1.0 - 1e-9  # of the best cut: only values below this are better
+_BETTER = 1.0 - 1e-9  # times the best cut's step: a step has to be shorter to be better
 _LEAST_NODES = 20  # of one program
-_NEAR = 1.1  # times the best: moving one layer does not make up for more
+_NEAR = 1.1  # times the best step: moving single layers does not make up for more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The effort for one arrangement."""
+    """How much may be tried for one arrangement."""
 
     simulations: int  # of the schedule, to find chains that bound divisible layers
     starts: int  # cuts of divisible layers whose borders are moved
     moves: int  # moves of borders by one layer, if ranks have several stages
     cuts: int  # priced cuts of the program
     nodes: int  # of all stage programs of the arrangement together
-    gap: float  # relative: bound and best need not be closer
+    gap: float  # relative: bound and best cut need not be closer
     most_columns: int  # of a program; a larger one is not solved
-    is_last: bool = False  # then open arrangements are solved in whole numbers
+    is_last: bool = False  # then bounds by divisible layers are raised with whole numbers of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageAnswer:
     """The best cut below the cutoff, if any, and a lower bound of all cuts.
 
-    An infinite bound means that nothing fits. `is_final`: more effort finds nothing else.
+    An infinite bound means that there is no cut, or none that fits into memory. `is_final`: more
+    effort would change nothing.
     """
 
     best: PricedCut | None
@@ -97,12 +97,12 @@ class Chooser:
 
     @property
     def top(self) -> float:
-        """The lower bound of all cuts, if all below the aim are excluded."""
+        """The shortest step so far, or the cutoff: the bound of all cuts once none is below it."""
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
     @property
     def aim(self) -> float:
-        """The value that a cut must be below."""
+        """The seconds that a step must be below to be better."""
         return self.top * _BETTER
 
     @property
@@ -122,7 +122,7 @@ class Chooser:
     def price(self, cut: Cut, *, below_seconds: float = math.inf) -> CutAnswer:
         """Price a cut, and keep it if it is the best.
 
-        A cut that a chain already proves to be too long may stay without a price.
+        A cut stays without a price if chains prove that its step is not below `below_seconds`.
         """
         if cut not in self._priced:
             floor = Floor(chains=self.chains, below_seconds=below_seconds, once_seconds=self.once)
@@ -138,8 +138,8 @@ class Chooser:
     def improve(self, cut: Cut, *, most_moves: int) -> None:
         """Price a cut, then move one border at a time while the step becomes shorter.
 
-        Stops when the remaining moves, each worth as much as the last, cannot reach the best known
-        cut.
+        It stops when the remaining moves would not reach the best known cut, if each gained as much
+        as the last one.
         """
         here = self.price(cut, below_seconds=_NEAR * self.top).best if cut else None
         gain = math.inf
@@ -194,7 +194,7 @@ class Chooser:
         return min(doubtful, bound, self.top)
 
     def _deciding(self, priced: PricedCut) -> tuple[Chain, ...]:
-        """Return the critical path of a cut."""
+        """Return the longest chains of a priced cut: its critical paths."""
         question = self.question
         number = question.bucket_bytes.index(priced.arrangement.bucket_bytes)
         prices = [offer.prices[number] for offer in priced.offers]
@@ -220,15 +220,15 @@ QUICK = Effort(
 THOROUGH = replace(QUICK, starts=2, moves=8, cuts=4, gap=5e-3, most_columns=1_000)
 EXACT = replace(THOROUGH, simulations=120, starts=1, cuts=60, nodes=1_000, gap=1e-7, is_last=True)
 
-_ASKED = 0.01  # whole numbers need only exclude cuts that are faster by this share
+_ASKED = 0.01  # with whole numbers, only cuts faster than the best by this share are looked for
 _MOST_STAGES = 16  # of the program of whole numbers; more take too long
-_MOST_INTERVALS = 100  # of parts: a larger program with memory rows branches for a long time
+_MOST_INTERVALS = 100  # if ranks have several stages: with more, the program branches for long
 
 
 def choose_stages(
     question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
 ) -> StageAnswer:
-    """Return the best cut of the layers into stages, with its modes, and the bound."""
+    """Return the best cut of the layers into stages, with its modes, and a bound of all cuts."""
     chains = Chains(first_chains(question.arrangement.schedule, question.shape))
     chooser = Chooser(question, effort, chains)
     chooser.ask(cutoff_seconds, effort)
@@ -236,7 +236,7 @@ def choose_stages(
 
 
 def answered(chooser: Chooser) -> StageAnswer:
-    """Return the answer of a chooser."""
+    """Return the answer of a chooser, found as its schedule allows."""
     question = chooser.question
     if any(first > last for first, last in question.windows):
         return chooser.answer(math.inf)
@@ -296,7 +296,10 @@ def is_wide(arrangement: Arrangement) -> bool:
 
 
 def _in_whole_numbers(chooser: Chooser, bound_seconds: float) -> float:
-    """Return a lower bound of cuts with whole layers on each rank, but no more than is useful."""
+    """Return a lower bound of all cuts, found with whole numbers of layers on each rank.
+
+    The search stops at a bound of 1 % below the best cut.
+    """
     asked = (1.0 - _ASKED) * chooser.top
     if bound_seconds >= asked or is_wide(chooser.question.arrangement):
         return bound_seconds
@@ -317,7 +320,7 @@ def _divided(chooser: Chooser) -> Divided:
 
 
 def _along_paths(chooser: Chooser) -> StageAnswer:
-    """Return the best cut if each rank has one stage."""
+    """Return the best cut if each rank has one stage, which shortest paths bound."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
     if chooser.aim < math.inf:  # prices of all intervals take longer than this bound
@@ -346,7 +349,7 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
 
 
 def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
-    """Return the bounds of whole steps: reductions, optimizer and other terms are added."""
+    """Return bounds of whole steps: reductions, the optimizer and other terms are added."""
     question = chooser.question
     floors = floors_of(question, columns, chooser.columns.transfers)
     stage = np.array([one.stage for one in columns])

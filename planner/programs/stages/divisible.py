@@ -1,5 +1,10 @@
 """Bounds all cuts of a pipeline by a linear program whose layers are divisible.
 
+    x    layers of a class in a mode on a stage        t    seconds of a stage's action
+    W    working memory of a stage's running layer     G    the gather before the first forward
+    R    by how much a stage's gradient reductions     T    the step: the program's objective
+         lengthen the step
+
     layers_are_used_up     Σ_stages Σ_modes x  =  the layers of each class
     stages_are_not_empty   1  ≤  Σ x  ≤  the most layers of a stage
     stages_take            t  =  the host's time for an action  +  Σ seconds · x
@@ -9,10 +14,11 @@
     gathers_come_first     G  ≥  the gather of each stage of the rank that starts first
     chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
 
-T is minimised. Rows are added one by one: the peak at which a rank holds too much in the optimum,
-and the longest chain of the schedule, simulated with the optimum's times of stages, until that is
-hardly longer than T − G. Chains hold for any times of stages, so those of other questions are added
-first.
+T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
+at its worst moment, and the longest chains of the schedule, which is simulated with the optimum's
+times. This ends when no chain is much longer than T − G. A chain is a lower bound for any times of
+stages. So chains that were found for other questions of this schedule (other layouts, other cuts)
+are looked through before the schedule is simulated again.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ from autopar.planner.programs.stages.question import StageQuestion
 _MOST_PROGRAMS = 200
 _MOST_CHAINS = 8  # added at once
 _MOST_WHOLE = 12  # programs of whole numbers
-_CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is close enough
+_CLOSE = 2e-3  # of the optimum: a chain that is longer by less is not added
 _ROUNDING = 1e-9
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
@@ -61,7 +67,7 @@ class Divided:
 
 
 class Divisible:
-    """The program of one question."""
+    """The linear program for one stage question, in which layers are divisible."""
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class Divisible:
             raised = found * self.unit - bound
             bound = max(bound, found * self.unit)
             if bound >= enough_seconds:
-                break  # the program has no optimum yet
+                break  # the solver stopped once the bound sufficed, so there is no optimum to read
             lengths = self._lengths()
             is_begun = self._left < most_simulated
             is_far = hasty and is_begun and bound + self._left * raised < enough_seconds
@@ -124,7 +130,10 @@ class Divisible:
         return Divided(lengths=lengths, bound_seconds=bound)
 
     def solve_whole(self, *, below_seconds: float) -> Divided:
-        """Return a lower bound with whole numbers of layers per rank, at most `below_seconds`."""
+        """Return a lower bound with whole numbers of layers on each rank.
+
+        It is at most `below_seconds`: the program looks only for cuts below that.
+        """
         self._numbers_are_whole()
         self._left = _MOST_WHOLE
         lengths: tuple[float, ...] = ()
@@ -143,15 +152,18 @@ class Divisible:
         return tuple(float(self.program.values(own.columns).sum()) for own in self.parts)
 
     def _numbers_are_whole(self) -> None:
-        """Σ x of a rank in one mode ∈ Z; a stage splits the backwards of all layers, or none."""
+        """Make the layers of each class in each mode on a rank whole numbers.
+
+        Also, a stage splits the backwards of all of its layers, or of none.
+        """
         if self._is_whole:
             return
         self._is_whole = True
         for stages in self.question.stages_of:
-            ways: dict[int, list[Term]] = defaultdict(list)
+            by_mode: dict[int, list[Term]] = defaultdict(list)
             for one in (one for stage in stages for one in self.parts[stage].pieces):
-                ways[id(one.piece.cost)].append((one.column, 1.0))
-            for terms in ways.values():
+                by_mode[id(one.piece.cost)].append((one.column, 1.0))
+            for terms in by_mode.values():
                 number = self.program.column()
                 self.program.whole([number])
                 self.program.add([*terms, (number, -1.0)], most=0.0, least=0.0)
@@ -166,7 +178,7 @@ class Divisible:
                 self.program.add([*others, (splits, most)], most=most)
 
     def _tighten(self) -> bool:
-        """Add violated memory rows, else longer chains; returns whether there were any."""
+        """Add memory rows that the optimum violates, or else chains; return whether any were."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)
@@ -179,7 +191,7 @@ class Divisible:
         return any(added)
 
     def _longest(self, times: Floats) -> list[Chain]:
-        """Return the longest known chains, of those longer than the optimum."""
+        """Return the longest known chains that are longer than the optimum's T − G."""
         lengths = self.chains.lengths(times, self._reduced())
         least, gather = self.program.values([self.program.least, self._gather]).tolist()
         places = np.argsort(-lengths, kind="stable")[:_MOST_CHAINS]
@@ -188,7 +200,7 @@ class Divisible:
         return [every[place] for place in places[is_longer].tolist()]
 
     def _find_longest(self, times: Floats) -> None:
-        """Simulate the schedule with the optimum's times of stages."""
+        """Simulate the schedule with the optimum's times; add its longest chains to those known."""
         question = self.question
         self._left -= 1
         self.chains.add(
@@ -216,6 +228,7 @@ class Divisible:
         return share * count * each or 1.0
 
     def _layers_are_used_up(self) -> None:
+        """Add layers_are_used_up and stages_are_not_empty."""
         counts = np.bincount(self.question.classes)
         classes: dict[int, list[Term]] = defaultdict(list)
         for part in (one for own in self.parts for one in own.pieces):
@@ -227,6 +240,7 @@ class Divisible:
             self.program.add(terms, most=float(own.most_layers), least=1.0)
 
     def _stages_take(self) -> list[list[int]]:
+        """Add stages_take; return the column of each stage and kind of action."""
         splits = SCHEDULES[self.question.arrangement.schedule].splits_backward
         seconds_of = cache(self._piece_seconds)
         table = []
@@ -258,9 +272,10 @@ class Divisible:
         return forward, backward, backward - weights, weights
 
     def _reductions_outlast(self) -> list[int]:
-        """A reduction slows the backward beside it, and may take longer than this backward.
+        """Add reductions_outlast; return the column R of each stage.
 
-        Nothing is computed beside the reduction of a stage's first layer, whose gradients are last.
+        A reduction slows the backward beside it, and may take longer than this backward. Nothing is
+        computed beside the reduction of a stage's first layer, whose gradients are the last ones.
         """
         found, slowing = [], self._data.slowing
         for stage, own in enumerate(self.parts):
@@ -285,7 +300,10 @@ class Divisible:
         return self._data.each_reduction(cost.gradient_bytes, self._gradients) / self.unit
 
     def _gathers_come_first(self) -> int:
-        """The rank that starts first waits for the parameters of each of its stages."""
+        """Add gathers_come_first; return the column G.
+
+        The rank that starts first waits for the parameters of each of its stages.
+        """
         gather = self.program.column()
         for stage in self.question.stages_of[self.question.ranks[0]]:
             terms = [(gather, -1.0)]
@@ -297,14 +315,14 @@ class Divisible:
         return gather
 
     def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:
-        """Add memory rows; returns whether there were any."""
+        """Add memory_is_kept for these rows; return whether there were any."""
         every = list(rows)
         for row in every:
             self.program.add_row(row.columns, row.shares, most=row.most)
         return bool(every)
 
     def _add_chain(self, chain: Chain) -> bool:
-        """Add T ≥ G + Σ count · t + Σ R of the rank that the chain ends on, unless it is known."""
+        """Add chains_are_no_longer for a chain; return False if the program has it already."""
         if chain.key in self._added:
             return False
         self._added.add(chain.key)

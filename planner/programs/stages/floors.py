@@ -1,23 +1,23 @@
-"""Lower bounds of stages without a program, and the pieces of layers that each stage may have.
+"""Lower bounds of cuts by shortest paths, and the parts of the programs that bound or choose cuts.
 
-Also the columns of the stage program: possible stages, and what each adds to a step.
+A column of the stage program is a possible stage: an interval of layers, and an offer. Its times
+are the forward, the backward, its halves, and the transfer to the next stage, in a chain's order.
 
-    seconds   forward, backward, halves of a backward, transfer to the next stage, in a chain's
-              order; if a rank waits to receive, this is included in forward and backward
-
-Shortest paths bound every cut of GPipe and 1F1B. A cut is a path: stage p goes from its first
+Shortest paths bound every cut of GPipe and 1F1B. A cut is a path: stage p leads from its first
 layer to its end. If s is the slowest stage, the step takes at least
 
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
 
-`passes` is the time of one microbatch, forward and back. With the least sums of passes before and
-behind a place, `own` is known for every interval, and the least maximum over all stages is a
+m is the number of microbatches. f and b are the forward and the backward of one, each with the
+transfer that the rank waits for; `passes` is f + b. The least sum of passes behind an interval
+bounds what its stage waits for, and so gives `own`. The least maximum over all stages is then a
 shortest path, too:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
-H_0(0) is exact if sums do not depend on the cut: without recomputation. An interval is excluded if
-every cut with it takes at least the value to beat."""
+H_0(0) is the step of the best cut, not only a bound, if the sums of passes are the same for every
+cut, as without recomputation. An interval is excluded if every cut with it takes at least as long
+as the best known cut."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ from autopar.planner.costs.schedules.orders import Numbers
 from autopar.planner.costs.schedules.paths import TRANSFER
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_flight
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    most_tensor_bytes,
-)
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes, most_tensor_bytes
+from autopar.planner.costs.steps.state import layer_state_bytes
 from autopar.planner.programs.solver import GrowingProgram
 from autopar.planner.programs.stages.offers import Offer, Offers, fullest
 from autopar.planner.programs.stages.question import Cut, StageQuestion
@@ -95,7 +92,7 @@ def with_transfer(times: Floats, transfer_seconds: float) -> Floats:
 
 
 def received(columns: Iterable[Column], transfers: tuple[float, ...]) -> tuple[Floats, Floats]:
-    """Return forward and backward of columns, including waits for transfers on demand."""
+    """Return forward and backward of columns, each with the transfer that the rank waits for."""
     every = list(columns)
     forward = np.array(
         [one.times[0] + (transfers[one.first - 1] if one.first else 0.0) for one in every]
@@ -116,7 +113,7 @@ class Floors:
 def floors_of(
     question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]
 ) -> Floors:
-    """Return the lower bounds of the pipeline alone; columns are grouped by stage."""
+    """Return lower bounds of the time in the pipeline, without the rest of a step."""
     count, stages = len(question.classes), question.shape.stages
     chain = _Chain.of(question, columns, transfers)
     stage = np.array([one.stage for one in columns])
@@ -160,7 +157,7 @@ def floors_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Chain:
-    """The seconds of each column, with the tensors that it receives: forward, backward, both."""
+    """The seconds of each column with the transfers that it waits for; `passes` is their sum."""
 
     question: StageQuestion
     passes: Floats
@@ -175,7 +172,10 @@ class _Chain:
         )
 
     def own(self, behind: Floats, stage: Numbers) -> Floats:
-        """Return a stage's time as the slowest one, with the least behind it."""
+        """Return `own` of each column: its time if its stage is the slowest.
+
+        For each column, `behind` has the least sum of the later stages' passes, `stage` its stage.
+        """
         shape, kind = self.question.shape, self.question.arrangement.schedule
         busy = shape.microbatches * (self.forward + self.backward)
         if kind is ScheduleKind.GPIPE:
@@ -194,7 +194,7 @@ def _walk(
     passes: Floats,
     later: Floats,
 ) -> Cut:
-    """Return the cut with the least maximum."""
+    """Return the cut with the least maximum over its stages; () if there is none."""
     if not np.isfinite(later[0, 0]):
         return ()
     place, cut = 0, [0]
@@ -211,12 +211,12 @@ def _walk(
     return tuple(cut)
 
 
-_SLACK = 1e-6  # of a rank's memory: allows for rounding
+_SLACK = 1e-6  # of a rank's memory may be exceeded, by rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerPiece:
-    """Layers of a class in one mode; `is_split`: with a split backward."""
+    """One layer of a class in one mode; `is_split`: its backward is split into halves."""
 
     number: int  # of the class
     cost: LayerCost
@@ -231,7 +231,7 @@ class PieceOnStage:
 
     stage: int
     piece: LayerPiece
-    column: int  # of the program
+    column: int  # of the program: how many such layers the stage has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -295,9 +295,10 @@ def _pieces(question: StageQuestion, kind: int, number: int, has_before: bool) -
 
 
 def add_work(program: GrowingProgram, parts: StageParts, limit_bytes: float) -> int:
-    """Add a stage's working memory, as a share of its rank's limit.
+    """Add a column for a stage's working memory, as a share of its rank's limit; return it.
 
-    It is that of the largest layer, and so at least the mean of the stage's layers.
+    A stage needs as much as its largest layer: at least the mean over its layers, and at least the
+    need of each layer that is on this stage in every cut.
     """
     work = program.column()
     needed = {one.column: one.piece.working_bytes / limit_bytes for one in parts.pieces}
@@ -318,7 +319,7 @@ class MemoryRow:
 
 
 class RankMoments:
-    """A rank's memory at each of its peaks, per layer of each piece on its stages."""
+    """A rank's memory at each moment that may be its peak, by the pieces on its stages."""
 
     def __init__(
         self,
@@ -349,7 +350,7 @@ class RankMoments:
 
     @property
     def likely(self) -> int:
-        """The peak that is largest if all pieces are equally many."""
+        """The moment with most memory if the stages have equally many layers of each piece."""
         return int(np.argmax(self._held.sum(axis=1)))
 
     def row_at(self, moment: int) -> MemoryRow:
@@ -359,7 +360,7 @@ class RankMoments:
         return MemoryRow(columns=self._columns[held], shares=self._held[moment, held])
 
     def exceeded(self, program: GrowingProgram) -> Iterator[MemoryRow]:
-        """Yield the row of the most exceeded moment in the optimum, if any."""
+        """Yield the row of the moment at which the optimum exceeds the limit most, if it does."""
         over = self._held @ program.values(self._columns) - 1.0 - _SLACK
         worst = int(np.argmax(over))
         if over[worst] > _SLACK and worst not in self._added:

@@ -1,9 +1,10 @@
-"""Lists mixes: how many layers of each class of a stage run in each mode; and moves borders.
+"""Lists the mixes of a stage, and moves borders of stages.
 
-The fastest mixes come first. Layers of one class are equal, so only counts matter. Of equal layers,
-those that save most come first; in the only backward of a step they come last, because it frees
-what they saved as gradients are made. The sums here are approximate: the exact time and memory are
-priced for few mixes.
+A mix says how many layers of each class run in each recompute mode. Layers of one class are equal,
+so only these numbers matter. The fastest mixes come first. Of equal layers, those with most saved
+bytes come first on the stage. If a step has only one backward, they come last: the backward reaches
+them first, and frees what they saved before other layers make gradients. The sums here are
+approximate: the exact time and memory are priced for few mixes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 MixFloats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 _ROUNDING = 1e-9
-_FEW = 64  # above this number, dominated mixes are dropped after each class
+_FEW = 64  # if there are more mixes, dominated ones are dropped after each class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixes:
-    """Mixes of the same layers: backward seconds, saved bytes, and work bytes."""
+    """Mixes of the same layers: backward seconds, saved bytes, most bytes while a layer runs."""
 
     columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
     numbers: Numbers  # [mix, column]
@@ -41,7 +42,7 @@ class Mixes:
         return len(self.seconds)
 
     def taken(self, places: npt.NDArray[np.int64]) -> Mixes:
-        """Return some of the mixes."""
+        """Return the mixes with these indices."""
         return Mixes(
             columns=self.columns,
             numbers=self.numbers[places],
@@ -52,7 +53,7 @@ class Mixes:
         )
 
     def modes(self, place: int, content: Content) -> tuple[Recompute, ...]:
-        """Return the mode of each layer; equal layers in the order of columns."""
+        """Return the mode of each layer in a mix; equal layers have them in the columns' order."""
         left: dict[int, list[Recompute]] = {}
         for (number, mode), count in zip(self.columns, self.numbers[place].tolist(), strict=True):
             left.setdefault(number, []).extend([mode] * count)
@@ -61,7 +62,7 @@ class Mixes:
 
 
 def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
-    """Return the mixes that are not dominated in seconds, saved bytes and work, fastest first."""
+    """Return the mixes that no other beats in seconds, saved bytes and work, fastest first."""
     found: Mixes | None = None
     for number, count in Counter(content).items():
         own = _of_class(question, kind, number, count)
@@ -93,7 +94,7 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
 
 
 def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recompute]:
-    """Return the modes of a class in the order of equal layers."""
+    """Return the modes of a class, in the order in which equal layers of a stage have them."""
     costs, is_last = question.layer(kind, number), question.arrangement.is_one_pass
     return sorted(
         question.modes_of(kind, number),
@@ -103,7 +104,7 @@ def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recom
 
 
 def _spreads(count: int, modes: int) -> list[tuple[int, ...]]:
-    """Return the ways to write a number as a sum over modes, the largest first terms first."""
+    """Return how many of `count` layers may run in each mode; most in the first mode come first."""
     if modes == 1:
         return [(count,)]
     return [
@@ -125,10 +126,9 @@ def _together(one: Mixes, other: Mixes) -> Mixes:
 
 
 def _unbeaten(mixes: Mixes) -> Numbers:
-    """Return the mixes that are not dominated in seconds, saved bytes and work.
+    """Return the indices of the mixes that no other beats in seconds, saved bytes and work.
 
-    Of the mixes with at most a certain work, in order of time, each must save less than those
-    before.
+    Such a mix has fewer saved bytes than all faster mixes that have at most its work bytes.
     """
     kept: list[Numbers] = []
     order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))

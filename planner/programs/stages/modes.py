@@ -1,9 +1,9 @@
 """Finds the best recompute modes of a given cut, within each rank's memory.
 
-Ranks do not share memory, so each has its own ways to run its stages. A step only depends on the
-times of a rank's stages, so ways that are nowhere faster are dropped. If the combinations of the
-remaining ways are few, all are priced. Otherwise one rank at a time changes its way, while the step
-becomes shorter.
+A way is one offer for each stage of a rank. Ranks do not share memory, so ways are listed for each
+rank on its own. A step only depends on the times of stages, so a way is dropped if another one is
+at least as fast in every action. If the combinations of the ranks' remaining ways are few, all are
+priced. Otherwise one rank at a time changes its way, while the step becomes shorter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autopar.planner.programs.stages.floors import Columns, with_transfer
 from autopar.planner.programs.stages.offers import Offer, RankMemory
 from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 
-_MOST_WAYS = 64  # of one rank
+_MOST_WAYS = 64  # of one rank: if there are more, one way that fits is found step by step
 _MOST_ACTIONS = 1 << 15  # to simulate for one cut, over all combinations
 _MOST_TRIES = 4  # attempts to fill a rank's memory, because sums are slightly below exact prices
-_MOST_KEPT = 8  # ways of a rank that are kept, if there are many
+_MOST_KEPT = 8  # ways of each rank that are tried, if there are too many combinations
 
-Way = tuple[Offer, ...]  # one offer for each stage of a rank
+Way = tuple[Offer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class PricedCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CutAnswer:
-    """The result for a cut: None if nothing fits; and whether all modes were compared."""
+    """The result for a cut. `best` is None if no modes fit; `is_whole`: all modes were compared."""
 
     best: PricedCut | None
     is_whole: bool
@@ -54,14 +54,14 @@ class CutAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floor:
-    """The value that a cut must be below, and chains that exclude a cut quickly."""
+    """Excludes a cut before it is priced, if chains show that its step is not below a value."""
 
     chains: Chains
     below_seconds: float  # of a whole step
     once_seconds: float  # the least time of a step outside of the pipeline
 
     def least_seconds(self, columns: Columns, cut: Cut, offers: Sequence[Offer]) -> float:
-        """Return a lower bound of the step."""
+        """Return a lower bound of the step of a cut with these offers."""
         times = [
             with_transfer(offer.least_times, columns.transfers[stop - 1])
             for offer, stop in zip(offers, cut[1:], strict=True)
@@ -70,14 +70,14 @@ class Floor:
 
 
 class CutPricer:
-    """Prices the cuts of a question; ways of ranks are cached."""
+    """Prices the cuts of a question; the ways of a rank to run some layers are cached."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns, self.question = columns, columns.question
         self._known: dict[tuple[int, tuple[Content, ...]], tuple[list[Way], bool]] = {}
 
     def price(self, cut: Cut, floor: Floor) -> CutAnswer | None:
-        """Return the best way to run a cut, or None if it is excluded."""
+        """Return the best modes of a cut, or None if `floor` excludes it."""
         is_whole = True
         ranks: list[list[Way]] = []
         for rank in range(self.question.shape.ranks):
@@ -110,7 +110,7 @@ def _ways(
     contents: Sequence[Content],
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[list[Way], bool]:
-    """Return the ways of a rank that fit and are not dominated, and whether these are all."""
+    """Return the ways of a rank that fit and that no other beats, and whether these are all."""
     question = columns.question
     if len(contents) == 1:
         return [(one,) for one in offers[0]], True
@@ -142,7 +142,7 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
 
 
 def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that fit and are not dominated in every action."""
+    """Return the ways that fit, and of which no other is as fast in every action."""
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])
@@ -186,7 +186,7 @@ def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]
 def _filled_to(
     limit_bytes: float, memory: RankMemory, offers: Sequence[Sequence[Offer]]
 ) -> list[int]:
-    """Return the index of each stage's offer; empty if not even the lightest fit."""
+    """Return the number of each stage's offer; [] if not even the lightest offers fit together."""
     seconds = [np.array([one.seconds for one in own]) for own in offers]
     saved = [np.array([one.saved_bytes for one in own]) for own in offers]
     way = [int(np.lexsort((seconds[place], own))[0]) for place, own in enumerate(saved)]
@@ -226,7 +226,10 @@ def _steps(
 def _best_together(
     columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], floor: Floor
 ) -> tuple[PricedCut | None, bool]:
-    """Return the best combination of ways below the floor, and whether all were compared."""
+    """Return the best combination of the ranks' ways, and whether all were compared.
+
+    None if no step is below that of `floor`.
+    """
     question = columns.question
     actions = question.shape.stages * question.shape.microbatches
     if prod(map(len, ranks)) <= max(1, _MOST_ACTIONS // actions):
@@ -250,7 +253,7 @@ def _best_together(
 def _better(
     columns: Columns, cut: Cut, ways: Sequence[Way], floor: Floor, best: PricedCut | None
 ) -> PricedCut | None:
-    """Price one way per rank; keep it if the step is shorter."""
+    """Price one way per rank; return the result if its step is shorter, else `best`."""
     question = columns.question
     by_stage = _by_stage(question, ways)
     below = min(floor.below_seconds, best.seconds if best else math.inf)

@@ -1,9 +1,9 @@
-"""Lists possible stages: their mixes, priced, and the memory of ranks.
+"""Lists the offers for stages: mixes of layers with their price; and the memory of ranks.
 
-An offer is a stage with its seconds, bytes and modes. A single stage of a rank has all of its
-memory, so only mixes that fit are offered. Several stages share it: then all mixes that are not
-dominated are offered, and the program decides on memory. A stage that fits without recomputation
-recomputes nothing.
+An offer is a possible stage: its layers' modes, seconds and bytes. The only stage of a rank has all
+of its memory, so only mixes that fit are offered; if the stage fits without recomputation, only
+that is offered. Several stages of a rank share its memory: then all mixes that no other beats are
+offered, and the program decides which fit together.
 """
 
 from __future__ import annotations
@@ -18,32 +18,27 @@ from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES, Moments
-from autopar.planner.costs.steps.memory import (
-    lasting_bytes,
-    memory_of,
-    most_tensor_bytes,
-    state_bytes,
-    work_bytes,
-)
+from autopar.planner.costs.steps.memory import memory_of, most_tensor_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
+from autopar.planner.costs.steps.state import lasting_bytes, state_bytes
 from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
 from autopar.planner.programs.stages.one_pass import fitting_mixes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 _MOST_PRICED = 12  # mixes of the same layers on one stage
-_MOST_PRICED_ALONE = 128  # if it is the only stage
-_MOST_BETWEEN = 48  # to fill a rank's memory
+_MOST_PRICED_ALONE = 128  # such mixes if the pipeline has only one stage
+_MOST_BETWEEN = 48  # mixes from which one is taken to fill a rank's memory
 _ROUNDING = 1e-9
 _ENDLESS_SECONDS = 1e3  # a backward long enough to hide every reduction but the last
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots, because of a cached property
 class Offer:
-    """A way to run some layers as a stage.
+    """Some layers as a stage, in given modes.
 
     `times` are the seconds of each kind of action, without the transfer. `least_times` and
-    `least_reduction_seconds` are lower bounds for this offer, and for mixes of these layers that
-    take longer and are not offered. The exact price is computed on demand.
+    `least_reduction_seconds` are lower bounds for this offer, and for slower mixes of these layers
+    that are not offered. The exact price is computed on demand.
     """
 
     modes: tuple[Recompute, ...]
@@ -57,12 +52,12 @@ class Offer:
     deferred_bytes: float
     work_bytes: float  # the largest need of a layer while it runs
     splits_backward: bool
-    worked_out: Callable[[], tuple[StagePrice, ...]]
-    is_whole: bool = True  # whether every mix that is not offered is worse
+    worked_out: Callable[[], tuple[StagePrice, ...]]  # computes the exact price
+    is_whole: bool = True  # whether every mix of these layers that is not offered is worse
 
     @cached_property
     def prices(self) -> tuple[StagePrice, ...]:
-        """The exact price by bucket size."""
+        """The exact price for each bucket size."""
         return self.worked_out()
 
     @property
@@ -76,7 +71,10 @@ class Offer:
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
     def held_bytes(self, moments: Moments, place: int) -> Floats:
-        """Return this stage's bytes at each moment of its rank, without the running layer's."""
+        """Return this stage's bytes at each moment of its rank, without its running layer's work.
+
+        `place` is the stage's position among the stages of the rank.
+        """
         if not self.splits_backward:
             return self.state_bytes + self.saved_bytes * moments.unanswered[:, place].astype(float)
         held = self.saved_bytes * moments.forwarded[:, place].astype(float)
@@ -85,7 +83,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hidden:
-    """The least that data parallelism adds to a backward: while it runs, and after it."""
+    """The least seconds that data parallelism adds to a backward: while it runs, and after it."""
 
     wait_seconds: float
     reduction_seconds: float
@@ -117,10 +115,10 @@ class Offers:
         return self._known[key]
 
     def _fitting(self, stage: int, content: Content) -> Iterator[Offer]:
-        """Yield fitting offers of a rank's only stage, until no later one can be better.
+        """Yield the offers that fit of a rank's only stage, until no later one can be better.
 
-        Later offers take longer, which hides more of the reductions. So the search goes on until an
-        offer has the least possible reductions.
+        A later offer has a longer backward, beside which more of the reductions run. So offers are
+        tried until one has the least possible reductions after its backward.
         """
         mixes = self._near(stage, content)
         if not len(mixes):
@@ -186,7 +184,7 @@ class Offers:
         return np.flatnonzero(needed <= self.question.limit_bytes[rank]).tolist()
 
     def _shared(self, stage: int, content: Content) -> Iterator[Offer]:
-        """Yield the mixes of one of several stages of a rank, thinned out if there are many."""
+        """Yield offers for one of several stages of a rank; of many mixes, the hull's corners."""
         mixes = self.mixes(stage, content)
         is_whole = len(mixes) <= _MOST_PRICED
         if not is_whole:
@@ -208,7 +206,7 @@ class Offers:
     def _summed(
         self, stage: int, content: Content, mixes: Mixes, *, is_whole: bool
     ) -> Iterator[Offer]:
-        """Yield offers by sums over layers; exact prices are computed on demand."""
+        """Yield offers with approximate times; exact prices are computed on demand."""
         plain = self._plain(stage, content)
         own = plain.price.load
         again = self.question.constants.action_seconds
@@ -308,7 +306,7 @@ class Offers:
         return memory.device_bytes <= self.question.limit_bytes[rank]
 
     def _hidden(self, stage: int, content: Content) -> _Hidden:
-        """Return the least that data parallelism adds to a backward, however long it is."""
+        """Return the least seconds that data parallelism adds to a backward of any length."""
         kind = self.question.kinds[stage]
         layers = [
             replace(
@@ -324,9 +322,9 @@ class Offers:
         )
 
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:
-        """Return the least backward of a mix: its layers' seconds, or those of the collectives."""
+        """Return the least seconds of a mix's backward: those of its layers or its collectives."""
         more = float(mixes.seconds[place] - mixes.seconds[0])
-        if not self.question.arrangement.zero.reduces_each:
+        if not self.question.arrangement.reduces_each:
             return float(plain.times[1]) + more
         alone = float(plain.times[1]) - plain.price.data.backward_wait
         return max(float(plain.times[1]), alone + more + hidden.wait_seconds)
@@ -334,7 +332,11 @@ class Offers:
 
 @lru_cache(maxsize=4096)
 def fullest(moments: Moments) -> tuple[int, ...]:
-    """Return the moments that no other moment of the same running stage dominates."""
+    """Return the moments at which a rank may need most memory.
+
+    For each running stage, these are the moments that no other moment equals or exceeds in every
+    count of microbatches.
+    """
     held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
     kept: list[int] = []
     for running in np.unique(moments.running):
@@ -367,11 +369,11 @@ class RankMemory:
         self._work = [np.array([one.work_bytes for one in own]) for own in offers]
 
     def needed_bytes(self, way: Sequence[int]) -> float:
-        """Return the peak if each stage takes one of its offers."""
+        """Return the peak if each stage takes the offer with its number in `way`."""
         return float(self.needed_with(way, 0)[way[0]])
 
     def needed_with(self, way: Sequence[int], changed: int) -> Floats:
-        """Return the peak for every offer of one stage, with the others unchanged."""
+        """Return the peak for each offer of stage `changed`, if others take theirs from `way`."""
         others = [place for place in range(len(way)) if place != changed]
         held = self._held[changed] + sum(self._held[place][way[place]] for place in others)
         for place in others:

@@ -4,8 +4,8 @@ The modes of the layers fit if, for each layer l,
 
     Σ_{i ≤ l} saved_i  +  other memory while l runs  ≤  the rank's remaining memory
 
-Layers are added from the first one on. Of all combinations so far, those are kept that are not
-dominated in both cost (seconds, or peak bytes) and saved bytes.
+Layers are added from the first one on. A combination of modes for the layers so far is dropped if
+another one has neither a higher cost (seconds, or peak bytes) nor more saved bytes.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class _Ways:
     modes: Numbers  # [combination, layer], indices of the class's modes
 
 
-# (cost before, bytes held with it) → cost
+# (cost of the layers before, bytes saved with the next layer, its mode) → cost with it
 _Taking = Callable[[MixFloats, MixFloats, _Mode], MixFloats]
 
 
 def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
-    """Return the mixes that fit beside parameters and states, fastest first, undominated."""
+    """Return the mixes that fit into `room_bytes` and that no other beats, fastest first."""
 
     def seconds(taken: MixFloats, held: MixFloats, mode: _Mode) -> MixFloats:
         return np.where(held + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
@@ -91,7 +91,7 @@ def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
 
 
 def _unbeaten(taken: MixFloats, held: MixFloats) -> Numbers:
-    """Return the indices of combinations that fit and are not dominated, by cost."""
+    """Return the indices of the combinations that fit and that no other beats, by cost."""
     order = np.lexsort((held, taken))
     order = order[np.isfinite(taken[order])]
     least = np.minimum.accumulate(held[order])

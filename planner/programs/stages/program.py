@@ -5,8 +5,9 @@ border between layers; all borders inside a run of equal layers are one place, b
 number of layers matters there. Over the columns c of each stage p,
 
     z[c] ∈ {0,1}      stage p is the column c
-    y[c] ∈ [0,1]      instead of z, if mixes between two columns are left out: a bound
-    u[i] ∈ {0,1}      then: stage p is the interval i, which these columns share
+    y[c] ∈ [0,1]      instead of z[c], if mixes between these columns are not offered: the columns
+                      are blended, so that the optimum is only a bound
+    u[i] ∈ {0,1}      with y: stage p is the interval i, to which these columns belong
     t[p,k]            seconds of stage p in action k (paths.py), transfers among them
     L, G, O ≥ 0       the longest chain, what is gathered before it, the slowest optimizer
 
@@ -52,7 +53,7 @@ from autopar.planner.programs.stages.offers import fullest
 from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
 
 _FEW_COLUMNS = 400  # a program with no more columns is solved by the default solver
-_CLOSE = 1e-7  # of the objective: the tolerance of the optimum
+_CLOSE = 1e-7  # of the objective: the optimum is found up to this share
 Term = tuple[pulp.LpVariable, float]
 _Key = tuple[int, Place, Place, Content]  # an interval on a stage
 
@@ -76,12 +77,12 @@ class _Choice:
 
     @property
     def begins(self) -> Place:
-        """The place before its layers."""
+        """The place of the border before its first layer."""
         return self.key[1]
 
     @property
     def ends(self) -> Place:
-        """The place behind its layers."""
+        """The place of the border after its last layer."""
         return self.key[2]
 
 
@@ -170,7 +171,7 @@ class _CutProgram:
                 self._add(terms, "==", 0.0, f"whole_{number}")
 
     def _different(self, columns: Iterable[Column]) -> Iterable[Column]:
-        """Yield one of several columns that differ only by their position in a run."""
+        """Yield the columns, but only one of those that differ only by their position in a run."""
         seen = set()
         for one in columns:
             key = self._key(one.stage, one.first, one.stop), id(one.offer)
@@ -179,7 +180,10 @@ class _CutProgram:
                 yield one
 
     def _chosen(self) -> Iterable[Column]:
-        """Yield the columns of the solution from the first stage to the last, concatenated."""
+        """Yield the columns of the solution from the first stage to the last.
+
+        A column stands for its equals in a run, so each is moved to where the one before it ends.
+        """
         place = 0
         for own in self.stages:
             best = max(own, key=lambda one: float(one.variable.varValue or 0.0)).column
@@ -199,7 +203,7 @@ class _CutProgram:
         self.program += pulp.LpConstraint(expression, senses[sense], name, right)
 
     def _memory_rows(self) -> Iterator[tuple[int, int, list[Term]]]:
-        """Yield rank, moment and bytes as fractions of the limit, without implied rows."""
+        """Yield rank, moment and bytes as fractions of the limit, for each possible peak."""
         constants, arrangement = self.question.constants, self.question.arrangement
         for rank, stages in enumerate(self.question.stages_of):
             limit = most_tensor_bytes(self.question.limit_bytes[rank], arrangement, constants)
@@ -226,7 +230,7 @@ class _CutProgram:
 
 
 class StageProgram(_CutProgram):
-    """The program of the shortest step, which gains rows from cut to cut."""
+    """The program of the shortest step; each priced cut adds rows to it."""
 
     def __init__(
         self,
@@ -283,7 +287,7 @@ class StageProgram(_CutProgram):
         self._add(terms, "<=", len(self.stages) - 1.0, f"excluded_{self._excluded}")
 
     def below(self, seconds: float) -> None:
-        """Restrict the program to steps below some seconds."""
+        """Allow only steps that take at most some seconds."""
         terms = [(self.longest, 1.0), (self.gathers, 1.0), (self.optimizers, 1.0)]
         self._asked += 1
         self._add(terms, "<=", seconds / self.unit, f"below_the_best_{self._asked}")
@@ -325,7 +329,7 @@ class StageProgram(_CutProgram):
             self._add(terms, "<=", 0.0, f"optimizer_of_rank_{rank}")
 
     def _memory_is_kept(self) -> None:
-        """Add memory_is_kept, rank by rank, at each moment that another one does not imply."""
+        """Add memory_is_kept for each rank, at each moment that may be its peak."""
         slack = 64.0 / min(self.question.limit_bytes)  # allows for rounding
         for rank, moment, terms in self._memory_rows():
             self._add(terms, "<=", 1.0 + slack, f"memory_of_{rank}_at_{moment}")

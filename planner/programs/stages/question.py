@@ -1,8 +1,8 @@
-"""The input of the stage program: layers, their modes, and the pipeline.
+"""The question that choosing stages answers: layers, their modes and costs, and the pipeline.
 
 A *cut* says where each stage begins. A *content* is the classes of a stage's layers, in order.
-Layers are of one class if they cost the same on every rank and may run in the same modes, so stages
-of one content on one kind of rank cost the same.
+Layers are of one class if they cost the same on every rank and may run in the same modes. So stages
+with equal contents cost the same on ranks of one kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.planner.costs.steps.step import pipeline_shape
 
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of all layers
 Content = tuple[int, ...]  # the classes of a stage's layers
-# inside a run of equal layers: True and the run; else False and the border
+# of a border between layers: (True, run) inside a run of equal layers, else (False, border)
 Place = tuple[bool, int]
 
 
@@ -35,12 +35,12 @@ class PinnedLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots, because of cached properties
 class StageQuestion:
-    """An arrangement of a model's layers in given layouts."""
+    """An arrangement, and a model's layers in given layouts, for which stages are to be chosen."""
 
     arrangement: Arrangement
     groups: RankGroups
     constants: FrameworkConstants
-    rows: tuple[tuple[Modes, ...], ...]  # the layers on each pipeline rank
+    rows: tuple[tuple[Modes, ...], ...]  # the costs of all layers on each pipeline rank
     allowed: tuple[frozenset[Recompute], ...]  # allowed modes of each layer
     is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
     pins: tuple[PinnedLayer, ...]
@@ -73,7 +73,10 @@ class StageQuestion:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The index of each stage's kind of rank; equal if layers cost the same."""
+        """The kind of rank of each stage; layers cost the same on ranks of one kind.
+
+        A kind is the number of its first rank.
+        """
         known: dict[int, int] = {}
         return tuple(known.setdefault(id(self.rows[rank]), rank) for rank in self.ranks)
 
@@ -109,10 +112,11 @@ class StageQuestion:
 
     @cached_property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """The first and the last place where each stage may begin, and the last end.
+        """The first and the last layer with which each stage may begin.
 
-        No stage is empty, and a pin l → s means that s starts at l or before, and s + 1 after l.
-        Empty windows mean a contradiction.
+        The last entry is the end of the last stage: the number of layers, twice. No stage is empty,
+        and a pin l → s means that s starts at l or before, and s + 1 after l.
+        If a window is empty, the pins contradict each other.
         """
         count, stages = len(self.classes), self.shape.stages
         first, last = [0] * (stages + 1), [count] * (stages + 1)
@@ -128,20 +132,21 @@ class StageQuestion:
 
     @cached_property
     def is_border(self) -> tuple[bool, ...]:
-        """Whether stages may meet before each layer; all layers lie between the first and last."""
+        """Whether a stage may begin or end at each border, the ends of the model included."""
         return (True, *self.is_cuttable[:-1], True)
 
     @property
     def merges_runs(self) -> bool:
-        """Whether all places inside a run of equal layers count as one; pins distinguish them.
+        """Whether all borders inside a run of equal layers count as one place.
 
-        With one stage per rank this is not needed: most intervals are excluded before.
+        With pins they cannot. With one stage per rank this is not needed, because shortest paths
+        have excluded most intervals.
         """
         return self.shape.stages_per_rank > 1 and not self.pins
 
     @cached_property
     def run_numbers(self) -> tuple[int, ...]:
-        """The run of equal layers that each layer is in; stages may meet anywhere inside one."""
+        """The number of each layer's run: of equal layers between which stages may meet."""
         numbers, run = [], -1
         for place, own in enumerate(self.classes):
             if place == 0 or own != self.classes[place - 1] or not self.is_border[place]:
@@ -159,7 +164,7 @@ class StageQuestion:
         )
 
     def different_intervals(self, longest: int) -> Iterator[tuple[int, int, int]]:
-        """Yield stage, first and stop, for one of each set of equal intervals."""
+        """Yield (stage, first, stop) of possible stages; of equal ones in a run, only one."""
         alike: dict[object, list[tuple[int, int]]] = {}
         for first, stop in self._everywhere(longest):
             key = self.places[first], self.places[stop], self.classes[first:stop]
@@ -181,7 +186,7 @@ class StageQuestion:
                         yield first, stop
 
     def intervals(self, stage: int, longest: int) -> Iterator[tuple[int, int]]:
-        """Yield first and stop of possible stages."""
+        """Yield first and stop of the intervals of at most `longest` layers that may be a stage."""
         (begin, until), (end, last) = self.windows[stage], self.windows[stage + 1]
         for first in range(begin, until + 1):
             if self.is_border[first]:

@@ -19,7 +19,11 @@ _MOST_NODES = 2_000  # of the program
 
 
 def smallest_stages(question: StageQuestion) -> PricedCut | None:
-    """Return the cut with the least memory, or None if the layers cannot be cut into stages."""
+    """Return the cut with the least memory, or None if the layers cannot be cut into stages.
+
+    If ranks have several stages, this is the lightest cut that the program finds within its limit
+    of nodes; cuts with long stages are looked at only if no other is found.
+    """
     if any(first > last for first, last in question.windows):
         return None
     columns = Columns(question)
@@ -42,7 +46,7 @@ def smallest_stages(question: StageQuestion) -> PricedCut | None:
 
 
 class _Lightest:
-    """The least memory of each interval, if a rank has one stage."""
+    """The least memory of each interval of layers as a stage, if every rank has one stage."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns, self.question = columns, columns.question
@@ -69,7 +73,10 @@ class _Lightest:
         return self._known[key]
 
     def least_maximum(self, longest: int) -> tuple[float, Cut]:
-        """Return the least bytes of the fullest stage, and the cut, for stages up to a length."""
+        """Return the least bytes of the fullest stage, and its cut, among cuts without long stages.
+
+        No stage has more layers than `longest`.
+        """
         count, stages = len(self.question.classes), self.question.shape.stages
         best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
         for stage in range(stages):
@@ -102,7 +109,10 @@ class _Lightest:
 
 
 def _by_program(columns: Columns) -> PricedCut | None:
-    """Return the cut of the program, if several stages share a rank's memory."""
+    """Return the cut that the memory program finds, for ranks with several stages.
+
+    Longer stages are tried only if it finds none.
+    """
     question = columns.question
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 2 + -(-count // stages))

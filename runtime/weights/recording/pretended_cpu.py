@@ -1,6 +1,6 @@
-"""Answers a constructor's questions about devices and values of recorded tensors.
+"""Makes recorded tensors, which are on meta, look to the constructor like tensors on the CPU.
 
-Many initialisers skip tensors on meta, and constructors read small tables of numbers.
+Many initialisers skip tensors on meta, and many constructors read values, say of a small table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answer: TypeAlias = Callable[[ConstructorRecording, Any, Arguments, Keywords], A
 
 
 def _read(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Answer a read of a tensor's values by replaying it."""
+    """Answer a read of a tensor's values by running its recorded ops."""
     answer = func(*recording.real(args), **kwargs)
     if hasattr(answer, "flags"):
         answer.flags.writeable = False  # writing to this array would have no effect
@@ -93,7 +93,7 @@ def _moved(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
 
 def _check_place(place: Any) -> None:
     if place is not None and (_is_number(place) or torch.device(place).type != "cpu"):
-        raise UnrecordableError(f"a tensor is moved to {place}, which is the script's to do")
+        raise UnrecordableError(f"a tensor is moved to {place}, but the script does that itself")
 
 
 def _is_number(one: Any) -> bool:
@@ -112,8 +112,8 @@ def _typed(recording: ConstructorRecording, func: Any, args: Arguments, kwargs: 
     del recording, func
     with plainly():
         plain = torch.empty(0, dtype=args[0].dtype)
-        as_told = plain.type(*args[1:], **kwargs)
-    return as_told if isinstance(as_told, str) else torch.Tensor.to(args[0], as_told.dtype)
+        typed = plain.type(*args[1:], **kwargs)
+    return typed if isinstance(typed, str) else torch.Tensor.to(args[0], typed.dtype)
 
 
 def _made_of_numbers(
@@ -180,7 +180,7 @@ def _located(recording: ConstructorRecording, func: Any, args: Arguments, kwargs
     return recording.address(tensor.untyped_storage(), offset_bytes)
 
 
-def _said(answer: Any) -> Answer:
+def _always(answer: Any) -> Answer:
     return lambda *_: answer
 
 
@@ -190,11 +190,11 @@ _UNLIKE = (  # torch's own text
 )
 _T: Any = torch.Tensor
 ABOUT_RECORDED: Mapping[Any, Answer] = {
-    _T.is_meta.__get__: _said(False),
-    _T.is_cpu.__get__: _said(True),
-    _T.device.__get__: _said(CPU),
-    _T.is_shared: _said(False),
-    _T.is_pinned: _said(False),
+    _T.is_meta.__get__: _always(False),
+    _T.is_cpu.__get__: _always(True),
+    _T.device.__get__: _always(CPU),
+    _T.is_shared: _always(False),
+    _T.is_pinned: _always(False),
     **dict.fromkeys(
         (_T.tolist, _T.numpy, _T.__array__, _T.__dlpack__, _T.__format__, _T.__repr__), _read
     ),

@@ -1,7 +1,8 @@
-"""Replays the recorded ops of a constructor, and summarises them as digests.
+"""Keeps the recorded ops of a constructor, replays those of single tensors, and makes digests.
 
-Tensors are identified by their storage: an op is recorded if it makes or writes to a storage; views
-need no record. The ops for a storage are found by walking backwards.
+To replay a tensor is to run again, on the CPU, the recorded ops that determine its values. They are
+found by walking backwards from the tensor's storage. An op is recorded if it makes or writes to a
+storage; views need no record. A digest is a hash of the ops and constants behind a tensor.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ _SEEN_IN_FILE = 8  # fewer for a tensor in a file, which is slow to read
 
 
 def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
-    """Return a digest of a tensor, from all of its elements or from a sample."""
+    """Return a digest of all elements, or of a sample if the tensor is large and contiguous."""
     seen = tensor.detach()
     if seen.numel() > 2 * seen_numbers and seen.is_contiguous():
         seen = seen.view(-1)[:: seen.numel() // seen_numbers]
@@ -314,7 +315,7 @@ def digest_of(tensor: Tensor, *, seen_numbers: int = _SEEN) -> int:
 def digest_of_value(history: History, value: Value) -> int:
     """Return a digest of how a tensor is computed: ops, draws and constants."""
     numbers = _Numbers()
-    made = [_told(history, op, numbers) for op in history.ops_for([value])]
+    made = [_in_digest(history, op, numbers) for op in history.ops_for([value])]
     used = sorted(numbers.items(), key=lambda item: item[1])
     constants = [_of_constant(history, one) for one, _ in used if one in history.constants]
     return _number(made, constants, numbers.named(value))
@@ -336,7 +337,8 @@ class _Numbers(dict[int, int]):
         return place, leaf.dtype, leaf.size, leaf.stride, leaf.offset
 
 
-def _told(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
+def _in_digest(history: History, op: RecordedOp, numbers: _Numbers) -> tuple[Any, ...]:
+    """Return what a digest covers of an op."""
     given = tree_map(numbers.named, (op.arguments, sorted(op.keywords.items())))
     if op.draw is None:
         return op.name, given

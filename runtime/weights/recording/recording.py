@@ -46,7 +46,7 @@ BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 # ops write to these arguments, although their schemas do not say so
 UNMARKED = ("running_mean", "running_var")
 FILLS = {"normal_", "uniform_", "fill_", "zero_"}
-# limits of replayed ops: in all, and per recorded op
+# the most ops that are replayed: a constant, and so many more for each recorded op
 MOST_REPLAYED, MOST_REPLAYED_EACH = 10_000, 20
 FROM_ELSEWHERE = {torch.ops.aten.from_file.default}
 
@@ -101,7 +101,7 @@ class ConstructorRecording:
 
     @contextmanager
     def asked(self, is_meta: bool) -> Iterator[None]:
-        """Note whether the call inside asks for meta tensors; its ops then get meta tensors."""
+        """Note whether the call inside asks for meta tensors; if so, its ops make them."""
         before, self._asked.is_meta = self.asks_for_meta, is_meta
         try:
             yield
@@ -258,13 +258,13 @@ class ConstructorRecording:
 
     def _check_thread(self) -> None:
         if get_ident() != self._thread:
-            raise UnrecordableError("random numbers are drawn in a thread of their own")
+            raise UnrecordableError("random numbers are drawn in another thread")
 
     def _check_lent(self, storages: Iterable[int]) -> None:
         for storage in storages:
             lent = self._lent.get(storage)
             if lent is not None and lent() is not None:
-                raise UnrecordableError("a tensor is written to whose numbers an array shows")
+                raise UnrecordableError("it changes a tensor while an array shows its values")
 
     def _write_down(
         self, func: Any, args: Any, kwargs: Any, *, outputs: Any, draw: GeneratorState | None

@@ -245,7 +245,8 @@ def saved_form(model: nn.Module) -> SavedForm | None:
             if not files:
                 raise ValueError("it hands no tensors to safetensors")
         except Exception as error:  # a method may raise anything on meta tensors
-            raise UnsavableError(_told(model, f"{type(error).__name__}: {error}")) from error
+            why = f"{type(error).__name__}: {error}"
+            raise UnsavableError(_unsavable(model, why)) from error
         written = [one for one in sorted(folder.rglob("*")) if one.is_file()]
         others = {one.relative_to(folder).as_posix(): one.read_bytes() for one in written}
     prefix = getattr(model, "base_model_prefix", "")
@@ -258,7 +259,7 @@ def saved_form(model: nn.Module) -> SavedForm | None:
     )
 
 
-def _told(model: nn.Module, why: str) -> str:
+def _unsavable(model: nn.Module, why: str) -> str:
     return (
         f"what save_pretrained of {type(model).__name__} writes cannot be found out on tensors "
         f"without numbers ({why})"
@@ -333,7 +334,7 @@ def _catching() -> Iterator[list[_Caught]]:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Make libraries act as in a single process; in others than the first they would not write."""
+    """Make libraries act as in a single process, because only the first rank would write files."""
     answers: tuple[tuple[Callable[..., Any], int], ...] = (
         (dist.is_initialized, False),
         (dist.get_rank, 0),

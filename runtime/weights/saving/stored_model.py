@@ -25,13 +25,10 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A view that is a box of a tensor: its start, and the tensor's dim of each of its dims.
+    """A view that is a box of a tensor: it has a range of indices in each of the tensor's dims."""
 
-    Dims of one element have None.
-    """
-
-    start: tuple[int, ...]
-    dims: tuple[int | None, ...]
+    start: tuple[int, ...]  # the first index in each dim of the tensor
+    dims: tuple[int | None, ...]  # for each dim of the view, the tensor's dim; None at size 1
 
     def overlap(self, ranges: Sequence[Range], size: tuple[int, ...]) -> list[Range]:
         """Return the overlap of ranges of the tensor's dims with this box, of size `size`."""
@@ -69,7 +66,10 @@ def _dim_of(stride: int, tensor: View) -> int | None:
 
 
 def same_view(view: View, of: View, other: View) -> View | None:
-    """Return the view of `other` that corresponds to `view` of `of`, a tensor of equal size."""
+    """Return the part of `other` at the place that `view` has in `of`, or None if it is no box.
+
+    Both tensors have the same size.
+    """
     box = box_of(view, of)
     if box is None:
         return None
@@ -289,8 +289,8 @@ class PiecedTensor:
 class StoredModel:
     """Finds a model's tensors in files, from the contents that `save_pretrained` would write.
 
-    In a folder, names are those of `save_pretrained`: a transposed weight may have the same name as
-    in the model. In a single file, names are the model's own.
+    Names in a folder are taken for those of `save_pretrained`: a transposed weight may have the
+    same name as in the model. Names in a single file are first taken for the model's own.
     """
 
     stored: Mapping[str, Any]  # the open file of each tensor

@@ -14,10 +14,12 @@ import pytest
 
 import autopar.api
 from autopar.pages.report import BEGINNING, report
+from autopar.planner.cluster.toml_reading import seconds_text
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import write_plan
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Plan, PlannedCount
 from autopar.planner.plan.telling.timeline import timeline_of
+from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.run_metrics import AnalyzedRun, analyze
 from tests.autopar.commands import Autopar
 from tests.planner.plan.plans import arrangement, small_plan
@@ -73,6 +75,32 @@ def test_the_page_loads_nothing_and_a_hostile_name_stays_text() -> None:
     assert found.tags.count("script") == 1
     assert "img" not in found.tags
     assert len(page()) < 2 * 2**20
+
+
+def test_numbers_of_devices_that_were_planned_are_a_curve() -> None:
+    others = {
+        devices: arrangement(data=devices, shard=1, microbatches=6 // devices) for devices in (1, 3)
+    }
+    counts = tuple(
+        PlannedCount(
+            arrangement=one,
+            step_seconds=0.8 / one.ranks**0.9,
+            device_bytes=10**9,
+            usd_per_hour=2.5 * one.ranks,
+        )
+        for one in (others[1], plan().arrangement, others[3])
+    )
+    text = report(replace(plan(), curve=counts))
+    assert "Numbers of devices" not in page()
+    labels = Reader(text).labels
+    assert {label for label in labels if label.endswith("a step")} == {
+        f"on {one.arrangement.ranks}: {arrangement_words(one.arrangement)}: "
+        f"{seconds_text(one.step_seconds)} a step"
+        for one in counts
+    }
+    assert "<td>2 (chosen)</td>" in text
+    for devices, efficiency in ((1, 1.0), (2, 2**0.9 / 2), (3, 3**0.9 / 3)):
+        assert f"{efficiency:.0%}" in text, devices
 
 
 def test_every_action_of_the_schedule_is_a_mark_in_both_widths() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from autopar.planner.plan.files.document import write_plan
+from autopar.planner.errors import InputError
+from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.runs.run_metrics import Analysis, RunFigure, analyze
+from autopar.runs.run_metrics import Analysis, RunFigure, analyze, analyze_run
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
@@ -70,6 +71,17 @@ def test_memory_and_mfu_are_compared_where_they_were_measured(plan: Plan) -> Non
     memory = figure(found, "memory of the first rank")
     assert memory.measured == 300
     assert memory.predicted == plan.prediction.stages[0].memory.reserved_bytes
+
+
+def test_the_folder_of_a_job_is_a_run(plan: Plan, tmp_path: Path) -> None:
+    text = "".join(f"{json.dumps(line(seconds))}\n" for seconds in (9.0, 1.0))
+    (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+    write_plan(plan, tmp_path / "plan.json")
+    stored = read_plan(tmp_path)
+    found = analyze_run(stored, tmp_path).analysis
+    assert found == analyze_run(stored, tmp_path / "metrics.jsonl").analysis
+    with pytest.raises(InputError, match="used another plan"):
+        analyze_run(replace(stored, objective="memory"), tmp_path)
 
 
 def test_the_page_tells_figures_flags_and_what_to_do(

@@ -8,10 +8,12 @@ import pytest
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.precision import Float8
 from benchmarks.validation.practice import Attention
 from benchmarks.validation.predict_row import layers_per_stage
 from benchmarks.validation.settings import WHOLE_BUCKET, settings_of
 from benchmarks.validation.skip import reason_to_skip
+from benchmarks.validation.table import stated
 from tests.benchmarks.validation.rows import a_row
 
 
@@ -82,6 +84,31 @@ def test_several_stages_per_rank_run_interleaved(tmp_path: Path) -> None:
     assert (found.schedule, found.stages_per_rank) == (ScheduleKind.INTERLEAVED_1F1B, 2)
 
 
+COMPILED = {"source": "pytorch/torchtitan", "torch_compile": "True"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "float8"),
+    [
+        ({}, Float8.NONE),
+        ({"dtype": "fp8"}, Float8.TENSORWISE),
+        ({"dtype": "fp8", "notes": "quantization float8 rowwise"}, Float8.ROWWISE),
+    ],
+)
+def test_float8_has_one_scale_a_tensor_unless_the_text_says_rowwise(
+    tmp_path: Path, changes: dict[str, str], float8: Float8
+) -> None:
+    assert settings_of(a_row(tmp_path, **COMPILED, **changes)).practice.float8 is float8
+
+
+def test_a_global_batch_that_is_not_stated_is_a_microbatch_of_each_data_rank(
+    tmp_path: Path,
+) -> None:
+    row = a_row(tmp_path, global_batch="")
+    assert row.global_batch == stated(row.dp) * stated(row.micro_batch)
+    assert reason_to_skip(a_row(tmp_path, global_batch="", pp="2", dp="1")) != ""
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -89,6 +116,9 @@ def test_several_stages_per_rank_run_interleaved(tmp_path: Path) -> None:
         ({"micro_batch": ""}, "not stated: micro_batch"),
         ({"iteration_time_s": ""}, "no time or throughput"),
         ({"dtype": "fp8"}, "precision is not modelled"),
+        ({"dtype": "fp8", **COMPILED}, ""),
+        ({"dtype": "fp8", **COMPILED, "torch_compile": "False"}, "precision is not modelled"),
+        ({"dtype": "fp8", **COMPILED, "notes": "rowwise_with_gw_hp"}, "precision is not modelled"),
         ({"experts": "8"}, "experts, state spaces and latent attention are not modelled"),
         (
             {"model_family": "mixtral"},

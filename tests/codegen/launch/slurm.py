@@ -15,6 +15,7 @@ from pathlib import Path
 
 HOST = socket.gethostname()
 NODES = (HOST, f"{HOST}-2")  # torchrun meets on the first, whose name leads to this machine
+GPUS = dict(zip(NODES, ("h100:8", "a100:4"), strict=True))  # as Slurm counts them
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _SECONDS = 60
 
@@ -94,6 +95,7 @@ def _started(folder: Path, started: list[subprocess.Popen[bytes]]) -> Slurm:
     _await(told.exists)
     configuration = folder / "slurm.conf"
     configuration.write_text(_configuration(folder, told), encoding="utf-8")
+    (folder / "gres.conf").write_text("\n".join(_pretended_gpus(folder)), encoding="utf-8")
     found = Slurm(configuration=configuration)
     hosts = [f"127.0.0.{number} {name}" for number, name in enumerate(NODES, start=1)]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]), encoding="utf-8")
@@ -102,6 +104,15 @@ def _started(folder: Path, started: list[subprocess.Popen[bytes]]) -> Slurm:
         started.append(_start_on(node, folder, "slurmd", "-D", "-f", str(configuration)))
     _await(lambda: _idle(found) == len(NODES))
     return found
+
+
+def _pretended_gpus(folder: Path) -> Iterator[str]:
+    """Yield what slurmd reads of the GPUs of nodes; it wants a file for each."""
+    for name, (kind, _, count) in ((name, one.partition(":")) for name, one in GPUS.items()):
+        for place in range(int(count)):
+            (folder / f"gpu{place}").touch()
+        files = f"{folder}/gpu[0-{int(count) - 1}]"
+        yield f"NodeName={name} Name=gpu Type={kind} File={files}"
 
 
 def _start_on(node: str, folder: Path, program: str, *words: str) -> subprocess.Popen[bytes]:
@@ -139,7 +150,8 @@ def _await(is_there: Callable[[], bool]) -> None:
 def _configuration(folder: Path, munge: Path) -> str:
     ports = [_free_port() for _ in range(3)]
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.{number} Port={port} CPUs=16"
+        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.{number} Port={port} CPUs=16 "
+        f"Gres=gpu:{GPUS[name]}"
         for number, (name, port) in enumerate(zip(NODES, ports[1:], strict=True), start=1)
     )
     return f"""
@@ -164,6 +176,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 MpiDefault=none
+GresTypes=gpu
 FirstJobId={random.randrange(1000, 20_000)}
 ReturnToService=2
 KillWait=10

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import yaml as pyyaml
 
-from autopar.codegen.launch import quoting
+from autopar.codegen.launch import settings as quoting
 from autopar.codegen.launch.settings import KEYS, LaunchSettings, read_settings
 from autopar.planner.errors import InputError
 

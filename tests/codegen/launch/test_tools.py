@@ -9,10 +9,11 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,14 @@ from autopar.planner.costs.prediction import Compile, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_of
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan, PlannedStage
+from autopar.planner.precision import Precision
 from tests.codegen.launch.test_quoting import HOSTILE
 from tests.planner.plan.plans import arrangement, parts_of, small_plan, split_plan, whole_layouts
 
 BLOCKS = 6
 NONE, SELECTIVE, FULL, CHUNKED = Recompute
 OPTIONS = Path(__file__).parent / "megatron_options.txt"
+SETTINGS = Path(__file__).parent / "tool_settings.txt"
 
 
 def llama(
@@ -197,11 +200,44 @@ def test_torchtitans_toml_says_the_plan(name: str) -> None:
 def test_megatron_has_all_options() -> None:
     lines = OPTIONS.read_text(encoding="utf-8").splitlines()
     known = {line for line in lines if not line.startswith("#")}
-    half = replace(plans()["hsdp"], arrangement=arrangement(compressed_gradients=True))
-    every = [*plans().values(), half, llama(modes={1: SELECTIVE}), llama(modes={1: FULL})]
-    emitted = {word for plan in every for word in megatron_words(plan) if word.startswith("--")}
+    emitted = {
+        word for plan in every_plan() for word in megatron_words(plan) if word.startswith("--")
+    }
     assert len(emitted) > 15
     assert emitted <= known
+
+
+def every_plan() -> list[Plan]:
+    """Return plans that bring out every setting."""
+    half = replace(plans()["hsdp"], arrangement=arrangement(compressed_gradients=True))
+    scaled = replace(half, arrangement=arrangement(precision=Precision.FP16))
+    return [*plans().values(), half, scaled, llama(modes={1: SELECTIVE}), llama(modes={1: FULL})]
+
+
+@pytest.mark.parametrize(
+    ("tool", "file", "read"),
+    [
+        ("torchtitan", "torchtitan.toml", tomllib.loads),
+        ("accelerate", "accelerate.yaml", yaml.safe_load),
+        ("deepspeed", "deepspeed.json", json.loads),
+    ],
+)
+def test_tools_have_all_settings(tool: str, file: str, read: Callable[[str], Any]) -> None:
+    lines = (line.split() for line in SETTINGS.read_text(encoding="utf-8").splitlines())
+    known = {words[1] for words in lines if words[0] == tool}
+    alone = [one for one in every_plan() if tool != "accelerate" or one.arrangement.tensor == 1]
+    emitted = {one for plan in alone for one in paths_in(read(files(tool, plan)[file]))}
+    assert len(emitted) > 8
+    assert emitted - {"autopar"} <= known
+
+
+def paths_in(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of settings, "section.name"."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{one}" for one in value)
+        else:
+            yield name
 
 
 def test_megatrons_own_parser_of_layouts_finds_the_stages() -> None:
@@ -330,6 +366,99 @@ def test_a_pipeline_becomes_data_ranks_that_share_parameters(tool: str) -> None:
     assert rows * 6 == plans()["uneven"].arrangement.global_batch
 
 
+def deepspeed_found(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files("deepspeed", plan)["deepspeed.json"])
+    return found
+
+
+def deepspeed_told(
+    plan: Plan, batch: Sequence[int], stage: int, pipeline: int, tensor: int
+) -> Told:
+    """Return what DeepSpeed makes of its batch (whole, of a pass, passes) and its ZeRO stage.
+
+    It divides by all data ranks. Blocks and recomputation are told in Python.
+    """
+    whole, size, passes = batch
+    data = whole // (size * passes)
+    return replace(
+        told_by(plan),
+        replicas=1 if stage else data,
+        shard=data if stage else 1,
+        microbatch=size,
+        global_batch=whole,
+        pipeline=pipeline,
+        tensor=tensor,
+    )
+
+
+def told_to_deepspeed(plan: Plan) -> Told:
+    """Return what DeepSpeed should read: it divides by all data ranks, and splits no pipelines."""
+    told = told_by(plan)
+    shard = told.replicas * told.shard if told.shard > 1 else 1
+    tensor = 1 if told.pipeline > 1 else told.tensor
+    replicas = told.replicas * told.shard // shard
+    return replace(told, shard=shard, replicas=replicas, tensor=tensor)
+
+
+BATCH = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deepspeeds_file_says_the_plan(name: str) -> None:
+    plan = plans()[name]
+    found = deepspeed_found(plan)
+    stages = found.get("pipeline", {}).get("stages", 1)
+    tensor = found.get("tensor_parallel", {}).get("autotp_size", 1)
+    stage = found["zero_optimization"]["stage"]
+    batch = [found[one] for one in BATCH]
+    told = deepspeed_told(plan, batch, stage, stages, tensor)
+    assert told == told_to_deepspeed(plan)
+    assert stage == plan.arrangement.zero
+    assert found["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deepspeeds_own_parser_finds_the_plan(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = pytest.importorskip("deepspeed.runtime.config", reason="needs deepspeed")
+    plan = plans()[name]
+    path = tmp_path / "deepspeed.json"
+    path.write_text(files("deepspeed", plan)["deepspeed.json"], encoding="utf-8")
+    ranks = SimpleNamespace(get_data_parallel_world_size=lambda: plan.arrangement.data)
+    monkeypatch.setattr(runtime, "dist", SimpleNamespace(get_rank=lambda: 0))
+    found = runtime.DeepSpeedConfig(str(path), mpu=ranks)
+    stages = found.pipeline["stages"]
+    told = deepspeed_told(
+        plan,
+        [getattr(found, one) for one in BATCH],
+        found.zero_optimization_stage,
+        1 if stages == "auto" else stages,
+        found.tensor_parallel_config.autotp_size or 1,
+    )
+    assert told == told_to_deepspeed(plan)
+    assert found.bfloat16_config.enabled
+    assert found.gradient_clipping == 1.0
+
+
+def test_deepspeed_says_what_its_file_cannot() -> None:
+    told = notes("deepspeed", plans()["uneven"])
+    assert 'num_stages=3, partition_method="type:Block"' in told
+    assert "the plan's stages have 1, 3, 2 blocks" in told
+    assert "DeepSpeed divides blocks" not in notes("deepspeed", llama((4, 5), modes=ALL_FULL))
+    assert "divides by 4 of 8 data ranks, DeepSpeed by all" in notes("deepspeed", plans()["hsdp"])
+    sharded = llama((4, 5), data=4, shard=4, zero=Zero.PARAMETERS)
+    assert "the nearest is ZeRO-1" in notes("deepspeed", sharded)
+    assert deepspeed_found(sharded)["zero_optimization"]["stage"] == 1
+    assert "the nearest is 1f1b" in notes("deepspeed", plans()["interleaved"])
+    assert "gradient_checkpointing_enable" in notes("deepspeed", plans()["zero-3"])
+    assert "engine.compile()" in notes("deepspeed", llama(compile=Compile.LAYERS))
+
+
 def test_accelerate_refuses_tensor_ranks_alone() -> None:
     with pytest.raises(InputError, match="refuses tensor ranks"):
         files("accelerate", plans()["tensor"])
@@ -353,8 +482,8 @@ def test_a_schedule_that_a_tool_lacks_is_told_with_the_nearest() -> None:
 
 def test_blocks_that_a_tool_cannot_recompute_alone_are_told() -> None:
     first = llama((4, 5), modes={1: FULL})
-    assert "recomputes 1 of 6 blocks (full), Megatron equally many" in notes("megatron", first)
-    assert "torchtitan all blocks" in notes("torchtitan", first)
+    assert "1 of 6 blocks (full), Megatron recomputes equally many" in notes("megatron", first)
+    assert "torchtitan recomputes all blocks" in notes("torchtitan", first)
     each = llama((4, 5), modes={1: FULL, 4: FULL})
     assert "recomputes" not in notes("megatron", each)
     words = shlex.join(megatron_words(each))
@@ -391,4 +520,5 @@ def test_hostile_names_of_models_stay_comments(
         assert megatron_told(plan) == told_by(whole)
         assert "parallelism" in tomllib.loads(files("torchtitan", plan)["torchtitan.toml"])
         compile(files("torchtitan", plan)["torchtitan_plan.py"], "planned", "exec")
+        assert deepspeed_found(plan).keys() == deepspeed_found(whole).keys()
     assert not list(tmp_path.iterdir())

@@ -71,6 +71,6 @@ def test_changes_are_carried_over_to_the_script_of_a_smaller_model(tmp_path: Pat
     assert "sum_gradients" not in carried
     assert "    step()\n    log()\n" in carried
     path.write_text(EMITTED.replace("512", "256"))
-    with pytest.raises(InputError, match="reads otherwise") as refusal:
+    with pytest.raises(InputError, match="no counterpart") as refusal:
         carried_over(read_script(path, EMITTED), EMITTED, SMALLER)
     assert "line 5" in refusal.value.where

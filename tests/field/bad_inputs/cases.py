@@ -160,7 +160,7 @@ PLANS = dict(
         _edit("autopar", HOSTILE, "is no version"),
         _edit("model.name", "x" * 200_000, "model.name: String should have at most 100000"),
         _edit("model.spec", LONG + ".py", "File name too long"),
-        _edit("model.has_scheduler", True, "model.has_scheduler is True, and the model file is"),
+        _edit("model.has_scheduler", True, "model.has_scheduler is True, but the model file says"),
         _edit("format", 1, "wrote this plan in format 1"),
     )
 )

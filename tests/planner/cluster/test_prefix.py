@@ -54,5 +54,5 @@ def test_unequal_nodes_are_taken_in_their_order() -> None:
 
 def test_a_part_of_a_later_node_is_refused() -> None:
     whole = parse_cluster(text("a100-80gb-sxm", 3, 8), where="test")
-    with pytest.raises(InputError, match="12 of the 24 devices are not a number of whole nodes"):
+    with pytest.raises(InputError, match="12 of the 24 devices do not make whole nodes"):
         first_devices(whole, 12)

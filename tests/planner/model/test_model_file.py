@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.planner.errors import InputError
-from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, import_file, load_model_file
 from autopar.planner.trace import trace
 
 
@@ -181,3 +181,24 @@ def test_functions_that_a_model_file_compiles_are_traced_as_python(tmp_path: Pat
     assert torch.jit.script is plain
     assert "aten.tanh.default" in {op.target for op in graph.ops}
     assert graph.fixed_batch is None
+
+
+def test_a_file_that_defines_an_op_is_imported_again_only_if_its_text_has_changed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "own.py"
+    text = dedent("""
+        import torch
+
+        @torch.library.custom_op("imported_once::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+    """)
+    path.write_text(text)
+    first = import_file(path)
+    assert import_file(path) is first
+    assert first.twice(torch.ones(1)).item() == 2
+    path.write_text(text.replace("2 * x", "x + x + x"))
+    second = import_file(path)
+    assert second.twice(torch.ones(1)).item() == 3
+    assert import_file(path) is second

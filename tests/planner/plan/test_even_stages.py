@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.plan.plan import PlannedStage
-from autopar.planner.plan.solving.even import Stages, even_stages
+from autopar.planner.plan.plan import PlannedStage, Stages, even_stages
 
 MODES = (*(Recompute.FULL,) * 9, *(Recompute.NONE,) * 23)
 

@@ -104,7 +104,7 @@ def test_json_lines_and_metrics_have_the_same(
     assert first == {
         "step": 10, "loss": 2.5, "gradient_norm": None, "learning_rate": 0.25, "seconds": 2.0,
         "per_second": 320.0, "unit": "tokens", "memory_bytes": None, "mfu": None,
-        "against_plan": 4.0, "seconds_left": 60.0,
+        "against_plan": 4.0, "seconds_left": 60.0, "compile_seconds": None,
     }  # fmt: skip
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(line.pop("time") > 1e9 for line in lines)
@@ -142,6 +142,45 @@ def test_on_its_device_a_plan_is_compared_with_and_memory_is_told(
     line = progress._line(10, 2.5, None)
     assert line.mfu == pytest.approx(0.4 * 0.8)  # a step of 1 s instead of 0.8
     assert "MFU 32.0%   1.25 × planned   1.5 GiB" in str(line)
+
+
+def test_steps_that_compile_are_told_and_not_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mesh: Mesh
+) -> None:
+    compiled, now = [0.0], [0.0]
+    monkeypatch.setattr(f"{PROGRESS}.compile_seconds", lambda: compiled[0])
+    monkeypatch.setattr(f"{PROGRESS}.time.perf_counter", lambda: now[0])
+    made = Progress(
+        options(), mesh, [nn.Linear(2, 2)], lambda: None, metrics_of(options(), mesh),
+        amount=1, unit="rows", planned=CPU, begun=0, scales_loss=False,
+    )  # fmt: skip
+
+    def step(number: int, seconds: float, compiling: float = 0.0, *, logs: bool = False) -> None:
+        now[0] += seconds + compiling
+        compiled[0] += compiling
+        if logs:
+            made.log(number, torch.tensor(2.0), torch.tensor(3.0))
+        made.show(number)
+
+    step(1, 5.0, 40.0)  # waits 5 s for other ranks that compile
+    step(2, 1.0)
+    step(3, 1.0, logs=True)
+    step(4, 1.0, 8.0, logs=True)
+    now[0] += 7.0
+    compiled[0] += 6.0
+    made.leave_out(7.0)  # an evaluation, which compiles for rows in another number
+    made.show(4)
+    step(5, 1.0, logs=True)
+    step(6, 1.0, logs=True)
+
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.partition("norm 3   ")[2].rpartition("   ")[0] for line in lines]
+    assert told == [
+        "1,000.0 ms   1 rows/s   2.00 × planned   compiled in 40.0 s",
+        "1,000.0 ms   1 rows/s   compiled in 8.0 s",
+        "1,000.0 ms   1 rows/s   2.00 × planned   compiled in 6.0 s",
+        "1,000.0 ms   1 rows/s   2.00 × planned",
+    ]
 
 
 def test_other_ranks_are_silent(

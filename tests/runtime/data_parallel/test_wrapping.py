@@ -35,7 +35,12 @@ Trained = tuple[list[float], dict[str, Tensor], int]
 
 
 def train(
-    shard: int | None, zero: int, always_last: bool, compute: torch.dtype | None, compress: bool
+    shard: int | None,
+    zero: int,
+    always_last: bool,
+    compute: torch.dtype | None,
+    compress: bool,
+    offload: bool = False,
 ) -> Trained:
     """Train on this rank; return losses, whole parameters and the elements of optimizer states."""
     mesh = start(pipeline=1, data=dist.get_world_size(), tensor=1, shard=shard)
@@ -48,6 +53,7 @@ def train(
         units=[*model.layers.values(), model.tokens],
         compute_dtype=compute,
         compress=compress,
+        offload=offload,
     )
     optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
     losses = []
@@ -82,6 +88,30 @@ def test_every_zero_level_trains_as_one_process(
     for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_last, None, False):
         assert loss_difference(losses, expected_losses) < 1e-12
         assert largest_difference(parameters, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("ranks", "shard", "zero", "always_last"), cells(EVERY, STAND))
+def test_an_optimizer_on_the_host_trains_as_one_on_the_device(
+    ranks: int, shard: int, zero: int, always_last: bool
+) -> None:
+    expected_losses, expected = trained_alone(MICROBATCHES, tied=True)
+    arguments = (shard, zero, always_last, None, False, True)
+    for losses, parameters, _ in run_on_ranks(train, ranks, *arguments):
+        assert loss_difference(losses, expected_losses) < 1e-12
+        assert largest_difference(parameters, expected) < 1e-12
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_one_device_trains_alike_with_its_optimizer_on_the_host(
+    compute: torch.dtype | None,
+) -> None:
+    on_device, on_host = (
+        run_on_ranks(train, 1, None, 0, False, compute, False, offload)[0]
+        for offload in (False, True)
+    )
+    assert loss_difference(on_host[0], on_device[0]) < 1e-12
+    assert largest_difference(on_host[1], on_device[1]) < 1e-12
+    assert on_host[2] == on_device[2]
 
 
 def gathers(zero: int) -> list[int]:

@@ -192,7 +192,7 @@ def _check_defaults() -> None:
     assert torch.equal(collectives.gather_whole(mine, 0, axis, ((5, 1),)), x)
     columns = collectives.take_shard(x, -1, axis)
     assert torch.equal(collectives.gather(columns, -1, axis), x)
-    with pytest.raises(ValueError, match=r"rank . holds"):
+    with pytest.raises(ValueError, match=r"rank .'s share is"):
         collectives.gather(columns, 0, axis, ((6, 1),))
     with pytest.raises(ValueError, match="dim 0 has 5 elements"):
         collectives.take_shard(x, 0, axis, ((6, 1),))

@@ -7,12 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
+from autopar.planner.costs.prediction import (
+    Arrangement,
+    LayerCost,
+    MemoryPrediction,
+    Offload,
+    Zero,
+)
 from autopar.planner.costs.schedules.orders import PipelineShape
 from autopar.planner.costs.schedules.table import ScheduleKind, rank_moments
 from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.memory import memory_of, reduced_state_bytes
+from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.costs.steps.state import reduced_state_bytes
 from autopar.planner.precision import Precision
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
 
@@ -180,3 +187,27 @@ def test_only_gradients_that_travel_in_16_bits_are_copied(zero: Zero) -> None:
     assert _alone(TWO, arrangement, SILENT).communication_bytes == 0
     compressed = replace(arrangement, compressed_gradients=True)
     assert _alone(TWO, compressed, SILENT).communication_bytes == 1000 // 2
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "device_bytes", "host_bytes"),
+    [
+        # 2 layers of 1,000,000 parameters: 12 bytes of states and fp32 weights, 4 of gradients, and
+        # 4 of those that arrive to be added
+        (Zero.NONE, Precision.BF16, 4_000_000, 40_000_000),
+        (Zero.OPTIMIZER, Precision.BF16, 4_000_000, 10_000_000),
+        # fp32: the host has 4 bytes of copied weights beside the states of LAYER
+        (Zero.OPTIMIZER, Precision.FP32, 4_000_000, 12_000_000),
+        # fully_shard gathers 2 MB of a layer while the other is at work, and keeps none
+        (Zero.PARAMETERS, Precision.BF16, 0, 8_000_000),
+    ],
+)
+def test_an_optimizer_on_the_host_leaves_the_device_its_parameters_alone(
+    zero: Zero, precision: Precision, device_bytes: int, host_bytes: int
+) -> None:
+    shared = replace(TWICE, data=4, shard=4, zero=zero, precision=precision)
+    found = _alone(TWO, replace(shared, offload=Offload.OPTIMIZER), SILENT)
+    assert found.parameter_bytes == device_bytes
+    assert found.optimizer_bytes == 0
+    assert found.host_bytes == host_bytes
+    assert _alone(TWO, shared, SILENT).host_bytes == 0

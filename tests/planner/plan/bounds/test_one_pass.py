@@ -9,13 +9,9 @@ from itertools import product
 import pytest
 
 from autopar.planner.costs.prediction import LayerCost, Zero
-from autopar.planner.costs.steps.memory import (
-    context_bytes,
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    memory_of,
-)
+from autopar.planner.costs.steps.memory import context_bytes, layer_unsharded_bytes, memory_of
 from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.costs.steps.state import layer_state_bytes
 from autopar.planner.plan.bounds.bottleneck import PipelineRoom, StageRoom, least_bottleneck_seconds
 from autopar.planner.plan.bounds.bounding import LayoutFacts, facts_of
 from autopar.planner.plan.bounds.least import (

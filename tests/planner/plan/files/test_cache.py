@@ -60,6 +60,7 @@ def question(tmp_path: Path) -> Iterator[Question]:
         arguments=("size=1",),
         precision=Precision.BF16,
         rows=None,
+        compiles=False,
     )
     sys.path.remove(str(tmp_path))
     del sys.modules[parts_of_net.__name__]
@@ -129,6 +130,18 @@ def test_rows_matter_for_a_model_that_takes_one_number_of_them_alone(
     assert sixteen.find(store) is not None
 
 
+def test_a_model_whose_layers_were_not_tried_is_no_answer_where_they_may_be_compiled(
+    store: Cache, question: Question
+) -> None:
+    tried = replace(question, compiles=True)
+    question.keep(traced(), store)
+    assert tried.find(store) is None
+    question.forget(store)
+    tried.keep(traced(), store)
+    assert question.find(store) is not None
+    assert tried.find(store) is not None
+
+
 @pytest.mark.parametrize(
     "broken", [b"", b"\xff", b"0" * 64, b'{"files": {}}', b"[" * 100_000, b"cut", b"bits"]
 )
@@ -182,7 +195,7 @@ def test_what_turned_out_to_be_stale_is_forgotten(store: Cache, question: Questi
 
 
 def _keep_often(store: Cache, question: Question) -> None:
-    for _ in range(8):
+    for _ in range(3):
         question.keep(traced(), store)
         assert question.find(store) is not None
 

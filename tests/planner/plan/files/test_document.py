@@ -273,7 +273,7 @@ def test_layouts_have_to_fit_the_layers() -> None:
             "gives.0: the axis 'nowhere' is not in",
         ),
         ({"gives": (Layout(LayoutKind.SPLIT, "nowhere", 9),)}, "has no dim 9"),
-        ({"gives": (Layout(LayoutKind.WHOLE, "nowhere", 0),)}, "of what is not split"),
+        ({"gives": (Layout(LayoutKind.WHOLE, "nowhere", 0),)}, "but the tensor is not split"),
     )
     for edit, telling in edits:
         kind, position = next(

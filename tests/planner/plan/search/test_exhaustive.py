@@ -69,12 +69,12 @@ LARGE = (
     ),
     Case(model=("gpt2.py",), gpus=8, batch=8, memory="80%"),
     Case(model=("resnet.py",), gpus=4, batch=16, memory="80%"),
+    Case(model=("t5.py",), gpus=2, batch=8, memory="80%"),
 )
 CASES = (
     *LARGE,
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%"),
     Case(model=("gpt2.py", "size=124m"), gpus=2, batch=8, memory="5.25 GiB"),
-    Case(model=("t5.py",), gpus=2, batch=8, memory="80%"),
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%", device="cpu"),
     *(
         Case(

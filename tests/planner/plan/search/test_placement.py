@@ -13,7 +13,8 @@ from autopar.codegen.script.settings_lines import docstring
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.shape import RowShare
-from autopar.planner.costs.prediction import Arrangement, Recompute, slowest
+from autopar.planner.costs.layers.layer import slowest
+from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.table import rank_of
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.declared.constraints import Declared, StagePin

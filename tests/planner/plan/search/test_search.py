@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.planner.cluster.file import choose_cluster, parse_cluster
-from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.prediction import Offload, Recompute, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError, TimeLimitError
 from autopar.planner.graph.layouts import WHOLE, ParameterLayout
@@ -267,7 +267,7 @@ def test_a_rule_that_cannot_be_kept_is_refused(value: SplitRule, telling: str) -
 def test_a_split_that_is_required_and_forbidden_is_a_contradiction(modules: str) -> None:
     wanted = rule(SplitRule(modules="h.*.mlp", axis="ffn", is_required=True))
     unwanted = rule(SplitRule(modules=modules, axis="ffn", is_required=False))
-    with pytest.raises(InfeasibleError, match=r"ffn is to be split in 'h\.\*\.mlp', and never"):
+    with pytest.raises(InfeasibleError, match=r"splits ffn in 'h\.\*\.mlp', another never"):
         tiny(2, wanted, unwanted, pins__tp=2)
 
 
@@ -301,8 +301,20 @@ def test_one_byte_decides_whether_a_plan_fits(places: dict[str, object]) -> None
 
 def test_a_model_far_too_large_is_told_what_it_needs() -> None:
     with pytest.raises(InfeasibleError) as raised:
-        planned(("llama.py", "size=8b", "layers=8"), choose_cluster(1, "a10"))
+        planned(("llama.py", "size=8b", "layers=8"), choose_cluster(1, "a10"), offload="none")
     assert "take more devices" in raised.value.fix
+
+
+def test_an_optimizer_goes_to_the_host_where_nothing_else_fits() -> None:
+    model = ("llama.py", "size=8b", "layers=8")
+    plan = planned(model, choose_cluster(1, "a10"))
+    assert plan.arrangement.offload is Offload.OPTIMIZER
+    needed = plan.prediction.peak_memory.host_bytes
+    with pytest.raises(InfeasibleError) as raised:
+        planned(model, choose_cluster(1, "a10"), limits__host_memory=f"{needed // 2} B")
+    assert f"({needed:,} B) for each device" in raised.value.found
+    roomy = planned(model, choose_cluster(1, "h200-sxm"))
+    assert roomy.arrangement.offload is Offload.NONE
 
 
 def test_no_plan_needs_less_than_the_one_of_least_memory() -> None:

@@ -13,7 +13,8 @@ import pytest
 from autopar.planner.cluster.cluster import Cluster, Device
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.cluster.shape import RowShare
-from autopar.planner.costs.prediction import Arrangement, Recompute, Zero, slowest
+from autopar.planner.costs.layers.layer import slowest
+from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.findings.rows import may_be_uneven
 from autopar.planner.model.model_file import load_model_file

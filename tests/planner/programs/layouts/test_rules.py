@@ -1,4 +1,4 @@
-"""A pinned axis that a view has inside another leaves the view free; any other op keeps the pin."""
+"""A view that has a pinned axis as an inner factor stays free; any other op keeps the pin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from autopar.planner.axes.infer import GraphAxes
 from autopar.planner.graph.ops import Extent, Op
-from autopar.planner.programs.layouts.rules import _merges
+from autopar.planner.programs.layouts.rules import _is_view_of_inner
 from autopar.planner.rules.signature import Concat, Dim, FlattenedDims, Leaf
 
 BATCH, HEADS, HEAD_DIM, FFN = (
@@ -21,7 +21,7 @@ def merges(target: str, axis: str, taken: tuple[Dim, ...], given: tuple[Dim, ...
         name="y", target=target, arguments=(), inputs=("x",), outputs=("y",), call="",
         grad_enabled=True,
     )  # fmt: skip
-    return _merges(
+    return _is_view_of_inner(
         op, axis, GraphAxes(names=NAMES, dims={"x": taken, "y": given}, ops={}, conflicts=())
     )
 

@@ -1,0 +1,150 @@
+"""Sums what a rank holds throughout a step: parameters, gradients, optimizer states.
+
+ZeRO divides them between the shard ranks, and offload moves them to the host's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from autopar.planner.costs.prediction import Arrangement
+
+
+class Held(Protocol):
+    """The parameters of a layer or a model on a rank, before ZeRO divides them."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters."""
+
+    @property
+    def trainable(self) -> int:
+        """Elements that have a gradient."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients, in fp32."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer states."""
+
+
+def reduced_state_bytes(held: Held, arrangement: Arrangement) -> int:
+    """Return parameters, gradients and states on a rank, when all gradients have been reduced."""
+    lasting = _lasting_gradient_bytes(held.gradient_bytes, arrangement)
+    stays = not arrangement.offload.has_states
+    reduced = stays * own_part(held.gradient_bytes, arrangement)
+    return layer_state_bytes(held, arrangement) - lasting + max(lasting, reduced)
+
+
+def layer_state_bytes(cost: Held, arrangement: Arrangement) -> int:
+    """Return the bytes of a layer's parameters, gradients and states on a rank under ZeRO."""
+    return (
+        _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
+        + _lasting_gradient_bytes(cost.gradient_bytes, arrangement)
+        + _optimizer_bytes(cost.optimizer_bytes, arrangement)
+    )
+
+
+def host_bytes(held: Held, arrangement: Arrangement) -> int:
+    """Return what a rank has in the host's memory.
+
+        this rank's part of (states + fp32 weights + gradients)
+
+    With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
+    parameters there, too. Without it, the gradients of several microbatches are added on the host,
+    and those that arrive take a little more.
+    """
+    if not arrangement.offload.has_states:
+        return 0
+    states = held.optimizer_bytes + held.gradient_bytes
+    if arrangement.shards_on_host:
+        states += _sharded_bytes(held.parameter_bytes, held.trainable, arrangement)
+    else:
+        states += held.gradient_bytes * (not arrangement.precision.is_half)
+        if arrangement.microbatches > 1:
+            states += min(held.gradient_bytes, _ARRIVING_BYTES * arrangement.optimizer_ranks)
+    return _part(states, arrangement.optimizer_ranks, is_divided=True)
+
+
+_ARRIVING_BYTES = 32 * 2**20  # runtime/ranks/transport.py adds gradients in pieces of this size
+
+
+def state_by_category(loads: Sequence[Held], arrangement: Arrangement) -> tuple[int, int, int]:
+    """Return parameters, gradients and optimizer states, as ZeRO divides them."""
+    return (
+        _parameter_bytes(
+            sum(load.parameter_bytes for load in loads),
+            sum(load.trainable for load in loads),
+            arrangement,
+        ),
+        _lasting_gradient_bytes(sum(load.gradient_bytes for load in loads), arrangement),
+        _optimizer_bytes(sum(load.optimizer_bytes for load in loads), arrangement),
+    )
+
+
+def _optimizer_bytes(size_bytes: int, arrangement: Arrangement) -> int:
+    is_here = not arrangement.offload.has_states
+    return is_here * _part(size_bytes, arrangement.optimizer_ranks, is_divided=True)
+
+
+def _lasting_gradient_bytes(size_bytes: int, arrangement: Arrangement) -> int:
+    """Return the gradients that are allocated during a forward.
+
+    Earlier microbatches left them, or they lie in buckets, which stay allocated. None stay if they
+    go to the host.
+    """
+    is_clear = arrangement.is_one_pass and not arrangement.keeps_buckets
+    if is_clear or arrangement.offload.has_states:
+        return 0
+    return _part(size_bytes, arrangement.shard, arrangement.divided.reduces_each)
+
+
+def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
+    """Return the parameters' bytes; ZeRO-2 and 3 keep fp32 parts, ZeRO-2 also gathered parameters.
+
+    In 16 bits, the parts of trained parameters are the fp32 copy that counts with the optimizer. If
+    a step is one pass, ZeRO-2 frees gathered layers one by one, and they count as unsharded.
+    """
+    if not arrangement.divided.shards_modules:
+        return size_bytes
+    parts = _sharded_bytes(size_bytes, trainable, arrangement)
+    own = 0 if arrangement.shards_on_host else _part(parts, arrangement.shard, is_divided=True)
+    stays_gathered = arrangement.zero.keeps_gathered and not arrangement.is_one_pass
+    return size_bytes * stays_gathered + own
+
+
+def _sharded_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
+    """Return what fully_shard divides of parameters, beside the fp32 copy of trained ones."""
+    is_half = arrangement.precision.is_half
+    return 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
+
+
+def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
+    return -(-size_bytes // ranks) if is_divided else size_bytes
+
+
+def lasting_bytes(loads: Sequence[Held], arrangement: Arrangement) -> int:
+    """Return what stages hold throughout a step: parameters, states, and copies of buckets."""
+    return sum(state_by_category(loads, arrangement)) + sent_bucket_bytes(loads, arrangement)
+
+
+def state_bytes(load: Held, arrangement: Arrangement) -> int:
+    """Return the bytes of a stage's parameters, gradients and states, as ZeRO divides them."""
+    return sum(state_by_category([load], arrangement))
+
+
+def sent_bucket_bytes(loads: Sequence[Held], arrangement: Arrangement) -> int:
+    """Return the 16-bit copy of a bucket that ZeRO-0 and 1 send."""
+    if not arrangement.compressed_gradients or not arrangement.has_buckets:
+        return 0
+    return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
+
+
+def own_part(gradient_bytes: int, arrangement: Arrangement) -> int:
+    """Return what a rank keeps of gradients once they are reduced."""
+    if arrangement.shards_on_host:
+        return 0
+    return _part(gradient_bytes, arrangement.shard, arrangement.divided.divides_gradients)

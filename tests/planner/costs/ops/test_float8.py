@@ -1,0 +1,119 @@
+"""Products in float8: which they are, and that their seconds are those by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.planner.cluster.file import choose_cluster
+from autopar.planner.costs.kernels.kernels import gemm_seconds, memory_seconds
+from autopar.planner.costs.ops.pricer import OpPricer
+from autopar.planner.errors import InputError
+from autopar.planner.graph.ops import Op
+from autopar.planner.layers import float8_linears
+from autopar.planner.plan.declared.constraints import Constraints, constraints_of
+from autopar.planner.plan.declared.settings import declare
+from autopar.planner.plan.search.demands import check_float8
+from autopar.planner.precision import Float8, Precision
+from tests.planner.costs.ops.op_factories import (
+    device,
+    known,
+    layer_of,
+    letter_along,
+    op_of,
+)
+
+LLAMA = ("llama.py", "size=8b", "layers=2")
+ROWS, WIDE, FFN = 8192, 4096, 14336
+
+
+def prices(float8: Float8, *case: str, compiles: bool = True, name: str = "h100") -> OpPricer:
+    graph, axes, layers = known(*(case or LLAMA))
+    return OpPricer(
+        graph, axes, batch=1, precision=Precision.BF16, device=device(name), layers=layers,
+        compiles=compiles, float8=float8,
+    )  # fmt: skip
+
+
+def linear(of: OpPricer, number: int) -> Op:
+    return op_of(of, layer_of(of, "Block"), "linear", number)
+
+
+def test_linear_layers_inside_blocks_are_in_float8_and_the_head_is_not() -> None:
+    graph, _, layers = known(*LLAMA)
+    paths = list(float8_linears(graph, layers).values())
+    assert len(paths) == 14
+    assert paths[:2] == ["layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj"]
+    assert "lm_head" not in paths
+
+
+def test_sizes_that_are_no_multiples_of_16_stay_as_they_are() -> None:
+    graph, _, layers = known("gpt2.py", "layers=2", "dim=72", "heads=4")
+    assert float8_linears(graph, layers) == {}
+
+
+def test_a_product_runs_at_the_peak_of_float8_and_its_factors_are_cast() -> None:
+    of = prices(Float8.TENSORWISE)
+    up, gate = (linear(of, number) for number in (5, 4))
+    assert of.rates.float8.peak_flops_per_second == 1979e12
+    product = gemm_seconds(ROWS, FFN, WIDE, rates=of.rates.float8, element_bytes=1)
+    weight, source = WIDE * FFN, ROWS * WIDE
+    # forward: the weight's largest element (2 bytes read), the cast (2 read, 1 written); of the
+    # input, which gate and up share, the same with a second copy of other contiguous rows
+    alone = memory_seconds(5 * weight, rates=of.rates.own)
+    both = memory_seconds(5 * weight + 6 * source, rates=of.rates.own)
+    assert of.cost(up).forward_seconds == pytest.approx(product + alone)
+    assert of.cost(gate).forward_seconds == pytest.approx(product + both)
+    # backward: the result's gradient as the input, the weight is cast again (2 + 1); up's kernel
+    # adds the input's gradient to that of gate: it reads one more
+    cast = memory_seconds(3 * weight + 6 * ROWS * FFN, rates=of.rates.own)
+    own = gemm_seconds(ROWS, WIDE, FFN, rates=of.rates.float8, element_bytes=1)
+    learned = gemm_seconds(
+        WIDE, FFN, ROWS, rates=of.rates.float8, element_bytes=1, contiguous=WIDE | FFN
+    )
+    added = memory_seconds(2 * source, rates=of.rates.own)
+    assert of.cost(up).backward_seconds == pytest.approx(own + learned + cast + added)
+
+
+def test_one_scale_for_a_tensor_is_faster_than_one_for_each_row_and_both_than_bf16() -> None:
+    plain, rows, tensors = (prices(one) for one in (Float8.NONE, Float8.ROWWISE, Float8.TENSORWISE))
+    seconds = [
+        of.cost(linear(of, 6)).forward_seconds + of.cost(linear(of, 6)).backward_seconds
+        for of in (tensors, rows, plain)
+    ]
+    assert seconds == sorted(seconds)
+    assert seconds[2] / seconds[0] > 1.5
+
+
+def test_nothing_is_in_float8_without_being_compiled() -> None:
+    eager, asked = (prices(one, compiles=False) for one in (Float8.NONE, Float8.TENSORWISE))
+    assert [eager.cost(op) for op in eager.graph.ops] == [asked.cost(op) for op in asked.graph.ops]
+
+
+def test_a_shard_whose_bias_is_added_after_the_sum_is_not_in_float8() -> None:
+    case = ("gpt2.py", "size=124m", "layers=2")
+    of, plain = prices(Float8.TENSORWISE, *case), prices(Float8.NONE, *case)
+    up, down = (linear(of, number) for number in (2, 3))
+    assert of.cost(down) != plain.cost(down)
+    for op, is_cast in ((up, True), (down, False)):
+        split = letter_along(of, op, "ffn", degree=2)
+        assert (of.cost(op, split) != plain.cost(op, split)) is is_cast
+
+
+def asked(**places: object) -> Constraints:
+    return constraints_of(
+        declare(place, value, origin=f"--{place}", where=place) for place, value in places.items()
+    )
+
+
+def test_devices_without_such_units_are_refused() -> None:
+    check_float8(choose_cluster(8, "h100"), asked(float8="tensorwise"))
+    check_float8(choose_cluster(8, "a100"), asked(float8="none"))
+    with pytest.raises(InputError, match="a100-80gb-sxm has no units for products in float8"):
+        check_float8(choose_cluster(8, "a100"), asked(float8="tensorwise"))
+
+
+@pytest.mark.parametrize("other", [{"compile": "none"}, {"precision": "fp32"}])
+def test_float8_is_compiled_and_in_16_bits(other: dict[str, str]) -> None:
+    assert asked(float8="rowwise").compile == "layers"
+    with pytest.raises(InputError, match=r"float8 rowwise \(--float8\).* exclude each other"):
+        asked(float8="rowwise", **other)
