@@ -13,6 +13,7 @@ from autopar.codegen.script.layer_lists import (
     StageTables,
     compile_call,
     crossing_names,
+    float8_call,
     layer_lists,
     recomputations,
     stage_tables,
