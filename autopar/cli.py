@@ -6,6 +6,7 @@ import ast
 import errno
 import gc
 import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -126,6 +127,7 @@ app = typer.Typer(
 )
 
 
+_COMPLETING = "_AUTOPAR_COMPLETE"  # the variable that a shell sets to have a word completed
 _SMALLER = "try a smaller model by --arg, or fewer arrangements by --pin"
 
 
@@ -157,6 +159,10 @@ def autopar_options(
 
 def main(command: typer.Typer = app) -> None:
     """Run a command line; every AutoparError exits with its documented code."""
+    if _COMPLETING in os.environ:  # a shell waits for the words, and rich is slow to import
+        command()
+    from autopar.console import noting_slow_phases, print_error
+
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch and PuLP
     warnings.filterwarnings("ignore", module=r"torch\.")  # meant for torch's caller, not the user
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
