@@ -13,9 +13,9 @@ from autopar.codegen.launch.settings import read_settings
 from autopar.codegen.launch.tool_facts import tool_facts
 from autopar.codegen.launch.tools import TOOLS, tool_files
 from autopar.codegen.launch.views import (
-    FORGETFUL,
     TARGETS,
     VOLUME,
+    WITHOUT_STORAGE,
     LaunchFile,
     job_name,
     job_of,
@@ -179,7 +179,7 @@ def _job(
         target=target,
         model=model,
         files=launch_files(target, job, settings, content_of(model)),
-        notes=() if keeps or target not in FORGETFUL else (_FORGOTTEN,),
+        notes=() if keeps or target not in WITHOUT_STORAGE else (_FORGOTTEN,),
     )
 
 

@@ -22,7 +22,7 @@ from autopar.console import print_note
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.files import SomeSeconds, damaged, read_given, told, write_whole
 from autopar.planner.model.model_file import model_path
-from autopar.planner.plan.again import machines_left, resized_constraints
+from autopar.planner.plan.again import machines_like, resized_constraints
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import StoredPlan
 from autopar.planner.plan.traced import check_unchanged, model_spec
@@ -313,7 +313,7 @@ def planned_again(
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
-        clusters=(machines_left(plan, devices, machines),),
+        clusters=(machines_like(plan, devices, machines),),
         constraints=resized.constraints,
     )
     these_alone = partial(make_plans, looks_at_fewer=False)

@@ -300,7 +300,7 @@ def _given(unit: str, body: AvailableValues) -> Iterator[tuple[str, Value]]:
         declared = body.split.modules[record.path].arguments
         while positional and len(positional) <= len(declared):
             last = declared[len(positional) - 1]
-            if last.kind is not last.kind.POSITIONAL_OR_KEYWORD or not last.is_said(positional[-1]):
+            if last.kind is not last.kind.POSITIONAL_OR_KEYWORD or not last.repeats(positional[-1]):
                 break
             positional.pop()
     yield from (("", value) for value in positional)
@@ -343,7 +343,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: AvailableValues) -> b
         if argument.name == name:
             is_object = isinstance(value, str) and any(objects(value))
             is_unread = is_opened or str(value).endswith("Cache>")
-            return argument.is_said(value) or (
+            return argument.repeats(value) or (
                 argument.default is not None and is_object and is_unread
             )
     return is_opened and is_number(value)  # its printed code contains the number

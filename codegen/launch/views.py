@@ -333,7 +333,7 @@ TARGETS: Mapping[str, Callable[[LaunchJob, LaunchSettings, Content], Views]] = M
         SKYPILOT: _skypilot_files,
     }
 )
-FORGETFUL = (KUBERNETES, DOCKER, SKYPILOT)  # files outside a volume vanish with the machine
+WITHOUT_STORAGE = (KUBERNETES, DOCKER, SKYPILOT)  # files outside a volume vanish with the machine
 _FILTERS: Mapping[str, Callable[..., Source]] = MappingProxyType(
     {
         **FILTERS,

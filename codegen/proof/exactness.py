@@ -79,7 +79,7 @@ _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
-class Widely(TorchFunctionMode):
+class KeepFloat64(TorchFunctionMode):
     """A mode that ignores casts of float64 to float32.
 
     If a model casts its logits to float32, sums in another order differ by 1e-7, which would hide
@@ -162,7 +162,7 @@ class Widely(TorchFunctionMode):
         return made
 
 
-class Exactly(Widely):
+class Exactly(KeepFloat64):
     """A mode that also disables dropout and other random numbers."""
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,7 +171,7 @@ class Exactly(Widely):
 
 
 @contextmanager
-def _engine_within(mode: Widely) -> Iterator[None]:
+def _engine_within(mode: KeepFloat64) -> Iterator[None]:
     """Run backwards in a mode, so that layers are recomputed as in the forward.
 
     torch disables a mode while it handles a call, here for the whole backward.

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from autopar.codegen.proof.draws import Drawing, NotedDraw
-from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.codegen.proof.exactness import Exactly, KeepFloat64
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph.graph import Graph
 from autopar.planner.graph.ops import Ref
@@ -333,7 +333,7 @@ def train_alone(task: Task) -> TrainedAlone:
             scheduler.step()
     parameters = wide_copies(dict(trained_tensors(model)))
     batch = cast_batch(next(batches), dtype)
-    with Drawing(unseeded=-1) as drawing, Widely(dtype):
+    with Drawing(unseeded=-1) as drawing, KeepFloat64(dtype):
         loss_of(model, file, batch, task).backward()  # type: ignore[no-untyped-call]
     return TrainedAlone(
         losses=tuple(losses),

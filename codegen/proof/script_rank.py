@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from autopar.codegen.proof.comparison import HeldBlock, RankInHalf, RankTrained
 from autopar.codegen.proof.draws import Drawing
-from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.codegen.proof.exactness import Exactly, KeepFloat64
 from autopar.codegen.proof.plain import (
     all_steps,
     clipped_share,
@@ -86,7 +86,7 @@ class Watched:
                 with Exactly(dtype):
                     return step(model, *args, **kwargs)
             self.parameters = [block for part in self.parts for block in _parameters(part)]
-            with self.drawing, Widely(dtype):
+            with self.drawing, KeepFloat64(dtype):
                 return step(model, *args, **kwargs)
 
         return watched

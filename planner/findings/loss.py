@@ -82,7 +82,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
     return tuple(sorted({graph.tensors[name].counted_by for name in op.inputs} - {""}))
 
 
-def counts_untold(op: Op, graph: Graph) -> bool:
+def counts_selected(op: Op, graph: Graph) -> bool:
     """Whether a mean counts elements that the model selects, and the batch does not tell how many.
 
     If only the targets of a loss decide, this is so if an op that computes them has the loss's
@@ -287,7 +287,7 @@ class _LossReader:
     def _of_rows(self, op: Op, rule: Rule) -> Follows:
         arguments = dict(op.arguments)
         reduction = arguments.get("reduction")
-        if counts_untold(op, self.graph):
+        if counts_selected(op, self.graph):
             return Follows.NEARLY
         if isinstance(reduction, int):
             return _REDUCTIONS[reduction]

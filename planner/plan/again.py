@@ -26,7 +26,7 @@ from autopar.planner.plan.files.consistency import layout_faults
 from autopar.planner.plan.plan import BatchFacts, Plan, RunnerUp, StoredPlan
 from autopar.planner.plan.search.assembly import runner_up
 from autopar.planner.plan.search.search import search
-from autopar.planner.plan.search.space import STAGES_PER_RANK, leave_degrees, legal_degrees
+from autopar.planner.plan.search.space import STAGES_PER_RANK, allow_degrees, legal_degrees
 
 
 def parts_of(plan: Plan, *, where: str) -> tuple[GraphAxes, Layers]:
@@ -228,7 +228,7 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
 
 def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:
     """Whether some degrees also allow the demanded ZeRO levels and stages."""
-    if not leave_degrees(declared, devices, batch):
+    if not allow_degrees(declared, devices, batch):
         return False
     chosen = constraints_of(declared)
     most = chosen.stages_per_rank or max(STAGES_PER_RANK)
@@ -241,7 +241,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts)
     )
 
 
-def machines_left(plan: StoredPlan, devices: int, machines: int = 1) -> Cluster:
+def machines_like(plan: StoredPlan, devices: int, machines: int = 1) -> Cluster:
     """Return equal machines with `devices` devices in all, of the plan's kind and with its links.
 
     Several machines for a plan of one are joined by the device's usual network.

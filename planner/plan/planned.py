@@ -33,7 +33,7 @@ from autopar.planner.plan.fleet import (
 )
 from autopar.planner.plan.plan import BatchFacts, Plan, PlannedCount, with_graph
 from autopar.planner.plan.search.demands import check_float8, check_memory
-from autopar.planner.plan.search.space import check_degrees, leave_degrees
+from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.solving.prices import Place, PricedPlace, Prices
 from autopar.planner.plan.traced import TracedModel
 
@@ -226,7 +226,7 @@ def _check_degrees(
 ) -> None:
     """Reject constraints that leave no possible degrees on any cluster."""
     *fewer, last = (cluster.size for cluster in clusters)
-    if not any(leave_degrees(constraints.declared, size, batch) for size in fewer):
+    if not any(allow_degrees(constraints.declared, size, batch) for size in fewer):
         check_degrees(last, constraints, batch)
 
 

@@ -19,7 +19,7 @@ from autopar.planner.plan.declared.constraints import (
     minimal_conflict,
 )
 from autopar.planner.plan.plan import RunnerUp, StoredPlan
-from autopar.planner.plan.search.space import check_degrees, leave_degrees
+from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # rounding of a step's sums
@@ -89,7 +89,7 @@ def barring_constraints(plan: StoredPlan, fixed: Sequence[Declared]) -> tuple[De
     ]
     rest = [one for one in plan.constraints if one.place not in others]
     facts = plan.model.batch
-    feasible = partial(leave_degrees, devices=plan.machines.devices, batch=facts)
+    feasible = partial(allow_degrees, devices=plan.machines.devices, batch=facts)
     while not feasible((*rest, *fixed)):
         conflict = [one for one in minimal_conflict((*rest, *fixed), feasible) if one in rest]
         barring += conflict

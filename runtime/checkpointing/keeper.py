@@ -28,7 +28,7 @@ from autopar.runtime.checkpointing.restoring import (
     restore,
     restore_random_states,
 )
-from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopWish
+from autopar.runtime.checkpointing.signals import PREEMPTED, Garbage, StepProfile, StopSignals
 from autopar.runtime.checkpointing.states import everything_held
 from autopar.runtime.checkpointing.watch import Watch
 from autopar.runtime.checkpointing.writing import Agreed, plan_digest, said, snapshot
@@ -78,7 +78,7 @@ class Keeper:
         self._optimizer: Optimizer | None = None
         self._recipe: Recipe | None = None
         self._rate: Any = None
-        self._wish = StopWish(mesh)
+        self._wish = StopSignals(mesh)
         self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = CheckpointSaving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)

@@ -57,7 +57,7 @@ class StepAnswer:
     is_due: bool = False  # a checkpoint is due by the clock
 
 
-class StopWish:
+class StopSignals:
     """Finds after each step whether a signal to some rank asks the training to stop.
 
     Ranks exchange this about once a second, or after each step if steps are longer: a message after

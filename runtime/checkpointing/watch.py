@@ -203,7 +203,7 @@ class RollCall:
         """Allow the other ranks to exit: torchrun kills all ranks once one has exited."""
         self._store.set(self._key("told"), "")
 
-    def wait_until_told(self) -> None:
+    def wait_until_printed(self) -> None:
         """Wait until the result is printed."""
         self._store.wait([self._key("told")], timedelta(seconds=self._patience_seconds))
 
@@ -321,7 +321,7 @@ class Watch:
             call = RollCall(_store(), word, nodes, self._mesh.rank)
             found = call.answer(place)
             if found.teller != self._mesh.rank:
-                call.wait_until_told()
+                call.wait_until_printed()
         if found.teller == self._mesh.rank:
             told = f"no step has ended for {waited:,.0f} s: {found.told}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"

@@ -79,7 +79,7 @@ def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad)
 
 
-def shares_gradients_out(parts: Iterable[nn.Module]) -> bool:
+def has_sharded_gradients(parts: Iterable[nn.Module]) -> bool:
     """Whether ranks of mesh.shard hold different elements of gradients.
 
     All ranks return the same answer.
@@ -203,7 +203,7 @@ def clip_by_global_norm(
 
 def _axes_of_shares(model_parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Axis, ...]:
     """Return the axes whose ranks hold different gradients; all ranks return the same axes."""
-    is_sharded = mesh.shard.size > 1 and shares_gradients_out(model_parts)
+    is_sharded = mesh.shard.size > 1 and has_sharded_gradients(model_parts)
     sharded = (mesh.shard,) if is_sharded else ()
     return tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
 

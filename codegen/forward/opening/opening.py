@@ -16,7 +16,12 @@ from autopar.codegen.forward.reading.forward_source import LOSS, CallTree, commo
 from autopar.codegen.forward.reading.split import SplitGraph
 from autopar.planner.graph.layouts import WHOLE, Layout
 from autopar.planner.graph.ops import BATCH, Left, Op, TensorOrigin, refs
-from autopar.planner.programs.layouts.opened import argument, changes_code, is_split, told_size
+from autopar.planner.programs.layouts.opened import (
+    argument,
+    changes_code,
+    is_split,
+    size_in_arguments,
+)
 from autopar.planner.rules.rule import OpKind, is_random
 from autopar.planner.rules.signature import Dim
 from autopar.planner.rules.table import rule_of
@@ -32,9 +37,11 @@ def calls_missing_state(opening: Opening) -> list[str]:
             found[call] = None
         if len(chain) < 3:
             continue
-        module, untold = modules.get(calls[call].path), tree.untold(call)
+        module, unpassed = modules.get(calls[call].path), tree.unpassed(call)
         keeps_state = module is not None and module.keeps_state
-        if ((keeps_state or untold) and chain[-2] in open_calls) or _is_printed(untold, opening):
+        if ((keeps_state or unpassed) and chain[-2] in open_calls) or _is_printed(
+            unpassed, opening
+        ):
             found[call] = None
     for same in _repeated(tree):
         module, shared = modules.get(calls[same[0]].path), common([tree.chains[c] for c in same])
@@ -167,13 +174,13 @@ def is_changed(op: Op, split: SplitGraph) -> bool:
     )
 
 
-def is_told_own_rows(op: Op, split: SplitGraph) -> bool:
+def takes_own_rows(op: Op, split: SplitGraph) -> bool:
     """Whether an op's arguments contain a size that is split along the batch's rows.
 
     Code that reads the size from a tensor with the same share needs no change.
     """
     layout = split.ops.get(op.name)
-    is_told = layout is not None and told_size(op, layout) is not None
+    is_told = layout is not None and size_in_arguments(op, layout) is not None
     return is_told and is_of_rows(split.made(op.outputs[0]), split)
 
 

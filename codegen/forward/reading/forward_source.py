@@ -265,7 +265,7 @@ class CallTree:
         keywords = tuple(value for _, value in record.keywords)
         return frozenset(refs((record.arguments, keywords)))
 
-    def untold(self, call: str) -> frozenset[str]:
+    def unpassed(self, call: str) -> frozenset[str]:
         """Return the activations and inputs that a call reads although they are no arguments.
 
         Other code has stored them on a module or in shared objects. Parameters, buffers and

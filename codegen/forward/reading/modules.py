@@ -112,7 +112,7 @@ class Argument:
     annotation: str
     default: str | None
 
-    def is_said(self, value: Value) -> bool:
+    def repeats(self, value: Value) -> bool:
         """Whether a value equals the parameter's default."""
         return self.default is not None and is_number(value) and self.default == repr(value)
 

@@ -36,7 +36,7 @@ from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.plan.plan import Plan, StoredPlan
 from autopar.planner.plan.telling.timeline import (
     computing_seconds,
-    retold_step_seconds,
+    slowed_step_seconds,
     stages_of_rank,
 )
 from autopar.runtime.ranks.mesh import DRY_RUN
@@ -88,7 +88,7 @@ def rehearse(plan: Plan, folder: Path, *, pipeline_ranks: Sequence[int], steps: 
         device=device,
         ranks=ranks,
         predicted_step_seconds=plan.prediction.step_seconds,
-        step_seconds=retold_step_seconds(plan, factors),
+        step_seconds=slowed_step_seconds(plan, factors),
     )
 
 

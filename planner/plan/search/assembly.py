@@ -19,7 +19,7 @@ from autopar.planner.plan.telling.words import recompute_words
 from autopar.planner.programs.solver import default_solver
 from autopar.version import __version__
 
-MOST_TOLD = 4
+MOST_SHOWN = 4
 Item = TypeVar("Item")
 
 
@@ -112,7 +112,7 @@ def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candid
     seen = {kind_of(best), kind_of(fastest)}
     listed: list[Candidate] = []
     for other in others:
-        if kind_of(other) not in seen and len(listed) < MOST_TOLD:
+        if kind_of(other) not in seen and len(listed) < MOST_SHOWN:
             seen.add(kind_of(other))
             listed.append(other)
     return listed

@@ -36,7 +36,7 @@ from autopar.planner.plan.declared.constraints import (
 )
 from autopar.planner.plan.declared.limits import completed, with_batch
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.search.assembly import MOST_TOLD, Counts, assemble, kind_of
+from autopar.planner.plan.search.assembly import MOST_SHOWN, Counts, assemble, kind_of
 from autopar.planner.plan.search.best_first import (
     FoundLeaf,
     Outcome,
@@ -237,13 +237,13 @@ class Explorer:
         The effort for runners-up is counted in nodes, not timed, so that every run finds the same.
         """
         self._looked_beside += passed > 0
-        return passed > MOST_TOLD or self._looked_beside > EXTRA_NODES
+        return passed > MOST_SHOWN or self._looked_beside > EXTRA_NODES
 
     def _to_beat(self, arrangement: Arrangement) -> float:
         """Return the seconds to beat; for runners-up, those of the last one that may be listed."""
         if self._looked_beside:
-            endless = [float("inf")] * (MOST_TOLD + 2)
-            return sorted([*self._least.values(), *endless])[MOST_TOLD + 1]
+            endless = [float("inf")] * (MOST_SHOWN + 2)
+            return sorted([*self._least.values(), *endless])[MOST_SHOWN + 1]
         if not self._is_choosing:
             return self._known.fastest
         return self._known.to_beat(self._complexity_below(Variant(arrangement)))

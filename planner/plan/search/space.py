@@ -31,11 +31,11 @@ _MOST_LISTED = 6
 ROWS = "batch"  # the name of the rows' axis
 
 
-NOTHING_SAID = BatchFacts()
+UNKNOWN_BATCH = BatchFacts()
 
 
 def legal_degrees(
-    devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
+    devices: int, constraints: Constraints, batch: BatchFacts = UNKNOWN_BATCH
 ) -> tuple[Degrees, ...]:
     """Return the allowed degrees whose product is the number of devices."""
     triples = (
@@ -87,12 +87,12 @@ def _rows(degrees: Degrees, constraints: Constraints, batch: BatchFacts) -> int:
 
 
 def check_degrees(
-    devices: int, constraints: Constraints, batch: BatchFacts = NOTHING_SAID
+    devices: int, constraints: Constraints, batch: BatchFacts = UNKNOWN_BATCH
 ) -> tuple[Degrees, ...]:
     """Return the legal degrees; if there are none, raise an error that names the conflict."""
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
-        return leave_degrees(declared, devices, batch)
+        return allow_degrees(declared, devices, batch)
 
     if is_feasible(constraints.declared):
         return legal_degrees(devices, constraints, batch)
@@ -100,8 +100,8 @@ def check_degrees(
     raise _contradiction(devices, constraints, conflict, batch)
 
 
-def leave_degrees(
-    declared: Sequence[Declared], devices: int, batch: BatchFacts = NOTHING_SAID
+def allow_degrees(
+    declared: Sequence[Declared], devices: int, batch: BatchFacts = UNKNOWN_BATCH
 ) -> bool:
     """Whether declarations together leave degrees, a microbatch and every other choice."""
     chosen = constraints_of(declared)

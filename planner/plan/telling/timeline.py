@@ -76,7 +76,7 @@ def timeline_of(plan: StoredPlan) -> Timeline:
     )
 
 
-def retold_step_seconds(plan: StoredPlan, factors: Sequence[float]) -> float:
+def slowed_step_seconds(plan: StoredPlan, factors: Sequence[float]) -> float:
     """Return the seconds of a step whose ranks compute `factors` times as long as predicted.
 
     Messages take as long as predicted. Optimizer and framework take the factor of the slowest rank.

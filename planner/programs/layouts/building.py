@@ -171,7 +171,7 @@ class _Builder:
         """Whether a split is unambiguous: no two axes of a dim have the same common name."""
         pairs = zip((*op.inputs, *op.outputs), (*strategy.needs, *strategy.gives), strict=True)
         return all(
-            self.slots.tells_apart(name, layout.dim, self.axes)
+            self.slots.has_distinct_names(name, layout.dim, self.axes)
             for name, layout in pairs
             if layout.kind is LayoutKind.SPLIT
         )

@@ -67,7 +67,7 @@ def has_local_groups(op: Op, layout: OpLayout, axes: GraphAxes) -> bool:
     return kind_of(op) is OpKind.CONVOLUTION and is_of_groups
 
 
-def told_size(op: Op, layout: OpLayout) -> Value:
+def size_in_arguments(op: Op, layout: OpLayout) -> Value:
     """Return the size in an op's arguments of the dim along which its result is split, or None."""
     made = layout.gives[0]
     if kind_of(op) is OpKind.REPEAT:
@@ -87,7 +87,7 @@ def _has_local_size(op: Op, layout: OpLayout, graph: Graph, axes: GraphAxes) -> 
     rule = rule_of(op.target)
     if rule.sizes or rule.kind is OpKind.REPEAT:
         is_of_rows = layout.gives[0].axis in axes.of_rows
-        return told_size(op, layout) is not None and not is_of_rows
+        return size_in_arguments(op, layout) is not None and not is_of_rows
     if rule.cuts:
         need, dim = layout.needs[0], argument(op, "dim")
         rank = len(graph.tensors[op.inputs[0]].shape)

@@ -56,7 +56,7 @@ class Slots:
         axis = next(name for name in inside if self.axes[name] == common)
         return Layout(layout.kind, axis, layout.dim)
 
-    def tells_apart(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
+    def has_distinct_names(self, tensor: str, dim: int, axes: GraphAxes) -> bool:
         """Whether the axes in a dim of a tensor have distinct common names."""
         inside = {leaf.name for leaf in leaves(axes.dims[tensor][dim])}
         return len({self.axes[name] for name in inside}) == len(inside)

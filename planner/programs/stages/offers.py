@@ -52,13 +52,13 @@ class Offer:
     deferred_bytes: float
     work_bytes: float  # the largest need of a layer while it runs
     splits_backward: bool
-    worked_out: Callable[[], tuple[StagePrice, ...]]  # computes the exact price
+    exact_prices: Callable[[], tuple[StagePrice, ...]]  # computes the exact price
     is_whole: bool = True  # whether every mix of these layers that is not offered is worse
 
     @cached_property
     def prices(self) -> tuple[StagePrice, ...]:
         """The exact price for each bucket size."""
-        return self.worked_out()
+        return self.exact_prices()
 
     @property
     def price(self) -> StagePrice:
@@ -226,7 +226,7 @@ class Offers:
                 deferred_bytes=0.0 if mixes.again[place] else plain.deferred_bytes,
                 work_bytes=float(mixes.work[place]),
                 splits_backward=not mixes.again[place],
-                worked_out=partial(self._prices_of, stage, content, modes),
+                exact_prices=partial(self._prices_of, stage, content, modes),
                 is_whole=is_whole,
             )
 
@@ -292,7 +292,7 @@ class Offers:
             deferred_bytes=float(load.deferred_bytes),
             work_bytes=float(work_bytes(load, question.arrangement)),
             splits_backward=load.splits_backward,
-            worked_out=lambda: prices,
+            exact_prices=lambda: prices,
         )
 
     def _fits(self, stage: int, offer: Offer) -> bool:

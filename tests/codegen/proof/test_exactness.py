@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.codegen.proof.exactness import Exactly, KeepFloat64
 
 
 def test_casts_of_float64_to_float32_are_left_out() -> None:
@@ -146,8 +146,8 @@ def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:
     assert torch.zeros(2).dtype is torch.float32
 
 
-@pytest.mark.parametrize("kind", [Exactly, Widely])
-def test_the_step_of_an_optimizer_is_as_it_is_without(kind: type[Widely]) -> None:
+@pytest.mark.parametrize("kind", [Exactly, KeepFloat64])
+def test_the_step_of_an_optimizer_is_as_it_is_without(kind: type[KeepFloat64]) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
     optimizer = torch.optim.AdamW([weight], fused=True)
     found = []

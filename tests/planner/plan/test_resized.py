@@ -11,7 +11,7 @@ from autopar.planner.cluster.file import choose_cluster
 from autopar.planner.cluster.sheet import known_fabrics
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.plan.again import machines_left, resized_constraints
+from autopar.planner.plan.again import machines_like, resized_constraints
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, StagePin
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
@@ -92,7 +92,7 @@ def _rule(place: str, field: str, value: StagePin | RecomputePin) -> Declared:
 def test_one_machine_has_devices_of_the_same_kind_and_links() -> None:
     plan = replace(planned(), cluster=choose_cluster(16, "a100-80gb-sxm"))
     for devices in (1, 3, 8, 16):
-        made = machines_left(plan, devices)
+        made = machines_like(plan, devices)
         assert (len(made.nodes), made.size) == (1, devices)
         assert replace(made.nodes[0], devices=8) == plan.cluster.nodes[0]
 
@@ -100,7 +100,7 @@ def test_one_machine_has_devices_of_the_same_kind_and_links() -> None:
 @pytest.mark.parametrize("planned_for", [8, 16])
 def test_several_machines_are_joined_by_the_network(planned_for: int) -> None:
     plan = replace(planned(), cluster=choose_cluster(planned_for, "a100-80gb-sxm"))
-    made = machines_left(plan, 8, 2)
+    made = machines_like(plan, 8, 2)
     assert [node.devices for node in made.nodes] == [4, 4]
     assert made.levels[-1] == replace(
         choose_cluster(16, "a100-80gb-sxm").levels[-1],
@@ -112,4 +112,4 @@ def test_of_unlike_machines_nobody_knows_which_is_left() -> None:
     large, small = choose_cluster(8, "h100-sxm"), choose_cluster(8, "a100-80gb-sxm")
     unlike = replace(large, nodes=large.nodes + small.nodes)
     with pytest.raises(InputError, match="unlike machines"):
-        machines_left(replace(planned(), cluster=unlike), 8)
+        machines_like(replace(planned(), cluster=unlike), 8)

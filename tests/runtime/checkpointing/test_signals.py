@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from autopar.runtime.checkpointing.signals import StopWish
+from autopar.runtime.checkpointing.signals import StopSignals
 from autopar.runtime.ranks.leaving import FAILED
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
 
 
 def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) -> None:
-    before, wish = signal.getsignal(signal.SIGUSR1), StopWish(mesh)
+    before, wish = signal.getsignal(signal.SIGUSR1), StopSignals(mesh)
     wish.listen()
     assert not wish.ask(1).stops
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -29,7 +29,7 @@ def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) 
 def steps_of_wish() -> int:
     """Ask for a stop on one of the ranks; return the step in which this one agrees."""
     mesh = start(pipeline=1, data=2, tensor=1)
-    wish = StopWish(mesh)
+    wish = StopSignals(mesh)
     for step in range(1, 5000):
         if step == 7 and mesh.rank == 1:
             wish._note(signal.SIGTERM, None)
@@ -45,9 +45,9 @@ def test_all_ranks_stop_after_the_same_step() -> None:
 
 SECOND = """
 import os, signal, time
-from autopar.runtime.checkpointing.signals import StopWish
+from autopar.runtime.checkpointing.signals import StopSignals
 from autopar.runtime.ranks.mesh import start
-StopWish(start(pipeline=1, data=1, tensor=1)).listen()
+StopSignals(start(pipeline=1, data=1, tensor=1)).listen()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1.2)
 os.kill(os.getpid(), signal.SIGTERM)
@@ -66,7 +66,7 @@ import ctypes, os, signal
 from autopar.runtime.checkpointing import signals
 from autopar.runtime.ranks.mesh import start
 signals._LAST_SECONDS = 0.5
-signals.StopWish(start(pipeline=1, data=1, tensor=1)).listen()
+signals.StopSignals(start(pipeline=1, data=1, tensor=1)).listen()
 os.environ.pop("TORCHELASTIC_RUN_ID")
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 library.pthread_mutex_lock(mutex)

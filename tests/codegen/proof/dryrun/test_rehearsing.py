@@ -7,7 +7,7 @@ import pytest
 
 from autopar.codegen.proof.dryrun.rehearsing import distinct_ranks, rehearse
 from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, rank_of
-from autopar.planner.plan.telling.timeline import computing_seconds, retold_step_seconds
+from autopar.planner.plan.telling.timeline import computing_seconds, slowed_step_seconds
 from tests.cells import cells
 from tests.codegen.matrix import plan_of
 from tests.planner.plan.plans import arrangement, prediction, small_plan
@@ -29,7 +29,7 @@ def test_a_rank_of_each_stage_computes_without_the_others(kind: str, tmp_path: P
         assert one.seconds > 0
         assert one.predicted_seconds == computing_seconds(plan, one.pipeline_rank)
     factors = [one.factor for one in found.ranks]
-    assert found.step_seconds == pytest.approx(retold_step_seconds(plan, factors))
+    assert found.step_seconds == pytest.approx(slowed_step_seconds(plan, factors))
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
@@ -45,9 +45,9 @@ def test_a_step_told_again_with_the_predicted_times_is_the_predicted_step(
     first = plan.stages[0]
     stages = [replace(first, rank=rank_of(kind, stage, 2)) for stage in range(2 * each)]
     plan = replace(plan, stages=tuple(stages))
-    assert retold_step_seconds(plan, [1.0, 1.0]) == pytest.approx(0.1)
-    slower = retold_step_seconds(plan, [1.0, 1.5])
-    assert 0.1 < slower < retold_step_seconds(plan, [1.5, 1.5])
+    assert slowed_step_seconds(plan, [1.0, 1.0]) == pytest.approx(0.1)
+    slower = slowed_step_seconds(plan, [1.0, 1.5])
+    assert 0.1 < slower < slowed_step_seconds(plan, [1.5, 1.5])
 
 
 def test_one_rank_that_computes_twice_as_long_takes_a_step_twice_as_long() -> None:
@@ -55,7 +55,7 @@ def test_one_rank_that_computes_twice_as_long_takes_a_step_twice_as_long() -> No
         arrangement=arrangement(data=1, shard=1),
         prediction=prediction(step_seconds=4 * 0.003, terms=()),
     )
-    assert retold_step_seconds(plan, [2.0]) == pytest.approx(2 * 4 * 0.003)
+    assert slowed_step_seconds(plan, [2.0]) == pytest.approx(2 * 4 * 0.003)
 
 
 def test_ranks_with_equal_stages_are_measured_once() -> None:
