@@ -63,22 +63,23 @@ def test_a_loss_in_16_bits_is_scaled_beyond_them() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_tiny_gradients_survive_fp16_only_when_scaled(zero: int) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_tiny_gradients_survive_fp16_only_when_scaled(zero: int, offload: bool) -> None:
     # The activation's gradient is 1e-9 without the scale: fp16 ends at 6e-8.
-    for lost, found in run_on_ranks(tiny_gradient, 2, zero):
+    for lost, found in run_on_ranks(tiny_gradient, 2, zero, offload):
         assert lost == 0.0
         assert found == pytest.approx(1e-9, rel=1e-3)
 
 
-def tiny_gradient(zero: int) -> tuple[float, float]:
-    return _train_once(zero, 1.0), _train_once(zero, 2.0**20)
+def tiny_gradient(zero: int, offload: bool) -> tuple[float, float]:
+    return _train_once(zero, 1.0, offload), _train_once(zero, 2.0**20, offload)
 
 
-def _train_once(zero: int, initial: float) -> float:
+def _train_once(zero: int, initial: float, offload: bool) -> float:
     mesh = start(pipeline=1, data=2, tensor=1)
     model = nn.Linear(1, 2, bias=False)  # a row for each rank
     nn.init.zeros_(model.weight)
-    wrap(model, mesh, zero=zero, compute_dtype=torch.float16)
+    wrap(model, mesh, zero=zero, compute_dtype=torch.float16, offload=offload)
     scale = LossScale(mesh, initial=initial)
     optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=1.0), zero=zero, mesh=mesh)
     loss = model(torch.ones(1, 1)).float().sum() * 1e-9
