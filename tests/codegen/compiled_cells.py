@@ -42,7 +42,10 @@ KINDS: Mapping[str, Kind] = {
     ),
 }
 
-_WITH_DROPOUT = ("gpt2", "bert", "t5", "vit", "transformer_lm")
+_WITH_DROPOUT = (
+    "gpt2", "bert", "t5", "transformer_lm",
+    *(f"{name} (transformers)" for name in ("GPT-2", "OPT", "BERT", "T5")),
+)  # fmt: skip
 
 
 def shares_dropout(model: str, kind: str) -> bool:
