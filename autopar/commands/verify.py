@@ -187,7 +187,7 @@ def tell_comparison(comparison: TrainingComparison, tolerance: float) -> None:
         verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
     verdict = "DIFFERS" if comparison.faults else "equal"
-    table.add_row("checks without a figure: random numbers, clipping", "", "", verdict)
+    table.add_row("other checks: values at the start, random numbers, clipping", "", "", verdict)
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)

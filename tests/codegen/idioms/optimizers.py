@@ -94,7 +94,7 @@ def build_optimizer(params):
 def build_scheduler(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 1.0])
 """,
-        otherwise={"pp": refused("places")},
+        otherwise={"pp": refused("positions")},
     ),
     "an optimizer of its own": idiom("""
 class Signs(torch.optim.Optimizer):

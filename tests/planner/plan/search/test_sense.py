@@ -44,7 +44,7 @@ def test_tensor_parallelism_across_nodes_loses_by_its_communication(gpt3: Plan) 
 
 def test_data_parallelism_of_gpt3_loses_by_its_communication(gpt3: Plan) -> None:
     """Ranks that share a copy must gather it: 16 × 80 GiB do not hold two copies of its state."""
-    demands = {**GPT3_DEMANDS, "pins__dp": 4, "limits__tp": 8}
+    demands = {**GPT3_DEMANDS, "pins__dp": 4, "limits__tp": 8, "offload": "none"}
     sharded = planned(GPT3, choose_cluster(16, "a100-80gb"), **demands)
     assert sharded.arrangement.zero is Zero.PARAMETERS
     lost = sharded.prediction.step_seconds - gpt3.prediction.step_seconds

@@ -70,9 +70,10 @@ def seconds(candidate: Candidate) -> float:
 
 
 EVERY = list(product(range(len(CASES)), (0.005, 0.03, 0.3)))
+STAND = [one for one in EVERY[1::2] if one[0] != 2]  # whose arrangements take longest to solve
 
 
-@pytest.mark.parametrize(("number", "tolerance"), cells(EVERY, EVERY[1::2]))
+@pytest.mark.parametrize(("number", "tolerance"), cells(EVERY, STAND))
 def test_the_chosen_plan_is_the_simplest_of_all_within_the_tolerance(
     number: int, tolerance: float
 ) -> None:
