@@ -87,7 +87,7 @@ class SourceSpan(NamedTuple):
 
 
 class LostLayersError(InputError):
-    """Layers are to be recomputed that the script does not call as modules."""
+    """The plan recomputes layers that the script does not call as modules."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(

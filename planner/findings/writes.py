@@ -1,7 +1,7 @@
 """Finds layers that write to their inputs or cannot be recomputed, and buffers that count steps.
 
 A layer that writes to its inputs, or to whose results other code writes, works on copies if it is
-recomputed or is a unit of `fully_shard` (runtime/model/parts.py). This is right only if the layer's
+recomputed or wrapped by `fully_shard` (runtime/model/parts.py). This is right only if the layer's
 results are the only tensors in which other code sees its writes.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
@@ -75,7 +75,7 @@ class _Borders:
 
     @property
     def matter(self) -> bool:
-        """Whether there are such writes; raises if copies would change results."""
+        """Whether there are writes of either kind; raises if copies would change results."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
         views = [
@@ -96,7 +96,7 @@ class _Borders:
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
-        """Whether torch returns an op's result as a view of a matrix, which the graph hides."""
+        """Whether torch returns a view of a matrix that it makes; the graph shows no view."""
         (result, *_) = op.outputs
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
@@ -235,7 +235,7 @@ def _recurrent(layer: Layer) -> Op | None:
 def _written_result(
     layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
 ) -> Hindrance | None:
-    """Return why a layer cannot have a mode: an op writes into a result that it would save."""
+    """Return why a layer cannot have a mode: an op writes into a result that the mode saves."""
     if mode.saved_ops is None:
         return None
     op = _recurrent(layer) or _writer_into_saved(layer, graph, writers, mode)

@@ -23,7 +23,7 @@ BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The form of a tensor: all of it that can decide which ops a trace has."""
+    """The properties of a tensor that can decide which ops a trace has."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -68,7 +68,7 @@ class Template:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
 
     def result(self, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
-        """Return a result with the template's structure and other tensors."""
+        """Return a result of this structure, with tensors of `inputs` and `fresh` ones."""
         leaves = [_leaf(leaf, inputs, fresh) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -133,7 +133,7 @@ def _leaf(
 def _structure(module: nn.Module, positions: dict[int, int]) -> Hashable:
     """Return a key that is equal for modules that compute alike, regardless of parameters' values.
 
-    `positions` numbers the tensors of the outermost module, so that ties inside it count.
+    `positions` numbers the tensors of the outermost module, so that tied ones count.
     """
     attributes = {k: v for k, v in vars(module).items() if k not in BOOKKEEPING}
     tensors = [

@@ -56,7 +56,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, the most informative first.
 
     Twice the size plus one distinguishes halves that are rounded down and up. Twice the size is for
-    models that need a divisor of the size, half the size for those with a maximum length.
+    models whose lengths must be multiples of a number, half the size for those with a maximum.
     """
     weight_axes = {
         leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
@@ -78,7 +78,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
-    """Return the sizes to try for some dims: larger ones, then smaller ones."""
+    """Return two lists of sizes to try for some dims: larger ones, and smaller ones."""
     groups: list[Dim] = list(dict.fromkeys(chosen.values()))
     sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
     if not chosen or min(sizes.values()) <= _SHORTEST:

@@ -68,7 +68,7 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
 
 
 def is_mapped(val: Any) -> bool:
-    """Whether a tensor is one inside torch.vmap: it has the shape of one row, for all rows."""
+    """Whether a tensor is mapped by torch.vmap: it shows the shape of one row, but has all rows."""
     return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
 
 
@@ -105,7 +105,7 @@ def spans_of(node: fx.Node) -> tuple[SourceSpan, ...]:
 
 
 def keeps_shapes(node: fx.Node) -> bool:
-    """Whether a node broadcasts tensors of equal shape, which changes nothing (F.mse_loss)."""
+    """Whether a node broadcasts tensors of equal shape, which changes nothing, as in F.mse_loss."""
     if str(node.target) != "aten.broadcast_tensors.default":
         return False
     (given,) = operands_of(node)

@@ -35,7 +35,7 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 @contextmanager
 def ctc_traced() -> Iterator[None]:
-    """Make the CTC loss's op return a loss per row, and no elements for the backward."""
+    """Make the CTC loss's op return a loss per row, and an empty tensor for the backward."""
     with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
         yield
 

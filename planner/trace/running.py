@@ -48,7 +48,7 @@ _NODE: Any = Tensor.grad_fn
 GRAD_FN = _NODE.__get__
 _USES = {
     Tensor.register_hook: (GradientUse.CHANGED, "Tensor.register_hook"),
-    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # nodes have hooks, too
+    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # the autograd node may get hooks
     Tensor.retain_grad: (GradientUse.KEPT, "Tensor.retain_grad"),
 }
 _SAVING = "torch.autograd.graph.saved_tensors_hooks"

@@ -82,7 +82,7 @@ def refuse_counted(node: fx.Node, target: str, where: str) -> None:
 
 
 def with_expected_rows(graph: Graph) -> Graph:
-    """Return the graph with `Tensor.expected` for masks that together select each row once."""
+    """Return the graph with `Tensor.expected` set for masks that share out the rows."""
     counted = {tensor.counted_by for tensor in graph.tensors.values()} - {""}
     if not counted:
         return graph
