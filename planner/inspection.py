@@ -16,7 +16,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.signature import leaves
 from autopar.planner.rules.table import has_rule
 
-SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes as long as bf16
+SHOWN = (Precision.FP32, Precision.BF16)  # fp16 has the figures of bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

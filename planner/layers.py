@@ -177,7 +177,7 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: repeated blocks, and other calls with ops of their own."""
+    """Return the calls that may be layers: repeated blocks, and the outermost calls beside them."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent

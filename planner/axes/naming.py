@@ -268,7 +268,7 @@ def named(
 def _name_vocabularies(
     seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
 ) -> None:
-    """Rename classes to vocab, if they are also rows of a look-up table, or as many as a vocab."""
+    """Rename classes vocab if they are also rows of a look-up table, or as many as a vocab has."""
     for leaf, names in seen.items():
         if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
             chosen[leaf] = "vocab"
@@ -310,7 +310,7 @@ def _propose(
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not open_ and len(joined) == 1:  # heads of ALiBi, whose slopes are joined
+        if not open_ and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
             wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _SHARED_WITH_PARTS:
         for part in top.parts:

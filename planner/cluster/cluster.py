@@ -33,7 +33,7 @@ class Topology(StrEnum):
 
 
 class Backend(StrEnum):
-    """The library that runs the collectives; NCCL also stands for RCCL: its protocols are equal."""
+    """The library that runs the collectives; NCCL also stands for RCCL, which works alike."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -83,7 +83,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """A device's share of its machine's own memory, and the link to it; rates are raw."""
+    """A device's share of the host's memory, and the link to it; rates are those of data sheets."""
 
     memory_bytes: SomeBytes
     memory_bytes_per_second: Rate
@@ -92,7 +92,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The data sheet of one device; peaks are dense."""
+    """The data sheet of one device; peaks are without sparsity."""
 
     name: str
     vendor: str
@@ -197,9 +197,9 @@ class Cluster:
 
     @cached_property
     def period(self) -> int:
-        """Return after how many ranks the machines repeat.
+        """Return after how many ranks the machines and links repeat.
 
-        If the machines are unequal, it is the number of all ranks.
+        If a level has unequal units, it is the number of all ranks.
         """
         repeated = [level for level in self.levels if len(level.units) > 1]
         if any(len(set(level.units)) > 1 for level in repeated):
@@ -257,7 +257,7 @@ Item = TypeVar("Item")
 class Racks:
     """How many nodes are in a rack, and the links between racks."""
 
-    nodes: int  # per rack
+    nodes: int  # per rack; a scale-up domain of several nodes counts once
     link: Link
 
 

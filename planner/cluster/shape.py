@@ -40,14 +40,14 @@ class RowShare:
     rows: int
 
 
-Kind = tuple[RowShare, ...]  # devices and rows of a block of ranks that wait for each other
+Kind = tuple[RowShare, ...]  # the different shares in a block of ranks that wait for each other
 
 
 @lru_cache(maxsize=1024)
 def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
     """Return the distinct devices of each of `blocks` equal blocks of consecutive ranks.
 
-    Equal results are one object.
+    Blocks with equal devices share one object.
     """
     if len({node.device for node in cluster.nodes}) == 1:
         return ((cluster.nodes[0].device,),) * blocks

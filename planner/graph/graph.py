@@ -1,8 +1,8 @@
 """The traced model as immutable data, with one index for questions about it.
 
 The index answers which op makes a tensor, which ops write to its memory, and what depends on what.
-No other file decides what a write changes: tensors may share a storage; an op that writes to one of
-them writes to the storage, and later reads of all of them see the new values.
+No other file decides what a write changes. Tensors may share a storage: if an op writes to one of
+them, later reads of all of them see the new values.
 """
 
 from __future__ import annotations

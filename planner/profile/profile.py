@@ -235,7 +235,7 @@ def _dispatch(device: str) -> tuple[float, float]:
 
 
 def _frame(device: str) -> tuple[float, float]:
-    """Return the seconds of an action (a forward or a backward) and a step with almost no work."""
+    """Return the seconds of a forward or backward, and of an optimizer step, of almost no work."""
     model = _Block(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.zeros(1, device=device)

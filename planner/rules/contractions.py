@@ -89,7 +89,7 @@ def embedding(case: Case) -> Signature:
     return opaque(case) if is_counted else _ENTRIES.signature(case)
 
 
-_MAX = 2  # the mode of bags
+_MAX = 2  # the mode of bags that take maxima
 
 
 def bags(case: Case) -> Signature:

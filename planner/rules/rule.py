@@ -181,7 +181,7 @@ class Traffic(StrEnum):
 class Linear(StrEnum):
     """In which inputs an op is linear: a partial sum in these gives a partial sum as the result."""
 
-    UNTOLD = "untold"
+    UNTOLD = "untold"  # the table does not say
     NO = "no"
     FIRST = "first"  # in the first input; the others only give an index, a shape or a dtype
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
@@ -221,9 +221,9 @@ class SavedForBackward:
 class SplitForm:
     """How ranks run an op that sums over a letter, if it is split along that letter.
 
-    Rules without a SplitForm run the op itself. `letter` is one of the signature's `letters`. Ranks
-    call the runtime's `function`; without one, they run the op and multiply its result by their
-    share of the letter. `gives` is the result's layout: P, or I if the function adds up the ranks'
+    If a rule has none, ranks run the op itself. `letter` is one of the signature's `letters`. Ranks
+    call the runtime's `function`; if that is empty, they run the op and multiply its result by
+    their share of the letter. `gives` is the result's layout: P, or I if the function adds up the ranks'
     terms. `sends` lists the collectives in the function's forward, and how many fp32 numbers a rank
     sends in each for a row (for all positions of the letter together).
     """
@@ -275,7 +275,7 @@ class Rule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The arguments that a product multiplies, which are all that it saves; else ()."""
+        """The arguments that a matrix product multiplies and saves; () for other ops."""
         return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:

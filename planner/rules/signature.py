@@ -264,7 +264,7 @@ class Letters:
 
 
 def names_of(*dims: Dim) -> frozenset[str]:
-    """Return the letters among dims."""
+    """Return the names of the dims that are single letters."""
     return frozenset(dim.name for dim in dims if isinstance(dim, Leaf))
 
 
