@@ -143,7 +143,7 @@ class State:
 
     @property
     def trainable(self) -> int:
-        """The elements that have a gradient."""
+        """The number of elements that have a gradient."""
         return self.gradient_bytes // GRADIENT_BYTES
 
 

@@ -54,7 +54,7 @@ class InfeasibleError(AutoparError):
 
 
 class TimeLimitError(AutoparError):
-    """The time limit was reached before the first plan."""
+    """The time limit was reached before a plan was found."""
 
     exit_code = ExitCode.NO_PLAN
 

@@ -1,8 +1,8 @@
 """Cuts a graph into layers, and finds equal layers and the tensors that cross between layers.
 
 A layer is a repeated block of the model, or code around the blocks (embedding, head). Equal layers
-have the same ops in the same order, on tensors of equal shapes, dtypes and axes. They are priced
-and solved once.
+have the same ops in the same order, on tensors of equal shapes, dtypes and axes. Their costs and
+layouts are computed once.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable
     met_axes: dict[str, Leaf] = {}
 
     def axis(leaf: Leaf) -> Leaf:
-        # The number tells axes of the same name apart: a concatenation within one axis can be
-        # split, one of two similar axes cannot.
+        # The number distinguishes axes of the same name: a concatenation of parts along one axis
+        # can be split, one of parts along two axes of the same name cannot.
         assert axes is not None
         name = f"{axes.names[leaf.name]} {len(met_axes)}"
         return met_axes.setdefault(leaf.name, replace(leaf, name=name))

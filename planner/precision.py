@@ -19,7 +19,7 @@ class Precision(StrEnum):
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
-    scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
+    scales_loss: bool  # small gradients would become 0: below 6e-8 in fp16
     # dtypes of a device's matrix units. Those of the first dtype compute the products. MFU is
     # relative to their peak, or to that of the next dtype if the device has no such units
     peaks: tuple[str, ...]
@@ -64,7 +64,7 @@ class Float8(StrEnum):
     input_bytes: int  # of a layer's input in the forward, of its result's gradient in the backward
     weight_bytes: int  # in the forward
     weight_bytes_again: int  # in the backward
-    gradient_bytes: int  # of a result of a product in the backward, which is scaled afterwards
+    gradient_bytes: int  # of a gradient that a product computes, and that is scaled afterwards
     rate: float  # of products, relative to those with one scale for a tensor
     words: str
 

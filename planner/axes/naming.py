@@ -1,4 +1,4 @@
-"""Unifies the dims of a graph, and names them."""
+"""Unifies the dims of a graph, and names the axes that result."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from autopar.planner.files import (
 class Topology(StrEnum):
     """How the units of one level are wired together."""
 
-    RING = "ring"  # every unit reaches its two neighbours, in one direction
-    DOUBLE_RING = "double-ring"  # in both directions at once
-    TREE = "tree"  # leaves under switches that pass messages on
+    RING = "ring"  # every unit receives from one neighbour and sends to the other
+    DOUBLE_RING = "double-ring"  # the same in both directions at once
+    TREE = "tree"  # units under switches that pass messages on
     MESH = "mesh"  # a link to every other unit; the rate is the sum of these links
     SWITCH = "switch"  # every unit reaches every other at its full rate
 
@@ -68,7 +68,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between devices, sockets or nodes; with 0.5 ports per device, two share a port."""
+    """A link between devices, sockets or nodes; at 0.5 ports per device, two devices share one."""
 
     name: str
     topology: Topology

@@ -222,7 +222,7 @@ def _with_pcie(
         own["link"] = name or "pcie4"
     sizes, count = set(Counter(wiring.parts).values()), len(wiring.parts)
     (per_socket, *more) = sizes
-    is_told = not more and (per_socket > 1 or count == 2)  # else a virtual machine hides it
+    is_told = not more and (per_socket > 1 or count == 2)  # else a VM hides the CPUs
     if is_told and per_socket < count and per_socket != device.devices_per_socket:
         own["devices_per_socket"] = per_socket
     if is_told and per_socket == count > (device.devices_per_socket or count):

@@ -1,4 +1,4 @@
-"""Finds the links that a group's traffic crosses, and the devices of its ranks.
+"""Finds the links that the traffic of a group of ranks crosses, and the devices of ranks.
 
 Also lists the orders of unlike nodes to try; they do not depend on the order in the file. A few
 nodes are put in every order. With many, equal nodes stay side by side, because a group of unlike
@@ -161,7 +161,7 @@ class CrossedLevel:
     level: str
     parts: int
     members: int
-    bytes_per_second: float  # of one part in each direction, for the whole group, in long transfers
+    bytes_per_second: float  # of a part in each direction, shared by its members, in long transfers
     port_bytes_per_second: float  # for one message of one rank
     alpha_seconds: float
     topology: Topology

@@ -21,7 +21,7 @@ class FoundNode:
     """A machine as a tool describes it, with devices of one kind."""
 
     name: str
-    kind: str  # as the tool calls its devices; "" if it does not
+    kind: str  # as the tool calls its devices; "" if it names none
     devices: int
     memory_bytes: int | None = None  # of a device
     hints: tuple[str, ...] = ()  # other words about the machine; one may be the device's name

@@ -195,7 +195,7 @@ _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
 # their result belongs to all rows together, even if its size depends on the batch
 _COLLECTED = (OpKind.COUNT, OpKind.VALUES)
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
-_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
+_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # for ATen's codes 0, 1 and 2
 
 
 def loss_of_parts(graph: Graph) -> LossOfParts:

@@ -1,4 +1,4 @@
-"""Calls build_optimizer on small stand-ins for the parameters, and tries build_scheduler's.
+"""Calls build_optimizer on stand-ins for the parameters, and tries build_scheduler's schedule.
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips

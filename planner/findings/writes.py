@@ -169,7 +169,7 @@ Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cann
 
 
 def unable(layers: Sequence[Layer], graph: Graph, *, precision: Precision) -> Iterator[Unable]:
-    """Yield for each layer the modes that it cannot have."""
+    """Yield for each layer the modes of recomputation that it cannot have, and why."""
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]

@@ -76,7 +76,7 @@ class MeasuredNet:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFile:
-    """The content of a measured.toml; of several versions of torch, the latest one counts."""
+    """The content of a measured.toml; times of the latest version of torch in it count."""
 
     hosts: tuple[MeasuredHost, ...] = ()
     nets: tuple[MeasuredNet, ...] = ()

@@ -1,8 +1,9 @@
 """Measures collectives between processes of this machine, and fits latency and rate.
 
 A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm has h hops and sends k
-times the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
-small messages count as much as large ones. They are fitted to each collective, and to all together.
+times the payload (costs/collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so
+that small messages count as much as large ones. They are fitted to each collective, and to all
+together.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def tensor(sizes: OpSizes, *names: str) -> str:
 
 
 class OpKind(StrEnum):
-    """The kind of an op, where its letters do not determine its price, splits or printed form."""
+    """The kind of an op; the letters of its rule alone do not determine price and printed form."""
 
     OTHER = ""
     CONVOLUTION = "convolution"
@@ -118,11 +118,11 @@ class OpKind(StrEnum):
     MULTIPLICATION = "multiplication"
     DIVISION = "division"
     POWER = "power"
-    QUOTIENT = "quotient"  # or its remainder, in integers
+    QUOTIENT = "quotient"  # of integers, or the remainder
     CLAMP = "clamp"  # to a minimum
     RECURRENT = "recurrent"
     GROUPED = "grouped"  # products of groups of rows with one matrix each
-    ALONG = "along"  # works along a dim
+    ALONG = "along"  # each result depends on other positions of a dim: cumsum, flip
     SORT = "sort"
     ARGSORT = "argsort"
     COUNT = "count"  # how often numbers occur
@@ -133,10 +133,10 @@ class OpKind(StrEnum):
     CONTIGUOUS = "contiguous"  # a contiguous copy, if needed
     DIAGONAL = "diagonal"  # also triangles and the trace
     INDEX = "index"
-    WRITE = "write"  # of a whole tensor
-    WRITE_AT = "write at"  # indices
-    ADD_AT = "add at"  # indices
-    SCATTER = "scatter"  # of a part, into a new tensor
+    WRITE = "write"  # copies into a whole tensor
+    WRITE_AT = "write at"  # writes values at indices
+    ADD_AT = "add at"  # adds values at indices
+    SCATTER = "scatter"  # a copy of a tensor in which a part is replaced
     FILL = "fill"  # with a plain number
     PART = "part"  # of a tensor
     PARTS = "parts"  # parts that tile a tensor
@@ -221,11 +221,11 @@ class SavedForBackward:
 class SplitForm:
     """How ranks run an op that sums over a letter, if it is split along that letter.
 
-    If a rule has none, ranks run the op itself. `letter` is one of the signature's `letters`. Ranks
-    call the runtime's `function`; if that is empty, they run the op and multiply its result by
-    their share of the letter. `gives` is the result's layout: P, or I if the function adds up the ranks'
-    terms. `sends` lists the collectives in the function's forward, and how many fp32 numbers a rank
-    sends in each for a row (for all positions of the letter together).
+    If a rule has no form, ranks run the op itself. `letter` is one of the signature's `letters`.
+    Ranks call the runtime's `function`; if that is empty, they run the op and multiply its result
+    by their share of the letter. `gives` is the result's layout: P, or I if the function adds up
+    the ranks' terms. `sends` lists the collectives in the function's forward, and how many fp32
+    numbers a rank sends in each for a row (for all positions of the letter together).
     """
 
     letter: str
@@ -365,7 +365,7 @@ def computing(
     saves: str = "*inputs, out",
     **facts: Any,
 ) -> list[Rule]:
-    """Return rules for ops of which only the batch dim and the computation are known."""
+    """Return rules for ops of which only the batch dim and the FLOPs are known."""
     return lines(targets, opaque, saves, computes=computes, **facts)
 
 

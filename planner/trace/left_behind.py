@@ -1,9 +1,9 @@
-"""Distinguishes caches from state: a second step finds the Python state that the first one left.
+"""Distinguishes caches from state, by a second step on the Python state that the first one left.
 
 A step is traced twice. The second trace finds what the first one changed in the Python state (see
 model/outside.py). Numbers stay as they are. A tensor computed from the batch or weights is replaced
-by a stand-in, which the second trace must not read. A tensor made of constants alone is removed: it
-is a cache, which the second trace may fill again.
+by a stand-in, which the second trace must not read. A tensor made of constants alone is a cache: it
+is replaced by its old value, and the second trace may fill it again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LeftBehind:
     """A step's changes of Python state; some tensors in them are replaced by stand-ins."""
 
     changed: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
-    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # by identity
+    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # the stand-ins, by id
     read: bool = False  # whether the next step reads a stand-in, or a cache is stale
 
     def put(self) -> None:

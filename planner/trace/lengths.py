@@ -1,9 +1,9 @@
-"""Traces a model again with other lengths of rows: sizes that change depend on the lengths.
+"""Traces a model again on longer or shorter rows: sizes that change depend on the rows' length.
 
 A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows. Two
 traces distinguish them, for the price of one more trace. With a symbol for each length, the
 exporter would take two to four times as long, and a model that compares a length
-(`if t > self.block_size`) would fix its symbol.
+(`if t > self.block_size`) would turn its symbol into a number.
 """
 
 from __future__ import annotations

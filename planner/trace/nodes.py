@@ -78,7 +78,7 @@ def is_sparse(val: Any) -> bool:
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Return the identities of the memory of nodes' values."""
+    """Return the identities of the memory in which the tensors of nodes lie."""
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {storage_of(one) for one in tensors if not is_mapped(one) and not is_sparse(one)}

@@ -134,7 +134,7 @@ class TraceRecording:
         )
 
     def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
-        """Record how the innermost call, or the loss, uses gradients; each use only once."""
+        """Record how the innermost call, or the loss, uses gradients: each use once per call."""
         call = self.open_calls[-1] if self.open_calls else LOSS_CALL
         if all((one.call, one.use) != (call, use) for one in self.own_gradients):
             self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))

@@ -113,14 +113,14 @@ def saving_noted(recording: TraceRecording) -> Iterator[None]:
 class Traces:
     """A step's changes of Python state, and what the step leaves for the next one."""
 
-    # each changed place, and whether it is compared by value
+    # each changed place → whether its value is compared by content (see StateValue)
     changed: Mapping[str, bool] = field(default_factory=dict)
     left: LeftBehind = field(default_factory=LeftBehind)
 
 
 @dataclass(slots=True)
 class TracedRun:
-    """Runs a step, which finds the state that an earlier step left, and records what it does."""
+    """Runs a step on the Python state that an earlier step left, and records its changes of it."""
 
     recording: TraceRecording
     traces: Traces

@@ -95,7 +95,7 @@ def with_expected_rows(graph: Graph) -> Graph:
 
 
 def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
-    """Yield the masks that differ only in the number they compare with, each with its share."""
+    """Yield masks that differ only in the number they compare with, each with its share of rows."""
     families: dict[object, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
     times: dict[str, int] = {}
     for mask in sorted(counted & graph.index.made_by.keys()):
@@ -318,7 +318,7 @@ class _Scattering:
 
 
 class _Spans:
-    """The calls that begin before an op, and those that end after it, by position."""
+    """The calls that begin before an op, and those that end after it, by the op's position."""
 
     def __init__(self) -> None:
         self.begin: dict[int, list[str]] = {}
