@@ -202,7 +202,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
-    """Return a line for all parameters of equal shape, axes and last two parts of the name."""
+    """Return one line for all parameters of the same shape, axes and last two parts of the name."""
     groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for parameter in graph.parameters:
         shape = tuple(size.at(0) for size in parameter.shape)

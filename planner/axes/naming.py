@@ -43,7 +43,7 @@ class Unifier:
     def representative(self, dim: Dim) -> Dim:
         """Return the leaf that represents all leaves equal to this one; other dims as they are.
 
-        Equations that are passed on the way are shortened to lead to this leaf at once. Otherwise
+        Equations that are passed on the way are shortened: they lead directly to this leaf. Else,
         every layer of a deep model would walk through all layers before it.
         """
         passed: list[str] = []

@@ -183,7 +183,7 @@ class _Block(nn.Module):
 
 
 def measure_baseline(clock: Clock, device: str) -> Baseline:
-    """Return the time of calling an op that computes nothing, by the clock that times ops."""
+    """Return the time of calling an op on one element, by the clock that times ops."""
     one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.ones(1, device=device)
     add = torch.ops.aten.add.Tensor

@@ -59,7 +59,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The time of a call that computes nothing, by the clock that times ops.
+    """The time of calling an op on one element, by the clock that times ops.
 
     It is subtracted from every op's time, because dispatch is priced separately.
     """

@@ -68,7 +68,9 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too.
+    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too. A model
+    that can be traced in fp32 only is refused if its types clash in 16 bits; otherwise the graph is
+    that of fp32.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _ATTEMPTS)

@@ -74,7 +74,7 @@ class Template:
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call; None if its result has more than tensors and plain values."""
+    """Return the template of a call; None if its result holds anything but tensors and PLAIN."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None
@@ -89,7 +89,7 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
-    """Map the paths of the outermost repeated modules that have children to their structures."""
+    """Return the structures of the outermost repeated modules that have children, by path."""
     # each module under the first of its names, outer modules before inner ones
     modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}

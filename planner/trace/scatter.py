@@ -217,12 +217,12 @@ class _Scattering:
 
     def scattered(self) -> Graph:
         """Return the graph with scatters; each op reads the newest version of a tensor."""
-        spans = _spans(self.graph)
+        ends = _call_ends(self.graph)
         for i, op in enumerate(self.graph.ops):
-            for key in spans.begin.get(i, ()):
+            for key in ends.begin.get(i, ()):
                 self.calls[key] = self._entered(self.calls[key])
             self._read(op)
-            for key in spans.end.get(i, ()):
+            for key in ends.end.get(i, ()):
                 result = self._renamed(self.calls[key].result)
                 self.calls[key] = replace(self.calls[key], result=result)
         return replace(
@@ -317,7 +317,7 @@ class _Scattering:
         return type(value)(map(self._renamed, value)) if isinstance(value, tuple) else value
 
 
-class _Spans:
+class _CallEnds:
     """The calls that begin before an op, and those that end after it, by the op's position."""
 
     def __init__(self) -> None:
@@ -325,12 +325,12 @@ class _Spans:
         self.end: dict[int, list[str]] = {}
 
 
-def _spans(graph: Graph) -> _Spans:
-    spans, places = _Spans(), graph.index.places
+def _call_ends(graph: Graph) -> _CallEnds:
+    ends, places = _CallEnds(), graph.index.places
     for key, ops in graph.index.ops_in.items():
-        spans.begin.setdefault(places[ops[0].name], []).append(key)
-        spans.end.setdefault(places[ops[-1].name], []).append(key)
-    return spans
+        ends.begin.setdefault(places[ops[0].name], []).append(key)
+        ends.end.setdefault(places[ops[-1].name], []).append(key)
+    return ends
 
 
 def views_of(graph: Graph) -> Mapping[str, Op]:
