@@ -94,7 +94,11 @@ def precision_words() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What kernels save for the backward: fused dropout a byte per element; attention is flash."""
+    """Which kernels a device has.
+
+    With `fused_dropout` (GPUs), a dropout saves a mask of bytes, and attention with dropout is one
+    kernel. Otherwise (CPUs), a dropout saves its noise, and such attention is several kernels.
+    """
 
     fused_dropout: bool = True
 

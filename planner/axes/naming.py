@@ -127,7 +127,7 @@ class Unifier:
     def _split_product(self, dim: Dim, outer: Dim) -> tuple[Dim, Dim] | None:
         """Split a factor into an outer one of the size of `outer`, and the rest; None if it fails.
 
-        A concatenation of equal parts is their number times one part.
+        A concatenation of n equal parts counts as the product of n and one part.
         """
         top, size = self.structure(dim), size_of(outer)
         inner_size = size_of(dim).divided_by(size)

@@ -72,7 +72,7 @@ class DetectedNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedCluster:
-    """The sections of a cluster file, and sentences about where they are from."""
+    """The sections of a cluster file, and sentences about where these come from."""
 
     nodes: tuple[DetectedNodes, ...]
     network: Table

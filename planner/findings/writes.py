@@ -53,7 +53,7 @@ def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
 
 
 def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
-    """Yield the storages that ops write to, of activations and of the batch.
+    """Yield the storages of activations and of the batch that ops write to.
 
     A scatter in the graph counts as a write: in the code it writes to a part of a tensor.
     """
@@ -291,7 +291,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
 
 def _names_read(files: tuple[ModuleType, ...]) -> set[str]:
-    """Return the names used in the code of modules, the loss, and functions they call."""
+    """Return the names used in the code of modules, the loss, and functions that these call."""
     waiting = [function for file in files for function in _run_in_a_step(file)]
     met, names = set[CodeType](), set[str]()
     while waiting:

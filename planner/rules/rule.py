@@ -245,7 +245,7 @@ class Rule:
     the result, `f32(a b)` is a tensor with that dtype over these letters, `own(computed)` are the
     computation's `kept` elements, in the dtype of the first input. `added` is the argument that is
     added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
-    with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
+    with the result's sizes; `cuts` are arguments with sizes or positions along the op's `dim`.
     If the op takes a part of a tensor, `written_by` is the op that makes a new tensor in which that
     part is replaced. `updates` are arguments that the op writes to, although its schema does not
     say so. torch requires the arguments `alike` to have one dtype ("*inputs": all tensors), and has
