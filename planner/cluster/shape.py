@@ -331,8 +331,8 @@ def _crossing(
 ) -> CrossedLevel:
     """Return the crossing with the rate of one group.
 
-    A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
-    most m·max(1, r) of them, and c concurrent groups share all ports, at least one:
+    A part (a unit of the level below) of d devices has d·r ports, r for each device. One group with
+    m members in it uses at most m·max(1, r) of them, and c concurrent groups share all ports:
 
         ports = min(max(1, d·r) ÷ c, m·max(1, r))
 

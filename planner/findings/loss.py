@@ -83,7 +83,7 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_selected(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts elements that the model selects, and the batch does not tell how many.
+    """Whether a mean counts elements that the model selects: the batch does not tell how many.
 
     If a loss has targets and no class weights, the answer is yes only if an op that computes the
     targets has the loss's ignore_index as an argument.

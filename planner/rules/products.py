@@ -25,11 +25,11 @@ from autopar.planner.rules.rule import (
 def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
     """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in one or both directions.
 
-    A layer multiplies all rows by its input weights at once (T·B × in by in × gates·H). Then, one
-    step after the other, it multiplies the state by its hidden weights (T times B × H by
-    H × gates·H), and by its projection if it has one. `kept` elements per row and hidden unit are
-    saved for the backward; `unfused` is the number of kernels that a CPU runs in each step beside
-    the products.
+    For B rows of T steps and H hidden units, a layer multiplies all rows by its input weights at
+    once (T·B × in by in × gates·H). Then, one step after the other, it multiplies the state by its
+    hidden weights (T times B × H by H × gates·H), and by its projection if it has one. `kept`
+    elements per row and hidden unit are saved for the backward; `unfused` is the number of kernels
+    that a CPU runs in each step beside the products.
     """
 
     def computation(sizes: OpSizes) -> Computation:

@@ -121,9 +121,9 @@ def build(
 ) -> TracedSubject:
     """Build the model on a device ("meta" takes no memory), and check it and its batch.
 
-    With a dtype, a float32 model and its batch are cast to it. If the batch holds float64, they are
-    not: the cast would hide that float64 does not match the weights. If the dtype has 16 bits, a
-    model's buffers are not cast, as in scripts, except those that `narrowed` names.
+    If `dtype` is given, a float32 model and its batch are cast to it. If the batch holds float64,
+    they are not: the cast would hide that float64 does not match the weights. If `dtype` has 16
+    bits, a model's buffers are not cast, as in scripts, except those that `narrowed` names.
     """
     model = _model(model_file, device)
     own = own_dtype(model)
