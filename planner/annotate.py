@@ -143,13 +143,13 @@ class State:
 
     @property
     def trainable(self) -> int:
-        """The elements that have a gradient."""
+        """The number of elements that have a gradient."""
         return self.gradient_bytes // GRADIENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """The work of every op at one batch and precision; a tensor that is saved twice counts once."""
+    """The work of every op at one batch and precision; a tensor counts once, when first saved."""
 
     batch: int
     precision: Precision
@@ -224,7 +224,11 @@ class _Annotator:
         return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
     def _moved_backward(self, rule: Rule, op: Op, moved: int) -> int:
-        """Return the bytes that an op's backward reads and writes: saved tensors and gradients."""
+        """Return the bytes that an op's backward reads and writes.
+
+        The estimate is what the forward moves, plus the gradients of the op's inputs. For an op
+        that gathers entries of a table, the latter are left out.
+        """
         if moved == 0 or rule.traffic is Traffic.GATHERED:
             return moved
         tensors = self.graph.tensors

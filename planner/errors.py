@@ -54,7 +54,7 @@ class InfeasibleError(AutoparError):
 
 
 class TimeLimitError(AutoparError):
-    """The time limit was reached before the first plan."""
+    """The time limit was reached before a plan was found."""
 
     exit_code = ExitCode.NO_PLAN
 
@@ -87,7 +87,7 @@ class SourceSpan(NamedTuple):
 
 
 class LostLayersError(InputError):
-    """Layers are to be recomputed that the script does not call as modules."""
+    """The plan recomputes layers that the script does not call as modules."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(

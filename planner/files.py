@@ -17,12 +17,12 @@ from autopar.planner.errors import InputError
 
 # The largest clusters have about 100,000 devices; many more are a typing error.
 MOST_DEVICES = 262_144
-_MOST = 2**60  # bytes, elements, FLOPs: more than any machine has
+_MOST = 2**60  # bytes or elements: more than any machine has
 
 Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # a number of ranks, devices or nodes
 Number = Annotated[int, Ge(0), Le(MOST_DEVICES)]  # a number that may be 0
 Rows = Annotated[int, Ge(1), Le(2**31)]
-Repeats = Annotated[int, Ge(1), Le(2**20)]  # done in sequence, such as microbatches
+Repeats = Annotated[int, Ge(1), Le(2**20)]  # things done in sequence, such as microbatches
 Bytes = Annotated[int, Ge(0), Le(_MOST)]
 SomeBytes = Annotated[int, Ge(1), Le(_MOST)]
 Elements = Annotated[int, Ge(0), Le(_MOST)]
@@ -34,7 +34,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 FigureNumber = Annotated[float, Ge(0), Le(1e12)]  # money, or a ratio that may exceed 1
 
 
-MOST_BYTES = 2**27
+MOST_BYTES = 2**27  # of a file that autopar reads
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),

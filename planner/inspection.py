@@ -16,7 +16,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.rules.signature import leaves
 from autopar.planner.rules.table import has_rule
 
-SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes as long as bf16
+SHOWN = (Precision.FP32, Precision.BF16)  # fp16 has the figures of bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ def _axes(graph: Graph, axes: GraphAxes) -> tuple[AxisLine, ...]:
 
 
 def _parameter_dims(graph: Graph, axes: GraphAxes) -> tuple[ParameterLine, ...]:
-    """Return a line for all parameters of equal shape, axes and last two parts of the name."""
+    """Return one line for all parameters of the same shape, axes and last two parts of the name."""
     groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for parameter in graph.parameters:
         shape = tuple(size.at(0) for size in parameter.shape)

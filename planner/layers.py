@@ -1,8 +1,8 @@
-"""Cuts a graph into layers, finds equal layers, and the tensors that cross between layers.
+"""Cuts a graph into layers, and finds equal layers and the tensors that cross between layers.
 
 A layer is a repeated block of the model, or code around the blocks (embedding, head). Equal layers
-have the same ops in the same order, on tensors of equal shapes, dtypes and axes. They are priced
-and solved once.
+have the same ops in the same order, on tensors of equal shapes, dtypes and axes. Their costs and
+layouts are computed once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residence:
-    """The layer of each op, the layer that makes each tensor, and the layers that use it."""
+    """The layer of each op, and for each tensor the layer that makes it and those that use it."""
 
     home: Mapping[str, int]
     maker: Mapping[str, int]
@@ -33,8 +33,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return the layers that make and use each tensor, and the borders that it crosses.
 
-    Only tensors that a single stage computes cross (`computed_once`). Every stage has the model's
-    inputs, and computes all other tensors that it needs from them.
+    Only tensors that a single stage computes cross borders (see `computed_once`). Other tensors do
+    not: each stage that needs one computes it again from the batch, which every stage has.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
@@ -58,9 +58,10 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return the tensors that only one stage computes: those that weights or `drawn` ones lead to.
+    """Return the tensors that only one stage computes.
 
-    Results of ops that update buffers are among them, such as a frozen teacher's batch norm.
+    They are computed from trained weights or from random numbers (`drawn`), or by ops that also
+    update a buffer, such as a frozen teacher's batch norm.
     """
     found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
     found -= {parameter.name for parameter in graph.parameters}
@@ -78,7 +79,7 @@ def _beside_statistics(graph: Graph) -> Iterator[str]:
 
 
 def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
-    """Return the last layer that needs each tensor, also to compute other tensors again."""
+    """Return the last layer that needs each tensor, if only to compute tensors outside `once`."""
     last: dict[str, int] = {}
     for op in reversed(graph.ops):
         is_again = not once.intersection(op.outputs)
@@ -125,10 +126,10 @@ class Layers:
 
 
 def compiled_ops(layer: Layer, graph: Graph) -> tuple[Op, ...]:
-    """Return the ops of a layer that torch.compile takes: those of its module.
+    """Return the ops of a layer that torch.compile compiles: those inside the layer's module.
 
-    There must be several, which it may fuse, or a matrix product, which it may pad. A layer whose
-    code torch.compile cannot trace is not compiled.
+    The result is () if torch.compile cannot trace the module's code, or if it has nothing to
+    improve: there must be several ops, which it may fuse, or a matrix product, which it may pad.
     """
     call = graph.calls.get(layer.call)
     if call is None or not call.path or call.path in graph.broken:
@@ -176,7 +177,7 @@ class _CallTree:
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
-    """Return the calls that are layers: repeated blocks, and other calls with ops of their own."""
+    """Return the calls that may be layers: repeated blocks, and the outermost calls beside them."""
 
     def fellows(call: str) -> list[str]:
         kind, parent = graph.calls[call].class_name, graph.calls[call].parent
@@ -211,7 +212,10 @@ def _units(tree: _CallTree, graph: Graph) -> list[str]:
 
 
 def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
-    """Assign every op to one layer; an op between two layers joins the first."""
+    """Assign every op to one layer; the layers are the units that have parameters.
+
+    Any other op joins the layer before it, or the first layer if none is before it.
+    """
     weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in tree.ops[unit])}
     order: list[str] = []
     groups: dict[str, list[Op]] = {}
@@ -242,8 +246,8 @@ def _form(ops: tuple[Op, ...], graph: Graph, axes: GraphAxes | None) -> Hashable
     met_axes: dict[str, Leaf] = {}
 
     def axis(leaf: Leaf) -> Leaf:
-        # The number tells axes of the same name apart: a concatenation within one axis can be
-        # split, one of two similar axes cannot.
+        # The number distinguishes axes of the same name: a concatenation of parts along one axis
+        # can be split, one of parts along two axes of the same name cannot.
         assert axes is not None
         name = f"{axes.names[leaf.name]} {len(met_axes)}"
         return met_axes.setdefault(leaf.name, replace(leaf, name=name))
@@ -287,7 +291,7 @@ LINEAR = "Linear"  # the class of modules that torchao converts
 
 
 def float8_linears(graph: Graph, layers: Layers) -> Mapping[str, str]:
-    """Map the ops of linear layers that can multiply in float8 to these layers' modules.
+    """Map the names of ops that can multiply in float8 to the paths of their linear modules.
 
     These are trained nn.Linear modules inside compiled layers, with both sizes multiples of 16. The
     last products before the loss stay in 16 bits, because a loss is sensitive to its logits.

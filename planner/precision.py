@@ -14,14 +14,14 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 
 
 class Precision(StrEnum):
-    """The dtype of a model's floats in training; beside 16-bit weights there are fp32 masters."""
+    """The dtype of a model's floats in training; with 16 bits, the optimizer keeps fp32 weights."""
 
     _value_: str
     torch_name: str
     item_bytes: int  # of weights and activations
-    scales_loss: bool  # small gradients would become 0: fp16 ends at 6e-8
-    # dtypes of a device's units: the first computes the products. MFU is relative to its peak, or
-    # to the next one's if the device has no such units
+    scales_loss: bool  # small gradients would become 0: below 6e-8 in fp16
+    # dtypes of a device's matrix units. Those of the first dtype compute the products. MFU is
+    # relative to their peak, or to that of the next dtype if the device has no such units
     peaks: tuple[str, ...]
     products: str  # for torch.set_float32_matmul_precision; torch's default if empty
     words: str  # in help texts, after the name
@@ -54,16 +54,17 @@ class Float8(StrEnum):
 
     Separate kernels cast the factors. They read elements of 16 bits, find the largest ones, and
     write elements of 8 bits: once with contiguous rows and once with contiguous columns, because
-    every factor belongs to two of a layer's three products. Names in `_bytes` have the bytes that
-    these kernels move per element, as counted by torchao (testing/training/roofline_utils.py).
-    `rate` was fitted to every second published run with scales for rows (docs/accuracy.md).
+    every factor belongs to two of a layer's three products. The attributes with `bytes` in their
+    names count the bytes that these kernels move per element, as torchao does
+    (testing/training/roofline_utils.py). `rate` was fitted to three of the five published rowwise
+    runs; the other two were held out (docs/accuracy.md).
     """
 
     _value_: str
     input_bytes: int  # of a layer's input in the forward, of its result's gradient in the backward
     weight_bytes: int  # in the forward
     weight_bytes_again: int  # in the backward
-    gradient_bytes: int  # of a result of a product in the backward, which is scaled afterwards
+    gradient_bytes: int  # of a gradient that a product computes, and that is scaled afterwards
     rate: float  # of products, relative to those with one scale for a tensor
     words: str
 
@@ -93,7 +94,11 @@ def precision_words() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What kernels save: attention is always flash; fused dropout saves a mask of bytes."""
+    """Which kernels a device has.
+
+    With `fused_dropout` (GPUs), a dropout saves a mask of bytes, and attention with dropout is one
+    kernel. Otherwise (CPUs), a dropout saves its noise, and such attention is several kernels.
+    """
 
     fused_dropout: bool = True
 
@@ -103,7 +108,7 @@ FUSED = Kernels()
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "f32": 4,
      "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-     # complex numbers of the model's own dtype, traced in float64
+     # 8 for both: a trace in float64 shows complex128, where the training has complex64
      "complex64": 8, "complex128": 8}
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""The meaning of every dim of every tensor: an algebra of dims, solved by unification."""
+"""Infers by unification which axis every dim of every tensor is, and names the axes."""

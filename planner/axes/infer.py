@@ -26,7 +26,10 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """A dim of an op's input that other ops have in another form; it is not split in this op."""
+    """A dim of an op's input that does not fit the op's signature.
+
+    Other ops flatten or concatenate it otherwise. It is not split in this op.
+    """
 
     op: str
     tensor: str

@@ -1,4 +1,4 @@
-"""Unifies the dims of a graph, and names them."""
+"""Unifies the dims of a graph, and names the axes that result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Unifier:
     def representative(self, dim: Dim) -> Dim:
         """Return the leaf that represents all leaves equal to this one; other dims as they are.
 
-        Equations that are passed on the way are shortened to lead to this leaf at once. Otherwise
+        Equations that are passed on the way are shortened: they lead directly to this leaf. Else,
         every layer of a deep model would walk through all layers before it.
         """
         passed: list[str] = []
@@ -127,7 +127,7 @@ class Unifier:
     def _split_product(self, dim: Dim, outer: Dim) -> tuple[Dim, Dim] | None:
         """Split a factor into an outer one of the size of `outer`, and the rest; None if it fails.
 
-        A concatenation of equal parts is their number times one part.
+        A concatenation of n equal parts counts as the product of n and one part.
         """
         top, size = self.structure(dim), size_of(outer)
         inner_size = size_of(dim).divided_by(size)
@@ -268,7 +268,7 @@ def named(
 def _name_vocabularies(
     seen: Mapping[str, set[str]], chosen: dict[str, str], sizes: Mapping[str, Extent]
 ) -> None:
-    """Rename classes to vocab, if they are also rows of a look-up table, or as many as a vocab."""
+    """Rename classes vocab if they are also rows of a look-up table, or as many as a vocab has."""
     for leaf, names in seen.items():
         if {"positions", "classes"} <= names and chosen[leaf] in ("positions", "classes"):
             chosen[leaf] = "vocab"
@@ -310,7 +310,7 @@ def _propose(
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
         joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
-        if not open_ and len(joined) == 1:  # heads of ALiBi, whose slopes are joined
+        if not open_ and len(joined) == 1:  # heads of ALiBi: its slopes are concatenated
             wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _SHARED_WITH_PARTS:
         for part in top.parts:

@@ -1,1 +1,1 @@
-"""Describes the machines of a plan: devices, links, and the links between any two devices."""
+"""Describes the machines of a plan: their devices, and the links between any two devices."""

@@ -25,15 +25,15 @@ from autopar.planner.files import (
 class Topology(StrEnum):
     """How the units of one level are wired together."""
 
-    RING = "ring"  # every unit reaches its two neighbours, in one direction
-    DOUBLE_RING = "double-ring"  # in both directions at once
-    TREE = "tree"  # leaves under switches that pass messages on
+    RING = "ring"  # every unit receives from one neighbour and sends to the other
+    DOUBLE_RING = "double-ring"  # the same in both directions at once
+    TREE = "tree"  # units under switches that pass messages on
     MESH = "mesh"  # a link to every other unit; the rate is the sum of these links
     SWITCH = "switch"  # every unit reaches every other at its full rate
 
 
 class Backend(StrEnum):
-    """The library that runs the collectives; NCCL also stands for RCCL: its protocols are equal."""
+    """The library that runs the collectives; NCCL also stands for RCCL, which works alike."""
 
     NCCL = "nccl"
     GLOO = "gloo"
@@ -68,7 +68,7 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between devices, sockets or nodes; with 0.5 ports per device, two share a port."""
+    """A link between devices, sockets or nodes; at 0.5 ports per device, two devices share one."""
 
     name: str
     topology: Topology
@@ -83,7 +83,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """A device's share of its machine's own memory, and the link to it; rates are raw."""
+    """A device's share of the host's memory, and the link to it; rates are those of data sheets."""
 
     memory_bytes: SomeBytes
     memory_bytes_per_second: Rate
@@ -92,7 +92,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The data sheet of one device; peaks are dense."""
+    """The data sheet of one device; peaks are without sparsity."""
 
     name: str
     vendor: str
@@ -197,9 +197,9 @@ class Cluster:
 
     @cached_property
     def period(self) -> int:
-        """Return after how many ranks the machines repeat.
+        """Return after how many ranks the machines and links repeat.
 
-        If the machines are unequal, it is the number of all ranks.
+        If a level has unequal units, it is the number of all ranks.
         """
         repeated = [level for level in self.levels if len(level.units) > 1]
         if any(len(set(level.units)) > 1 for level in repeated):
@@ -257,7 +257,7 @@ Item = TypeVar("Item")
 class Racks:
     """How many nodes are in a rack, and the links between racks."""
 
-    nodes: int  # per rack
+    nodes: int  # per rack; a scale-up domain of several nodes counts once
     link: Link
 
 

@@ -17,16 +17,17 @@ Value = str | int | float | bool
 Table = dict[str, Value]  # keys of a section of a cluster file; never changed
 
 BEGINNING = "# Written by autopar cluster detect"
-_NEAR = 0.01  # a smaller difference from the data sheet is none
-# One NVLink in one direction. A generation that is not here has the data sheet's link.
+_NEAR = 0.01  # a smaller relative difference from the data sheet is ignored
+# Bytes per second of one NVLink in one direction, by architecture. GPUs of other architectures have
+# the data sheet's link.
 _NVLINK = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}
 _MEASURED, _NVLINKS = "measured", "nvlinks"  # names of links in the file
-_CPU_NETWORK = "ethernet-10"  # whose backend is gloo
+_CPU_NETWORK = "ethernet-10"  # a network whose backend is gloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """What messages between two processes reach."""
+    """The rate and latency that messages between two processes reach."""
 
     bytes_per_second: float
     alpha_seconds: float
@@ -47,7 +48,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLinks:
-    """The slowest link between two processes of one machine, and of two."""
+    """The slowest link between two processes of one machine, and of different machines."""
 
     inside: MeasuredLink | None = None
     between: MeasuredLink | None = None
@@ -55,9 +56,10 @@ class MeasuredLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedNodes:
-    """Equal nodes; `own` and `link` are keys of the device and its link, unlike the data sheet's.
+    """Equal nodes; `own` and `link` are keys of the device and of its link in the cluster file.
 
-    If `link` has keys, its name in the file begins with own["link"].
+    Both are empty for a device as in the data sheet. If `link` has keys, its name in the
+    file begins with own["link"].
     """
 
     count: int
@@ -70,7 +72,7 @@ class DetectedNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectedCluster:
-    """The sections of a cluster file, and sentences about where they are from."""
+    """The sections of a cluster file, and sentences about where these come from."""
 
     nodes: tuple[DetectedNodes, ...]
     network: Table
@@ -188,8 +190,8 @@ def _wired(
 def _nvlinks(device: Device, wiring: GpuWiring) -> Table | None:
     """Return the NVLinks of a machine as a link, or None if they are those of the data sheet.
 
-    GPUs that have more NVLinks to all others together than the data sheet says share them by a
-    switch.
+    If a GPU's NVLinks to all others add up to more than the data sheet's rate, the same links are
+    counted for each other GPU: a switch joins them.
     """
     rate = _NVLINK.get(device.architecture.casefold())
     if rate is None:
@@ -213,14 +215,14 @@ def _is_nvlink(link: Link) -> bool:
 def _with_pcie(
     node: DetectedNodes, device: Device, wiring: GpuWiring, generation: int | None
 ) -> DetectedNodes:
-    """Return a node whose GPUs are joined by PCIe, with this generation and these CPUs."""
+    """Return a node whose GPUs are joined by PCIe of this generation, with its GPUs per CPU."""
     own = dict(node.own)
     name = f"pcie{generation}" if f"pcie{generation}" in known_links() else ""
     if (name or _is_nvlink(device.link)) and name != device.link.name:
         own["link"] = name or "pcie4"
     sizes, count = set(Counter(wiring.parts).values()), len(wiring.parts)
     (per_socket, *more) = sizes
-    is_told = not more and (per_socket > 1 or count == 2)  # else a virtual machine hides it
+    is_told = not more and (per_socket > 1 or count == 2)  # else a VM hides the CPUs
     if is_told and per_socket < count and per_socket != device.devices_per_socket:
         own["devices_per_socket"] = per_socket
     if is_told and per_socket == count > (device.devices_per_socket or count):

@@ -279,7 +279,7 @@ _MOST_SHOWN = 8
 
 
 def prefix_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return how many first devices may be taken: a part of the first node, or whole nodes."""
+    """Return how many devices may be taken from the front: a part of the first node, or nodes."""
     whole = tuple(accumulate(node.devices for node in cluster.nodes))
     return (*range(1, whole[0]), *whole)
 

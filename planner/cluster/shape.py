@@ -1,4 +1,4 @@
-"""Finds the links that a group's traffic crosses, and the devices of its ranks.
+"""Finds the links that the traffic of a group of ranks crosses, and the devices of ranks.
 
 Also lists the orders of unlike nodes to try; they do not depend on the order in the file. A few
 nodes are put in every order. With many, equal nodes stay side by side, because a group of unlike
@@ -40,14 +40,14 @@ class RowShare:
     rows: int
 
 
-Kind = tuple[RowShare, ...]  # devices and rows of a block of ranks that wait for each other
+Kind = tuple[RowShare, ...]  # the different shares in a block of ranks that wait for each other
 
 
 @lru_cache(maxsize=1024)
 def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Devices, ...]:
     """Return the distinct devices of each of `blocks` equal blocks of consecutive ranks.
 
-    Equal results are one object.
+    Blocks with equal devices share one object.
     """
     if len({node.device for node in cluster.nodes}) == 1:
         return ((cluster.nodes[0].device,),) * blocks
@@ -161,7 +161,7 @@ class CrossedLevel:
     level: str
     parts: int
     members: int
-    bytes_per_second: float  # of one part in each direction, for the whole group, in long transfers
+    bytes_per_second: float  # of a part in each direction, shared by its members, in long transfers
     port_bytes_per_second: float  # for one message of one rank
     alpha_seconds: float
     topology: Topology
@@ -331,8 +331,8 @@ def _crossing(
 ) -> CrossedLevel:
     """Return the crossing with the rate of one group.
 
-    A part of d devices has d·r ports (r ports per device). One group with m members in it uses at
-    most m·max(1, r) of them, and c concurrent groups share all ports, at least one:
+    A part (a unit of the level below) of d devices has d·r ports, r for each device. One group with
+    m members in it uses at most m·max(1, r) of them, and c concurrent groups share all ports:
 
         ports = min(max(1, d·r) ÷ c, m·max(1, r))
 

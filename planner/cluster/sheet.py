@@ -115,7 +115,7 @@ def _meant(key: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Return a device name in small letters and dashes, without the vendor."""
+    """Return a device name in lower case, with dashes and without the vendor."""
     key = name.strip().casefold().replace("_", "-").replace(" ", "-")
     for vendor in ("nvidia-", "amd-", "tesla-", "instinct-"):
         key = key.removeprefix(vendor)

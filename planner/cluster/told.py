@@ -13,7 +13,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.files import MOST_DEVICES
 
 _MEBIBYTE = 2**20
-_MOST_WORDS = 60  # characters of a tool's text in a message
+_MOST_CHARACTERS = 60  # characters of a tool's text in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class FoundNode:
     """A machine as a tool describes it, with devices of one kind."""
 
     name: str
-    kind: str  # as the tool calls its devices; "" if it does not
+    kind: str  # as the tool calls its devices; "" if it names none
     devices: int
     memory_bytes: int | None = None  # of a device
     hints: tuple[str, ...] = ()  # other words about the machine; one may be the device's name
@@ -31,7 +31,7 @@ class FoundNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideMachine:
-    """What is seen from inside a machine; None if it is not known."""
+    """What tools inside a machine say; fields are None or empty if they say nothing."""
 
     wiring: GpuWiring | None = None
     pcie_generation: int | None = None
@@ -54,7 +54,7 @@ def printable(text: str) -> str:
 def shown(text: str) -> str:
     """Return a tool's text for a message, shortened."""
     line = printable(text)
-    return line if len(line) <= _MOST_WORDS else f"{line[: _MOST_WORDS - 1]}…"
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 1]}…"
 
 
 # ---- nvidia-smi
@@ -107,7 +107,7 @@ class GpuWiring:
     """
 
     links: tuple[tuple[int, ...], ...]
-    parts: tuple[int, ...]  # of each GPU
+    parts: tuple[int, ...]  # the part of each GPU
     cards: tuple[str, ...]
     all_cards: tuple[str, ...]
 
@@ -115,7 +115,7 @@ class GpuWiring:
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"X|NV(?P<links>\d{1,3})|SYS|SOC|NODE|PHB|PXB|PIX", re.ASCII)
 _BETWEEN_CPUS = ("SYS", "SOC")
-_BESIDE = ("PIX", "PXB")  # at most PCIe switches between
+_BESIDE = ("PIX", "PXB")  # a GPU and a card with at most PCIe switches between them
 
 
 def wiring_in(text: str) -> GpuWiring:
@@ -155,7 +155,7 @@ def _nvlinks(cell: str) -> int:
 
 
 def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
-    """Return for each GPU the first GPU that it reaches, directly or over others, or itself."""
+    """Return each GPU's part: the first GPU that it is joined to, directly or over others."""
     first = list(range(len(joined)))
     for one in range(len(joined)):
         for other in range(one):
@@ -170,11 +170,11 @@ def _parts(joined: Sequence[Sequence[bool]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkCard:
-    """A network card: its rate in one direction, and how it speaks."""
+    """A network card: its rate in one direction, and its protocol."""
 
     name: str
     bytes_per_second: float
-    layer: str  # "InfiniBand", "Ethernet", or another of a cloud's own
+    layer: str  # "InfiniBand", "Ethernet", or a cloud's own protocol
 
 
 _RATE = re.compile(r"\s*(\d{1,5}(?:\.\d{1,3})?) Gb/sec\b.*\s*", re.ASCII)
@@ -197,7 +197,7 @@ def cards_in(told: Mapping[str, tuple[str, str, str]]) -> tuple[NetworkCard, ...
 # ---- Slurm
 
 SLURM_QUERY = ("scontrol", "--oneliner", "show", "nodes")
-# Values have spaces, and keys begin after one: " JobState=".
+# A key follows a space, as in " JobState="; values may contain spaces, too.
 _FIELD = re.compile(r"(?:^| )([A-Za-z][\w/:]*)=")
 _UNUSABLE = frozenset(
     (
@@ -256,7 +256,7 @@ def _slurm_node(fields: Mapping[str, str]) -> FoundNode | str:
 
 
 def _count(text: str, what: str) -> int:
-    """Return a number of devices."""
+    """Return the number of devices in a text; raise if no cluster has so many."""
     if not re.fullmatch(r"\d{1,7}", text, re.ASCII) or int(text) > MOST_DEVICES:
         raise InputError(f"{what} are {shown(text)!r}", expected=f"at most {MOST_DEVICES:,}")
     return int(text)

@@ -83,10 +83,10 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
 
 
 def counts_selected(op: Op, graph: Graph) -> bool:
-    """Whether a mean counts elements that the model selects, and the batch does not tell how many.
+    """Whether a mean counts elements that the model selects: the batch does not tell how many.
 
-    If only the targets of a loss decide, this is so if an op that computes them has the loss's
-    ignore_index as an argument.
+    If a loss has targets and no class weights, the answer is yes only if an op that computes the
+    targets has the loss's ignore_index as an argument.
     """
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
@@ -172,7 +172,7 @@ def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | N
 
 
 class Follows(StrEnum):
-    """How a tensor computed from a batch follows from those computed from its equal parts."""
+    """How a tensor of a whole batch follows from the same tensor of equal parts of the batch."""
 
     ALIKE = "alike"  # it does not depend on rows
     ROWS = "rows"  # it has a value for each row
@@ -192,10 +192,10 @@ class LossOfParts:
 
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
-# a result of all rows, even if its size depends on the batch: it has no value for each row
+# their result belongs to all rows together, even if its size depends on the batch
 _COLLECTED = (OpKind.COUNT, OpKind.VALUES)
 _OF_ROWS = (Follows.MEAN, Follows.SUM)
-_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # by ATen's codes
+_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # for ATen's codes 0, 1 and 2
 
 
 def loss_of_parts(graph: Graph) -> LossOfParts:
@@ -224,7 +224,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 
 def _is_weighed(number: str, graph: Graph) -> bool:
-    """Whether a number is computed from a mean in which a part's weight is not its rows."""
+    """Whether a number is computed from a mean that weights parts otherwise than by their rows."""
     maker = graph.index.made_by.get(number)
     if maker is None or graph.tensors[number].shape:
         return False
@@ -295,7 +295,7 @@ class _LossReader:
             return Follows.MEAN
         if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
             return Follows.SUM  # the bins do not depend on rows
-        adds = isinstance(arguments.get(rule.added), Ref)  # a sum of parts would add it many times
+        adds = isinstance(arguments.get(rule.added), Ref)  # each part would add this term
         if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
             return Follows.SUM
         return self._unknown(op, rule)
@@ -338,7 +338,7 @@ class _LossReader:
 
 
 def _by_number(kind: Follows, number: Value, *, is_division: bool) -> Follows:
-    """Return how a mean or a sum follows after a product or quotient with a number."""
+    """Return how a mean or sum follows from parts once it is multiplied or divided by a number."""
     if not isinstance(number, Extent) or number.is_constant:
         return kind
     pairs = {(Follows.SUM, True): Follows.MEAN, (Follows.MEAN, False): Follows.SUM}

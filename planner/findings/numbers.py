@@ -55,7 +55,7 @@ def _reads_parameter(op: Op, graph: Graph) -> bool:
 
 SLOW = 0.02  # the share of a microbatch's seconds from which lost time matters
 LEAST_LOSS_SECONDS = 1e-3  # less lost time per microbatch does not matter: the model is small
-_ALIGNED = 8  # 16-bit elements: 16 bytes
+_ALIGNED = 8  # elements of 16 bits, which take 16 bytes
 _PADDED = 64  # elements: a multiple of it fills whole tiles
 
 
@@ -119,7 +119,7 @@ def _unaligned_size(op: Op, prices: OpPricer) -> int:
     return max((extent for extent in extents if extent % _ALIGNED), default=0)
 
 
-GREATEST = 65_504
+GREATEST = 65_504  # the largest number of fp16
 _VALUES = ("value", "fill_value")
 
 

@@ -1,9 +1,9 @@
-"""Tries a model's optimizer on small stand-ins, to find what a rank must hold for it.
+"""Tries a model's optimizer on small stand-ins, to find which parameters a rank must hold whole.
 
-An optimizer steps the parameters that its rank holds: parts of them with ZeRO or tensor ranks, only
-those of some layers in a pipeline. This silently changes the training if the update of an element
-depends on other elements (Muon's on a matrix, another's on a parameter's norm), or if parameter
-groups depend on positions in the list of parameters.
+A rank's optimizer gets only what the rank holds: with ZeRO or tensor ranks parts of parameters, in
+a pipeline the parameters of some layers. This silently changes the training if the update of an
+element depends on other elements (Muon's on a matrix, another's on a parameter's norm), or if
+parameter groups depend on positions in the list of parameters.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     make = make_on_stand_ins(model_file, graph, built)
     every = _stand_ins_of(graph, built)
     by_size = {one.size: one for one in every}
-    # AdamW treats parameters of one size alike, and a large model has thousands.
+    # AdamW treats parameters of one size alike, so one stand-in of each size is enough.
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
         optimizer = make(_stand_ins(sizes))
     except AutoparError as error:
         if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
-        return None  # it may need sizes or a device that stand-ins do not have
+        return None  # build_optimizer may need sizes or a device that stand-ins do not have
     try:
         scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
     except AutoparError as error:
@@ -266,7 +266,10 @@ def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequenc
 
 
 def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
-    """Return each element's change over some steps; elements in `changed` begin 10 times larger."""
+    """Return each element's change over some steps.
+
+    Elements in `changed` begin 10 times larger, and get gradients that are 10 times larger.
+    """
     parameters = _stand_ins(sizes)
     factors = [
         1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
@@ -280,7 +283,10 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
 
 
 def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
-    """Return an optimizer after some steps, and whether these draw; `factors` scale gradients."""
+    """Return an optimizer after some steps, and whether these draw random numbers.
+
+    `factors` multiply the gradients.
+    """
     optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(1)
@@ -336,7 +342,7 @@ def _count(one: StandIn) -> int:
 
 
 def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
-    """Whether parameters get other settings if the optimizer gets half of the list."""
+    """Whether parameters get other settings, or an error, if only half of them are given."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
     if not middle:

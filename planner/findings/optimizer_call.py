@@ -1,4 +1,4 @@
-"""Calls build_optimizer on small stand-ins for the parameters, and tries its schedule.
+"""Calls build_optimizer on stand-ins for the parameters, and tries build_scheduler's schedule.
 
 Also finds the parameters that a gradient of the loss reaches. A teacher under `torch.no_grad()`, or
 with detached outputs, has weights that require gradients but get none. An optimizer skips
@@ -42,7 +42,8 @@ NAME = "stand_in_for"  # an attribute of a stand-in
 def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:
     """Return a function that makes the optimizer for stand-ins.
 
-    It passes them as build_optimizer takes them: as a list, named, or in the model.
+    It passes them as build_optimizer takes them: as a list, as pairs with their names, or in the
+    model.
     """
     build = model_file.build_optimizer
     if build is None:
@@ -72,7 +73,11 @@ _HOOKS = "_optimizer_step_pre_hooks"  # set by Optimizer.__init__
 
 
 def check_optimizer(made: Any, where: str) -> None:
-    """Raise if scripts cannot add their hooks for gradients and new values to an optimizer."""
+    """Raise if scripts cannot register step hooks on an optimizer, or if parameters come twice.
+
+    Before a step, a script's hook hands the optimizer its gradients; after it, another hook stores
+    the new parameters.
+    """
     name, is_one = type(made).__name__, isinstance(made, Optimizer)
     if is_one and hasattr(made, _HOOKS):
         _check_once(made, where)
@@ -82,8 +87,9 @@ def check_optimizer(made: Any, where: str) -> None:
         f"build_optimizer returns a {name}, {lacks}",
         where=where,
         expected="a torch.optim.Optimizer, which may wrap another one",
-        fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
-        "super().__init__(optimizer.param_groups, {}): both have the same groups then",
+        fix=f"derive {name} from torch.optim.Optimizer, and call super().__init__(…) first in "
+        "its __init__; a wrapper passes the inner optimizer's groups: "
+        "super().__init__(inner.param_groups, {})",
     )
 
 

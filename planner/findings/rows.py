@@ -60,7 +60,7 @@ class _OrderReader:
         self.order: dict[str, str] = {}  # tensor → the sort that its rows are ordered by
         self.places: dict[str, str] = {}  # tensor → the sort whose row indices it holds
         self.ways_back: dict[str, str] = {}  # tensor → the sort that indexing by it undoes
-        self.sorts: dict[str, str] = {}  # a sort, or an op in its order → the sort
+        self.sorts: dict[str, str] = {}  # a sort, its inverse, or a grouped product → the sort
         self.mixed: set[str] = set()
 
     def read(self, op: Op) -> None:
@@ -111,7 +111,8 @@ class _OrderReader:
         elif index in self.ways_back and order == self.ways_back[index]:
             return
         elif not self._rows(source) and index not in self.ways_back:
-            # a table without rows of the batch (a bias for each expert): the order of the index
+            # entries of a table that has no rows of the batch (a bias for each expert): they are
+            # in the order of the index
             self.order[made] = self.order.get(index, _NATURAL)
         else:
             self._mix(source, index)
@@ -220,7 +221,10 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
 
 
 def _writes_result(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op writes a result of rows to a buffer: ranks would write different results."""
+    """Whether an op that is no batch norm writes a result of rows to a buffer.
+
+    Ranks would write different results.
+    """
     if kind_of(op) is OpKind.BATCH_NORM:
         return False
     return bool(written_buffers(op, graph)) and any(

@@ -18,7 +18,7 @@ class ScheduleEnd(NamedTuple):
 class Reach(IntEnum):
     """What the update of an element depends on, beside the element's own gradients."""
 
-    NUMBER = 0
+    NUMBER = 0  # nothing else
     PARAMETER = 1  # other elements of its parameter
     MODEL = 2  # other parameters
 

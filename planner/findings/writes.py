@@ -1,7 +1,7 @@
 """Finds layers that write to their inputs or cannot be recomputed, and buffers that count steps.
 
 A layer that writes to its inputs, or to whose results other code writes, works on copies if it is
-recomputed or is a unit of `fully_shard` (runtime/model/parts.py). This is right only if the layer's
+recomputed or wrapped by `fully_shard` (runtime/model/parts.py). This is right only if the layer's
 results are the only tensors in which other code sees its writes.
 
 Also finds attributes that the step of an optimizer or scheduler sets and the forward reads: printed
@@ -53,7 +53,7 @@ def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
 
 
 def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
-    """Yield the storages that ops write to, of activations and of the batch.
+    """Yield the storages of activations and of the batch that ops write to.
 
     A scatter in the graph counts as a write: in the code it writes to a part of a tensor.
     """
@@ -75,7 +75,7 @@ class _Borders:
 
     @property
     def matter(self) -> bool:
-        """Whether there are such writes; raises if copies would change results."""
+        """Whether there are writes of either kind; raises if copies would change results."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
         views = [
@@ -96,7 +96,7 @@ class _Borders:
         return bool(given or returned)
 
     def _is_view_within(self, op: Op) -> bool:
-        """Whether torch returns an op's result as a view of a matrix, which the graph hides."""
+        """Whether torch returns a view of a matrix that it makes; the graph shows no view."""
         (result, *_) = op.outputs
         return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
@@ -169,7 +169,7 @@ Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cann
 
 
 def unable(layers: Sequence[Layer], graph: Graph, *, precision: Precision) -> Iterator[Unable]:
-    """Yield for each layer the modes that it cannot have."""
+    """Yield for each layer the modes of recomputation that it cannot have, and why."""
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
     twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
@@ -235,7 +235,7 @@ def _recurrent(layer: Layer) -> Op | None:
 def _written_result(
     layer: Layer, graph: Graph, writers: Mapping[str, Op], mode: Recompute
 ) -> Hindrance | None:
-    """Return why a layer cannot have a mode: an op writes into a result that it would save."""
+    """Return why a layer cannot have a mode: an op writes into a result that the mode saves."""
     if mode.saved_ops is None:
         return None
     op = _recurrent(layer) or _writer_into_saved(layer, graph, writers, mode)
@@ -291,7 +291,7 @@ def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], 
 
 
 def _names_read(files: tuple[ModuleType, ...]) -> set[str]:
-    """Return the names used in the code of modules, the loss, and functions they call."""
+    """Return the names used in the code of modules, the loss, and functions that these call."""
     waiting = [function for file in files for function in _run_in_a_step(file)]
     met, names = set[CodeType](), set[str]()
     while waiting:

@@ -1,8 +1,8 @@
 """The traced model as immutable data, with one index for questions about it.
 
 The index answers which op makes a tensor, which ops write to its memory, and what depends on what.
-No other file decides what a write changes: tensors may share a storage; an op that writes to one of
-them writes to the storage, and later reads of all of them see the new values.
+No other file decides what a write changes. Tensors may share a storage: if an op writes to one of
+them, later reads of all of them see the new values.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Graph:
     """A model with its loss; one trace serves every batch size.
 
     If the model treats its batch size as a constant, `fixed_batch` is the only size that the graph
-    serves, and `fixed_at` the line. `recomputed_at` is where the model uses torch.utils.checkpoint,
+    serves, and `fixed_at` is where. `recomputed_at` is where the model uses torch.utils.checkpoint,
     `autocast_at` where it uses torch.autocast. `devices_meet_at` is where it combines a tensor on
     the CPU with one on another device, which fails. `was_noticed`: the model could detect the
     trace, so in training it may pass other arguments to its modules, such as no mask.

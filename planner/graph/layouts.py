@@ -5,7 +5,8 @@
     S      split along a logical axis, and so is its gradient
     P      a partial sum of the value on each rank; its gradient is whole on every rank
 
-A plan is wrong if an op needs a tensor in a layout to which no conversion here leads.
+If an op needs an input in another layout than the op that made it gives, the input is converted.
+Each conversion also converts the gradient, in the backward.
 """
 
 from __future__ import annotations

@@ -260,8 +260,8 @@ class ModuleCall:
     that it defines, so scripts call the Function instead of printing its code. Arguments that are
     neither tensors nor plain values are text such as "<DynamicCache>"; the model's modules are
     "<module h.0.position>". Lists are `Listed`, because callers concatenate them; dicts are
-    `Mapped`, and objects with fields `Fields`. `has_unused` marks a call that computes something
-    from activations that the loss does not depend on, `is_batch_norm` one of torch's batch norms,
+    `Mapped`, and objects with fields `Fields`. `has_unused` marks a call that computes, from
+    activations, something that the loss does not need, `is_batch_norm` one of torch's batch norms,
     which share statistics over data ranks. `left` says whether the call changes Python state.
     `mode_is_set` marks a call before which other code set the module to training or evaluation.
     `spans` are the expressions that call it: the innermost one first, the one in a forward last.

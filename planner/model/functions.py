@@ -110,7 +110,7 @@ _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
 
 def forward_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the hooks that run when a module is called, but not when its forward is."""
+    """Yield the hooks that run when a module is called, but not when only its forward is called."""
     for name in _FORWARD:
         yield from getattr(module, name).values()
 
@@ -157,7 +157,7 @@ class DataReads:
     def __init__(self) -> None:
         self.paths: dict[str, State] = {}  # each with its state when it was last read
         self.variables: dict[str, str | None] = {}
-        self._first: set[str] = set()  # variables that were read in this watch before
+        self._first: set[str] = set()  # variables read since `watched` began
         # the frame that has begun to list all variables, and its instruction
         self._lister: tuple[FrameType, int] | None = None
         self._depth = 0

@@ -181,7 +181,7 @@ def remedy(error: BaseException, path: Path) -> str:
 
 
 def told(name: str, passed: Sequence[Any]) -> str:
-    """Describe the arguments of loss or metrics: the model's outputs, and the batch."""
+    """Describe the arguments of loss or metrics (outputs and batch); "" for other functions."""
     if len(passed) != 2:
         return ""
     outputs, batch = map(_in_words, passed)

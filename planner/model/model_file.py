@@ -88,7 +88,7 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file, even if it was imported before.
+    """Import a file again, unless it defines ops of torch and has not changed.
 
     As in `python FILE`, its folder comes first on sys.path; for a file in a package, this is the
     folder that holds the package.
@@ -127,14 +127,14 @@ def import_file(path: Path) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class ImportedFile:
-    """A file as it was imported."""
+    """The text of a file when it was imported, and the module made of it."""
 
     text: bytes
     module: ModuleType
 
 
-# Files that define ops, which are imported once: to define an op again, torch frees the first one,
-# and graphs that were traced with it would crash the process.
+# Files that define ops. They are not imported again: to define an op again, torch frees the first
+# one, and graphs that were traced with it would crash the process.
 _WITH_OPS: dict[Path, ImportedFile] = {}
 
 
@@ -178,7 +178,7 @@ OPTIONAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """A loaded model file: its functions, with the arguments that each takes."""
+    """A loaded model file: its functions, with the values of --arg bound to their parameters."""
 
     path: Path
     factory: str

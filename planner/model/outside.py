@@ -126,7 +126,7 @@ class StateScope:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
     def around(self, path: str) -> StateScope:
-        """Return the scope for a call of a module: all files, and the modules inside and around."""
+        """Return the scope for a call of a module: all files, and the modules in and around it."""
         names = path.split(".")
         above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
         outer = {name: self.modules[name] for name in above if name in self.modules}

@@ -162,7 +162,7 @@ class ProbeCall:
     def _copies(self) -> dict[str, Tensor]:
         """Return the operands, with copies of leaves that need a gradient if the op writes to them.
 
-        torch does not let it write to such a leaf.
+        torch does not let an op write to such a leaf.
         """
         written = set(self.probe.op.writes)
         return {

@@ -76,7 +76,7 @@ class MeasuredNet:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFile:
-    """The content of a measured.toml; of times for several versions of torch, the latest count."""
+    """The content of a measured.toml; times of the latest version of torch in it count."""
 
     hosts: tuple[MeasuredHost, ...] = ()
     nets: tuple[MeasuredNet, ...] = ()
@@ -107,7 +107,7 @@ class MeasuredFile:
         )
 
     def merged(self, newer: MeasuredFile) -> MeasuredFile:
-        """Return the measurements of both files; of an op in both, the newer one."""
+        """Return the measurements of both files; of what both measured, the newer ones."""
         for host in newer.hosts:
             self._check_threads(host)
         ops = {(one.key, one.torch): one for one in (*self.ops, *newer.ops)}

@@ -1,8 +1,9 @@
 """Measures collectives between processes of this machine, and fits latency and rate.
 
 A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm has h hops and sends k
-times the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
-small messages count as much as large ones. They are fitted to each collective, and to all together.
+times the payload (costs/collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so
+that small messages count as much as large ones. They are fitted to each collective, and to all
+together.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _last_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[-1]
 
 
-BLOCK_SECONDS = 2e-3  # calls are repeated for at least this time before the clock is read
+BLOCK_SECONDS = 2e-3  # calls are repeated for about this time before the clock is read
 CASE_SECONDS = 0.06  # the time for a collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
 # Each pass measures all cases: then another program disturbs some samples of all cases, not all
@@ -111,12 +112,12 @@ def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str,
 
 
 def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str) -> list[float]:
-    """Return the seconds of a collective in each of several blocks, on the slowest rank."""
+    """Return the seconds of a collective, the mean of each of several blocks of calls."""
     return _repeated(collective, _call(collective, payload_bytes, ranks, device), device)
 
 
 def _repeated(collective: Collective, call: Callable[[], object], device: str) -> list[float]:
-    """Return the seconds of a call in each of several blocks, on the slowest rank."""
+    """Return the seconds of a call on the slowest rank, the mean of each of several blocks."""
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
     first = slowest(_block(call, 2, device) / 2, device)

@@ -166,7 +166,7 @@ class Probe:
     groups: int | None  # of a convolution on one rank
     uses: int
     expected_seconds: float  # of one forward and backward, by formula
-    size_bytes: int
+    size_bytes: int  # of its tensors, and as many for their gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ class _Met:
 
 
 def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...]:
-    """Return a probe per key, whole ops first; an op that moves nothing (a view) has none."""
+    """Return a probe per key, unsplit ops first; an op that moves nothing (a view) has none."""
     whole: dict[OpKey, _Met] = {}
     split: dict[OpKey, _Met] = {}
     uses: dict[OpKey, int] = {}
@@ -195,7 +195,7 @@ def find_probes(pricer: OpPricer, *, degrees: Sequence[int]) -> tuple[Probe, ...
         precision=pricer.precision,
         device="cpu" if pricer.rates.is_cpu else "cuda",
     )
-    found = {**split, **whole}  # a split that changes no size has the key of the whole op
+    found = {**split, **whole}  # a split that changes no size has the key of the unsplit op
     order = [*whole, *(key for key in split if key not in whole)]
     return tuple(_probe(pricer, key, found[key], strides, uses[key]) for key in order)
 

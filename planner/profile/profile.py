@@ -183,7 +183,7 @@ class _Block(nn.Module):
 
 
 def measure_baseline(clock: Clock, device: str) -> Baseline:
-    """Return the time of calling an op that computes nothing, by the clock that times ops."""
+    """Return the time of calling an op on one element, by the clock that times ops."""
     one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
     gradient = torch.ones(1, device=device)
     add = torch.ops.aten.add.Tensor
@@ -235,7 +235,7 @@ def _dispatch(device: str) -> tuple[float, float]:
 
 
 def _frame(device: str) -> tuple[float, float]:
-    """Return the seconds of an action (a forward or a backward) and a step with almost no work."""
+    """Return the seconds of a forward or backward, and of an optimizer step, of almost no work."""
     model = _Block(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.zeros(1, device=device)

@@ -26,7 +26,7 @@ FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
 VISITS = 4  # how often each group of probes is measured; groups take turns
 _CALLS_OF_A_VISIT = 4  # a visit needs time for this many calls: to warm up, and for a few samples
-EVICTED_BYTES = 64 * 2**20  # as large as the last cache of a CPU or GPU: writing them evicts it
+EVICTED_BYTES = 64 * 2**20  # writing so many evicts the last-level cache of a CPU or GPU
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
 
 
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The samples of an op."""
+    """The median times of an op, and the number of its samples."""
 
     key: OpKey
     timing: Timing
@@ -59,7 +59,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The time of a call that computes nothing, by the clock that times ops.
+    """The time of calling an op on one element, by the clock that times ops.
 
     It is subtracted from every op's time, because dispatch is priced separately.
     """

@@ -23,7 +23,7 @@ from autopar.planner.rules.signature import (
 def attention(case: Case) -> Signature:
     """Query … h q [e], key … h [t] [e], value … h [t] [f] -> … h q [f].
 
-    With fewer key heads than query heads, h is (k·g): each of k key heads serves a group of g.
+    With fewer key heads than query heads, h is (k·g): each of k key heads serves g query heads.
     """
     query, key, value = (case.tensor(name) or "" for name in ("query", "key", "value"))
     letters = Letters()
@@ -84,12 +84,12 @@ _ENTRIES = Pattern.parse("weight v d, indices … -> … d")
 
 
 def embedding(case: Case) -> Signature:
-    """Rows of a table. With scale_grad_by_freq, a rank needs all indices: no dim may be split."""
+    """Rows of a table; opaque with scale_grad_by_freq, whose gradient depends on all indices."""
     is_counted = case.argument("scale_grad_by_freq")
     return opaque(case) if is_counted else _ENTRIES.signature(case)
 
 
-_MAX = 2  # the mode of bags
+_MAX = 2  # the mode of bags that take maxima
 
 
 def bags(case: Case) -> Signature:

@@ -25,11 +25,11 @@ from autopar.planner.rules.rule import (
 def recurrent(gates: int, *, kept: int, unfused: int) -> Computing:
     """The layers of an LSTM (4 gates), a GRU (3) or a plain RNN (1), in one or both directions.
 
-    A layer multiplies all rows by its input weights at once (T·B × in by in × gates·H). Then, one
-    step after the other, it multiplies the state by its hidden weights (T times B × H by
-    H × gates·H), and by its projection if it has one. `kept` elements per row and hidden unit are
-    saved for the backward; `unfused` is the number of kernels that a CPU runs in each step beside
-    the products.
+    For B rows of T steps and H hidden units, a layer multiplies all rows by its input weights at
+    once (T·B × in by in × gates·H). Then, one step after the other, it multiplies the state by its
+    hidden weights (T times B × H by H × gates·H), and by its projection if it has one. `kept`
+    elements per row and hidden unit are saved for the backward; `unfused` is the number of kernels
+    that a CPU runs in each step beside the products.
     """
 
     def computation(sizes: OpSizes) -> Computation:
@@ -90,7 +90,7 @@ def _layer(
 
 
 def cell(gates: int, *, kept: int) -> Computing:
-    """One step of one layer: input and state times their weights."""
+    """The products of one step of one layer: input and state, each times its weights."""
 
     def computation(sizes: OpSizes) -> Computation:
         products = []
@@ -142,7 +142,7 @@ def matrices(left: str, right: str) -> Computing:
 
 
 def grouped(left: str, right: str) -> Computing:
-    """Matrices, or groups of rows, each times its own matrix."""
+    """Products in which each matrix, or each group of rows, has its own matrix as a factor."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -155,7 +155,7 @@ def grouped(left: str, right: str) -> Computing:
 
 
 def rows_by_rows(left: str, right: str) -> Computing:
-    """Each row of one tensor with each row of another: distances, inner products."""
+    """Distances or inner products of each row of one tensor with each row of another."""
 
     def computation(sizes: OpSizes) -> Computation:
         first, second = tensor(sizes, left), tensor(sizes, right)
@@ -216,7 +216,7 @@ def _cheapest(names: tuple[str, ...], edges: list[int]) -> tuple[MatrixProducts,
 
 
 def bilinear(sizes: OpSizes) -> Computation:
-    """… i by o i j by … j: the first input by all weights, then by the second, for each result."""
+    """The products … i by o i j by … j: all weights times the first input, then the second."""
     left, right, weight = (tensor(sizes, name) for name in ("input1", "input2", "weight"))
     rows, (o, i, j) = prod(sizes.shape(left)[:-1]), sizes.shape(weight)
     first = MatrixProducts(left=left, right=weight, batch=1, m=rows, n=o * j, k=i)
@@ -235,8 +235,8 @@ def bags(sizes: OpSizes) -> Computation:
 def attention(sizes: OpSizes) -> Computation:
     """Scores of queries and keys, and sums of values: 2 products forward, 5 backward.
 
-    For kernels that a model calls directly. Heads come before rows in the kernels of
-    scaled_dot_product_attention, after rows in others.
+    Used for kernels that a model calls directly, and if the letters of scaled_dot_product_attention
+    do not fit. In its kernels heads come before rows, in others after rows.
     """
     query, key, value = (
         sizes.shape(tensor(sizes, *names)) for names in (("query",), ("key", "k"), ("value", "v"))
@@ -249,9 +249,10 @@ def attention(sizes: OpSizes) -> Computation:
 
 
 def power(sizes: OpSizes) -> Computation:
-    """An integer power of a matrix: of the exponent's bits, all but the first cost a square.
+    """An integer power of a matrix, by repeated squaring.
 
-    Of the bits that are set, all but one cost a product, too.
+    Each bit of the exponent costs a square, except the first. Each bit that is set costs a product,
+    too, except one.
     """
     source = tensor(sizes, "self")
     *lead, n, _ = sizes.shape(source)
@@ -285,7 +286,7 @@ def factored(
 
 
 def cubic(forward: float, backward: float) -> Computing:
-    """A multiple of n³ FLOPs for a square matrix."""
+    """A factorisation of a square matrix that takes a multiple of n³ FLOPs."""
     return factored(lambda _, n: forward * n**3, lambda _, n: backward * n**3)
 
 

@@ -95,7 +95,7 @@ def tensor(sizes: OpSizes, *names: str) -> str:
 
 
 class OpKind(StrEnum):
-    """The kind of an op, where its letters do not determine its price, splits or printed form."""
+    """The kind of an op; the letters of its rule alone do not determine price and printed form."""
 
     OTHER = ""
     CONVOLUTION = "convolution"
@@ -118,11 +118,11 @@ class OpKind(StrEnum):
     MULTIPLICATION = "multiplication"
     DIVISION = "division"
     POWER = "power"
-    QUOTIENT = "quotient"  # or its remainder, in integers
+    QUOTIENT = "quotient"  # of integers, or the remainder
     CLAMP = "clamp"  # to a minimum
     RECURRENT = "recurrent"
     GROUPED = "grouped"  # products of groups of rows with one matrix each
-    ALONG = "along"  # works along a dim
+    ALONG = "along"  # each result depends on other positions of a dim: cumsum, flip
     SORT = "sort"
     ARGSORT = "argsort"
     COUNT = "count"  # how often numbers occur
@@ -133,10 +133,10 @@ class OpKind(StrEnum):
     CONTIGUOUS = "contiguous"  # a contiguous copy, if needed
     DIAGONAL = "diagonal"  # also triangles and the trace
     INDEX = "index"
-    WRITE = "write"  # of a whole tensor
-    WRITE_AT = "write at"  # indices
-    ADD_AT = "add at"  # indices
-    SCATTER = "scatter"  # of a part, into a new tensor
+    WRITE = "write"  # copies into a whole tensor
+    WRITE_AT = "write at"  # writes values at indices
+    ADD_AT = "add at"  # adds values at indices
+    SCATTER = "scatter"  # a copy of a tensor in which a part is replaced
     FILL = "fill"  # with a plain number
     PART = "part"  # of a tensor
     PARTS = "parts"  # parts that tile a tensor
@@ -181,7 +181,7 @@ class Traffic(StrEnum):
 class Linear(StrEnum):
     """In which inputs an op is linear: a partial sum in these gives a partial sum as the result."""
 
-    UNTOLD = "untold"
+    UNTOLD = "untold"  # the table does not say
     NO = "no"
     FIRST = "first"  # in the first input; the others only give an index, a shape or a dtype
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
@@ -221,11 +221,11 @@ class SavedForBackward:
 class SplitForm:
     """How ranks run an op that sums over a letter, if it is split along that letter.
 
-    Rules without a SplitForm run the op itself. `letter` is one of the signature's `letters`. Ranks
-    call the runtime's `function`; without one, they run the op and multiply its result by their
-    share of the letter. `gives` is the result's layout: P, or I if the function adds up the ranks'
-    terms. `sends` lists the collectives in the function's forward, and how many fp32 numbers a rank
-    sends in each for a row (for all positions of the letter together).
+    If a rule has no form, ranks run the op itself. `letter` is one of the signature's `letters`.
+    Ranks call the runtime's `function`; if that is empty, they run the op and multiply its result
+    by their share of the letter. `gives` is the result's layout: P, or I if the function adds up
+    the ranks' terms. `sends` lists the collectives in the function's forward, and how many fp32
+    numbers a rank sends in each for a row (for all positions of the letter together).
     """
 
     letter: str
@@ -245,7 +245,7 @@ class Rule:
     the result, `f32(a b)` is a tensor with that dtype over these letters, `own(computed)` are the
     computation's `kept` elements, in the dtype of the first input. `added` is the argument that is
     added to the op's linear part: a plain number there makes the op affine. `sizes` is the argument
-    with the result's sizes; `cuts` are arguments with sizes or positions along the argument `dim`.
+    with the result's sizes; `cuts` are arguments with sizes or positions along the op's `dim`.
     If the op takes a part of a tensor, `written_by` is the op that makes a new tensor in which that
     part is replaced. `updates` are arguments that the op writes to, although its schema does not
     say so. torch requires the arguments `alike` to have one dtype ("*inputs": all tensors), and has
@@ -275,7 +275,7 @@ class Rule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The arguments that a product multiplies, which are all that it saves; else ()."""
+        """The arguments that a matrix product multiplies and saves; () for other ops."""
         return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:
@@ -365,7 +365,7 @@ def computing(
     saves: str = "*inputs, out",
     **facts: Any,
 ) -> list[Rule]:
-    """Return rules for ops of which only the batch dim and the computation are known."""
+    """Return rules for ops of which only the batch dim and the FLOPs are known."""
     return lines(targets, opaque, saves, computes=computes, **facts)
 
 

@@ -112,10 +112,10 @@ def reshape(case: Case) -> Signature:
 
 
 def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> Signature:
-    """Return the signature of a view: walk both shapes, and give both a letter for equal factors.
+    """Return the signature of a view: equal factors of both shapes get the same letter.
 
-    Where the borders of dims do not meet, the dims up to the next common border get letters of
-    their own, which may not be split.
+    Where a dim of one shape is no product of factors of the other, the dims up to the next position
+    with equally many elements in both get letters of their own, which may not be split.
     """
     letters = Letters()
     left: list[list[Dim]] = [[] for _ in before]
@@ -131,7 +131,7 @@ def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> 
             j, rest_right = j + 1, after[j + 1] if j + 1 < len(after) else ONE
             continue
         shared = _shared(rest_left, rest_right)
-        if shared is None:  # the borders do not meet: dims cannot be matched
+        if shared is None:  # neither size divides the other: the dims cannot be matched
             next_i, next_j, next_left, next_right = _after_mismatch(before, after, i, j)
             passed_left = letters.of((rest_left, *before[i + 1 : next_i]))
             passed_right = letters.of((rest_right, *after[j + 1 : next_j]))
@@ -293,5 +293,5 @@ def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Di
 
 
 def of_first(case: Case, dims: Dims) -> tuple[tuple[str, Dims], ...]:
-    """Return the operands of an op for which only the first tensor matters."""
+    """Return the operands of an op whose signature has only the first tensor."""
     return ((case.first, dims),)

@@ -49,7 +49,7 @@ def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
 
 
 def _cut(op: Op, graph: Graph) -> tuple[int, int, int] | None:
-    """Return dim, start and end of a slice with step one, or of a constant index; else None."""
+    """Return the dim, start and end that a slice of step one, or a constant index, takes."""
     if op.target == "aten.slice.Tensor":
         shape = graph.tensors[op.inputs[0]].shape
         dim, step = op.argument("dim"), op.argument("step")
@@ -126,7 +126,7 @@ def size_of(dim: Dim) -> Extent:
 
 
 def product(dims: Iterable[Dim]) -> Dim:
-    """Return the product of dims: nested products flattened, one dim as it is."""
+    """Return the product of dims: nested products are flattened; a single dim stays as it is."""
     factors: list[Dim] = []
     for dim in dims:
         factors.extend(dim.factors if isinstance(dim, FlattenedDims) else (dim,))
@@ -134,7 +134,7 @@ def product(dims: Iterable[Dim]) -> Dim:
 
 
 def concat(dims: Iterable[Dim]) -> Dim:
-    """Return the concatenation of dims: nested ones without a name flattened, one dim as it is."""
+    """Return the concatenation of dims: nested ones are flattened, unless they have a name."""
     parts: list[Dim] = []
     for dim in dims:
         flat = isinstance(dim, Concat) and not dim.name
@@ -264,7 +264,7 @@ class Letters:
 
 
 def names_of(*dims: Dim) -> frozenset[str]:
-    """Return the letters among dims."""
+    """Return the names of the dims that are single letters."""
     return frozenset(dim.name for dim in dims if isinstance(dim, Leaf))
 
 

@@ -68,7 +68,9 @@ def trace(
 ) -> Graph:
     """Trace one training step, from the batch to the loss; the graph serves every batch size.
 
-    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too.
+    In 16 bits, buffers that were cast to 16 bits in the trace `like` are cast here, too. A model
+    that can be traced in fp32 only is refused if its types clash in 16 bits; otherwise the graph is
+    that of fp32.
     """
     if not precision.is_half:
         return _traced(model_file, batch_size, _ATTEMPTS)
@@ -195,16 +197,16 @@ def _stateless(subject: TracedSubject, *, is_noticed: bool, has_fixed_rows: bool
 
 
 def _computed_in(graph: Graph) -> Graph:
-    """Return a graph for a comparison of two steps: as if no call changed Python state.
+    """Return a graph without the changes of Python state, to compare the graphs of two steps.
 
-    Only the first step fills caches.
+    These changes may differ, because only the first step fills caches.
     """
     calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
     return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: TracedSubject, *, is_noticed: bool, is_half: bool) -> Graph:
-    """Return a subject's graph; name its parts in eval mode if training mode gives another one."""
+    """Return a subject's graph; it names parts in eval mode if it differs in training mode."""
     graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
     parts = parts_in_eval_mode(subject.model)
     if not parts:

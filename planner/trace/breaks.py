@@ -75,7 +75,7 @@ class _TracedError(Exception):
 def _each_tried(
     model: nn.Module, tried: Mapping[str, Sequence[str]], found: dict[str, GraphBreak]
 ) -> Iterator[None]:
-    """Try to trace the named modules when they are called, and collect what breaks."""
+    """Try to trace each module of `tried` when it is called; add its graph break to `found`."""
     waiting = set(tried)
     with ExitStack() as stack:
         for path, alike in tried.items():

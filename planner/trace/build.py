@@ -40,7 +40,7 @@ def wide_buffers(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def cast_tensors(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast floating-point tensors in place, because several modules may hold the same tensor."""
+    """Cast float and complex tensors in place, because several modules may hold the same one."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -121,9 +121,9 @@ def build(
 ) -> TracedSubject:
     """Build the model on a device ("meta" takes no memory), and check it and its batch.
 
-    With a dtype, a float32 model and its batch are cast to it. If the batch holds float64, they are
-    not: the cast would hide that float64 does not match the weights. To 16 bits, only parameters
-    are cast, as in scripts, and the buffers that `narrowed` names.
+    If `dtype` is given, a float32 model and its batch are cast to it. If the batch holds float64,
+    they are not: the cast would hide that float64 does not match the weights. If `dtype` has 16
+    bits, a model's buffers are not cast, as in scripts, except those that `narrowed` names.
     """
     model = _model(model_file, device)
     own = own_dtype(model)
@@ -306,9 +306,10 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
 
 
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Return a copy of a batch's entry, because the exporter identifies inputs by object.
+    """Return a copy of a batch's entry on a device; float32 becomes `dtype`.
 
-    Several entries of the batch may be the same tensor, or views of one.
+    It is a copy because the exporter identifies inputs by object, and several entries of the batch
+    may be the same tensor, or views of one.
     """
     if not isinstance(value, torch.Tensor):
         return value

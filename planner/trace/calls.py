@@ -161,7 +161,7 @@ class Values:
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
-        """Return the tensor of the module at `site` for a parameter or buffer of the template."""
+        """Return the tensor of module `site` for a node of the template's parameter or buffer."""
         spec = self.specs.get(node.name)
         if spec is None:  # an input of a no_grad or autocast graph around the block
             raise CannotReplayError(node.name)
@@ -230,7 +230,7 @@ def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterat
 
 
 def pruned(graph: Graph) -> Graph:
-    """Return the graph without unused ops and tensors."""
+    """Return the graph without unused ops and tensors; calls that run such ops are marked."""
     buffers = (t.name for t in graph.tensors.values() if t.origin is TensorOrigin.BUFFER)
     kept = graph.index.needed_for([graph.loss, *buffers])
     live = {graph.loss}.union(*((*op.inputs, *op.outputs) for op in kept))

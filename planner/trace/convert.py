@@ -253,7 +253,7 @@ class _Converter:
     ) -> None:
         """Bound data-dependent sizes by the number of elements of the mask, or of the first input.
 
-        If the mask may be broadcast, the larger of both is the bound.
+        If the mask may be broadcast, the bound is the larger one of these two numbers.
         """
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
@@ -278,7 +278,7 @@ class _Converter:
         return written
 
     def _read_region(self, node: fx.Node, scope: Scope) -> None:
-        """Inline a region: no_grad and autocast are nested graphs."""
+        """Inline the nested graph of a no_grad or autocast region; raise for any other region."""
         target = str(node.target)
         position = next(i for i, a in enumerate(node.args) if region_graph(a) is not None)
         if "wrap_with_set_grad_enabled" in target:

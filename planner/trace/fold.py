@@ -23,7 +23,7 @@ BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The form of a tensor: all of it that can decide which ops a trace has."""
+    """The properties of a tensor that can decide which ops a trace has."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -68,13 +68,13 @@ class Template:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
 
     def result(self, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
-        """Return a result with the template's structure and other tensors."""
+        """Return a result of this structure, with tensors of `inputs` and `fresh` ones."""
         leaves = [_leaf(leaf, inputs, fresh) for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call; None if its result has more than tensors and plain values."""
+    """Return the template of a call; None if its result holds anything but tensors and PLAIN."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None
@@ -89,7 +89,7 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
-    """Map the paths of the outermost repeated modules that have children to their structures."""
+    """Return the structures of the outermost repeated modules that have children, by path."""
     # each module under the first of its names, outer modules before inner ones
     modules = dict(model.named_modules())
     structures = {path: _structure(module, {}) for path, module in modules.items()}
@@ -133,7 +133,7 @@ def _leaf(
 def _structure(module: nn.Module, positions: dict[int, int]) -> Hashable:
     """Return a key that is equal for modules that compute alike, regardless of parameters' values.
 
-    `positions` numbers the tensors of the outermost module, so that ties inside it count.
+    `positions` numbers the tensors of the outermost module, so that tied ones count.
     """
     attributes = {k: v for k, v in vars(module).items() if k not in BOOKKEEPING}
     tensors = [

@@ -1,9 +1,9 @@
-"""Distinguishes caches from state: a second step finds the Python state that the first one left.
+"""Distinguishes caches from state, by a second step on the Python state that the first one left.
 
 A step is traced twice. The second trace finds what the first one changed in the Python state (see
 model/outside.py). Numbers stay as they are. A tensor computed from the batch or weights is replaced
-by a stand-in, which the second trace must not read. A tensor made of constants alone is removed: it
-is a cache, which the second trace may fill again.
+by a stand-in, which the second trace must not read. A tensor made of constants alone is a cache: it
+is replaced by its old value, and the second trace may fill it again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.planner.model.outside import ABSENT, Holder, StateSnapshot, StateVa
 
 @dataclass(slots=True)
 class LeftBehind:
-    """A step's changes of Python state, with stand-ins for tensors of the batch or weights."""
+    """A step's changes of Python state; some tensors in them are replaced by stand-ins."""
 
     changed: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
-    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # by identity
-    read: bool = False  # whether a later step reads one of these tensors, or a stale cache
+    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # the stand-ins, by id
+    read: bool = False  # whether the next step reads a stand-in, or a cache is stale
 
     def put(self) -> None:
         """Put the changes in place for the next step."""
@@ -112,7 +112,7 @@ def _real(fake: FakeTensor) -> torch.Tensor:
 
 
 def _is_made_of_step(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor depends on the batch or weights, or is random."""
+    """Whether a traced tensor depends on batch or weights, is random, or is of no known origin."""
     mode = proxy_tensor.get_proxy_mode()
     slot = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
     return slot is None or any(map(_is_of_step, _ancestors(slot.proxy.node)))

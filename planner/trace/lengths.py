@@ -1,9 +1,9 @@
-"""Traces a model again with other lengths of rows: sizes that change depend on the lengths.
+"""Traces a model again on longer or shorter rows: sizes that change depend on the rows' length.
 
 A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows. Two
 traces distinguish them, for the price of one more trace. With a symbol for each length, the
 exporter would take two to four times as long, and a model that compares a length
-(`if t > self.block_size`) would fix its symbol.
+(`if t > self.block_size`) would turn its symbol into a number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, the most informative first.
 
     Twice the size plus one distinguishes halves that are rounded down and up. Twice the size is for
-    models that need a divisor of the size, half the size for those with a maximum length.
+    models whose lengths must be multiples of a number, half the size for those with a maximum.
     """
     weight_axes = {
         leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)
@@ -78,7 +78,7 @@ def _other_sizes(graph: Graph, axes: GraphAxes) -> Iterator[_Sizes]:
 
 
 def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
-    """Return the sizes to try for some dims: larger ones, then smaller ones."""
+    """Return two lists of sizes to try for some dims: larger ones, and smaller ones."""
     groups: list[Dim] = list(dict.fromkeys(chosen.values()))
     sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
     if not chosen or min(sizes.values()) <= _SHORTEST:

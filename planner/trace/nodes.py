@@ -68,7 +68,7 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
 
 
 def is_mapped(val: Any) -> bool:
-    """Whether a tensor is one inside torch.vmap: it has the shape of one row, for all rows."""
+    """Whether a tensor is mapped by torch.vmap: it shows the shape of one row, but has all rows."""
     return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
 
 
@@ -78,7 +78,7 @@ def is_sparse(val: Any) -> bool:
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Return the identities of the memory of nodes' values."""
+    """Return the identities of the memory in which the tensors of nodes lie."""
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {storage_of(one) for one in tensors if not is_mapped(one) and not is_sparse(one)}
@@ -105,7 +105,7 @@ def spans_of(node: fx.Node) -> tuple[SourceSpan, ...]:
 
 
 def keeps_shapes(node: fx.Node) -> bool:
-    """Whether a node broadcasts tensors of equal shape, which changes nothing (F.mse_loss)."""
+    """Whether a node broadcasts tensors of equal shape, which changes nothing, as in F.mse_loss."""
     if str(node.target) != "aten.broadcast_tensors.default":
         return False
     (given,) = operands_of(node)

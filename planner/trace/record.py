@@ -76,7 +76,7 @@ class TraceRecording:
     paths: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
-    # by the calls of plain functions: the module and name of the function
+    # the key of a plain function's call → the module and the name of the function
     plain: dict[str, tuple[str, str]] = field(default_factory=dict)
     parents: dict[str, str | None] = field(default_factory=dict)
     entered: dict[str, Border] = field(default_factory=dict)  # each call's arguments
@@ -134,7 +134,7 @@ class TraceRecording:
         )
 
     def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
-        """Record how the innermost call, or the loss, uses gradients; each use only once."""
+        """Record how the innermost call, or the loss, uses gradients: each use once per call."""
         call = self.open_calls[-1] if self.open_calls else LOSS_CALL
         if all((one.call, one.use) != (call, use) for one in self.own_gradients):
             self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))
@@ -184,7 +184,8 @@ def recorded(model: nn.Module, outside: StateScope, *, fold: bool) -> Iterator[T
 def _marker_library() -> torch.library.Library:
     """Define the marker ops.
 
-    They stay: if ops were removed after a trace, graphs and torch's caches would point to nothing.
+    They stay defined: if they were removed after a trace, graphs and torch's caches would point to
+    nothing.
     """
     library = torch.library.Library("autopar", "FRAGMENT")
     markers = ("enter", "leave", "begin", "end")

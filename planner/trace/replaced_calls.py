@@ -5,7 +5,7 @@
   of [rows, classes, 1] it has the right ones.
 - A slice of a constant stays an op even if it takes a whole dim: for shorter rows,
   `self.mask[:, :, :t, :t]` takes a part.
-- A function that the model checkpoints runs once, and its place is recorded. The plan chooses which
+- A function that the model checkpoints runs once, and the line is recorded. The plan chooses which
   layers are recomputed; `autopar plan` prints a note about the model's own checkpointing.
 """
 
@@ -35,7 +35,7 @@ _OPS = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 
 @contextmanager
 def ctc_traced() -> Iterator[None]:
-    """Make the CTC loss's op return a loss per row, and no elements for the backward."""
+    """Make the CTC loss's op return a loss per row, and an empty tensor for the backward."""
     with patch.dict(fake_impls.op_implementations_dict, dict.fromkeys(_OPS, _without_kept)):
         yield
 
@@ -52,7 +52,7 @@ _LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 def loss_of_each_row(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor | None:
-    """Compute a loss with reduction "none" for all rows; return None for other calls."""
+    """Compute a loss with reduction "none" in its correct shape; return None for other calls."""
     if func not in _LOSSES or kwargs.get("reduction") != "none" or len(args) < 2:
         return None
     scores, classes, *rest = args
@@ -63,7 +63,7 @@ def loss_of_each_row(
 
 
 def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Compute `x[…]` with an op for each slice that takes a whole dim; None if none does."""
+    """Compute `x[…]` so that slices of whole dims become ops, too; None if it has none."""
     if func is not torch.Tensor.__getitem__ or kwargs:
         return None
     x, index = args
@@ -107,7 +107,7 @@ def _result(mode: Any, _op: Any, rows: Tensor, matrices: Tensor, *_: Any, **__: 
 def inference_without_gradients() -> Iterator[None]:
     """Make inference_mode act as no_grad, because the exporter does not distinguish them.
 
-    A method of the class is patched: the model's decorators were made from this class before.
+    A method of the class is patched, because the model's decorators are already instances of it.
     """
 
     def enter(self: Any) -> None:

@@ -48,7 +48,7 @@ _NODE: Any = Tensor.grad_fn
 GRAD_FN = _NODE.__get__
 _USES = {
     Tensor.register_hook: (GradientUse.CHANGED, "Tensor.register_hook"),
-    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # nodes have hooks, too
+    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # the autograd node may get hooks
     Tensor.retain_grad: (GradientUse.KEPT, "Tensor.retain_grad"),
 }
 _SAVING = "torch.autograd.graph.saved_tensors_hooks"
@@ -113,14 +113,14 @@ def saving_noted(recording: TraceRecording) -> Iterator[None]:
 class Traces:
     """A step's changes of Python state, and what the step leaves for the next one."""
 
-    # each changed place, and whether it is compared by value
+    # each changed place → whether its value is compared by content (see StateValue)
     changed: Mapping[str, bool] = field(default_factory=dict)
     left: LeftBehind = field(default_factory=LeftBehind)
 
 
 @dataclass(slots=True)
 class TracedRun:
-    """Runs a step, which finds the state that an earlier step left, and records what it does."""
+    """Runs a step on the Python state that an earlier step left, and records its changes of it."""
 
     recording: TraceRecording
     traces: Traces

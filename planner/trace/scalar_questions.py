@@ -1,8 +1,8 @@
 """Answers questions about values while a model is traced, if only one answer is possible.
 
-- Numbers that do not depend on the batch and weights: `(positions.diff() != 1).any()` of an arange,
-  or `mask.all()` of ones. The recorded ops compute the number for several numbers of rows; the
-  results must agree.
+- A number that depends neither on the batch nor on weights is computed, such as
+  `(positions.diff() != 1).any()` of an arange, or `mask.all()` of ones. The recorded ops run for
+  several numbers of rows, and the results must agree.
 - `len(x)` of a tensor is a symbol, like `x.shape[0]`; Python's own `len` would fix the number of
   rows.
 - Checks of values count as passed: `assert ids.min() >= 0`, and
@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autopar.planner.trace.model_checks import calling_place
 from autopar.planner.trace.nodes import is_getitem, storages_of, writers_of
 
-_ROWS = (2, 7, 64)
+_ROWS = (2, 7, 64)  # the numbers of rows for which a number is computed
 _MOST_ELEMENTS = 2**26  # of any intermediate tensor
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 
@@ -219,14 +219,14 @@ def passing_answer(asked: torch.Tensor) -> bool | None:
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether a frame belongs to the modes that intercept a question."""
+    """Whether a frame belongs to the code that intercepts a question, not to the code that asks."""
     is_own = frame.f_code.co_filename.startswith(_OWN)
     return is_own or frame.f_code.co_name == "__torch_function__"
 
 
 @cache
 def _answers(filename: str) -> Mapping[int, bool]:
-    """Return the passing answers of a file's checks, by line."""
+    """Return, for each line of a file that has a check, the answer with which it passes."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:

@@ -82,7 +82,7 @@ def refuse_counted(node: fx.Node, target: str, where: str) -> None:
 
 
 def with_expected_rows(graph: Graph) -> Graph:
-    """Return the graph with `Tensor.expected` for masks that together select each row once."""
+    """Return the graph with `Tensor.expected` set for masks that share out the rows."""
     counted = {tensor.counted_by for tensor in graph.tensors.values()} - {""}
     if not counted:
         return graph
@@ -95,7 +95,7 @@ def with_expected_rows(graph: Graph) -> Graph:
 
 
 def _shares(graph: Graph, counted: set[str]) -> Iterator[tuple[str, float]]:
-    """Yield the masks that differ only in the number they compare with, each with its share."""
+    """Yield masks that differ only in the number they compare with, each with its share of rows."""
     families: dict[object, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
     times: dict[str, int] = {}
     for mask in sorted(counted & graph.index.made_by.keys()):
@@ -217,12 +217,12 @@ class _Scattering:
 
     def scattered(self) -> Graph:
         """Return the graph with scatters; each op reads the newest version of a tensor."""
-        spans = _spans(self.graph)
+        ends = _call_ends(self.graph)
         for i, op in enumerate(self.graph.ops):
-            for key in spans.begin.get(i, ()):
+            for key in ends.begin.get(i, ()):
                 self.calls[key] = self._entered(self.calls[key])
             self._read(op)
-            for key in spans.end.get(i, ()):
+            for key in ends.end.get(i, ()):
                 result = self._renamed(self.calls[key].result)
                 self.calls[key] = replace(self.calls[key], result=result)
         return replace(
@@ -317,20 +317,20 @@ class _Scattering:
         return type(value)(map(self._renamed, value)) if isinstance(value, tuple) else value
 
 
-class _Spans:
-    """The calls that begin before an op, and those that end after it, by position."""
+class _CallEnds:
+    """The calls that begin before an op, and those that end after it, by the op's position."""
 
     def __init__(self) -> None:
         self.begin: dict[int, list[str]] = {}
         self.end: dict[int, list[str]] = {}
 
 
-def _spans(graph: Graph) -> _Spans:
-    spans, places = _Spans(), graph.index.places
+def _call_ends(graph: Graph) -> _CallEnds:
+    ends, places = _CallEnds(), graph.index.places
     for key, ops in graph.index.ops_in.items():
-        spans.begin.setdefault(places[ops[0].name], []).append(key)
-        spans.end.setdefault(places[ops[-1].name], []).append(key)
-    return spans
+        ends.begin.setdefault(places[ops[0].name], []).append(key)
+        ends.end.setdefault(places[ops[-1].name], []).append(key)
+    return ends
 
 
 def views_of(graph: Graph) -> Mapping[str, Op]:

@@ -2,7 +2,8 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
-- Any other plain value that changes with each step, such as a global: the same (left_behind.py).
+- Any other plain value that changes with each step, such as a global: it also becomes a constant
+  (found by left_behind.py).
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 - A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 

@@ -37,7 +37,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 Names = frozenset[str]
 
-_MOST_KINDS = 4  # if there are more kinds of buffers, single kinds are not tried
+_MOST_KINDS = 4  # with more kinds of buffers, only all of them together are tried
 
 
 def traced_with_few(

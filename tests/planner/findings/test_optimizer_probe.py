@@ -250,7 +250,7 @@ def test_what_is_no_optimizer_of_torch_is_refused_with_what_to_write(
     with pytest.raises(InputError) as told:
         optimizer_traits(file_with(make), GRAPH)
     assert lacks in told.value.found
-    assert "super().__init__(optimizer.param_groups, {})" in told.value.fix
+    assert "super().__init__(inner.param_groups, {})" in told.value.fix
 
 
 def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
