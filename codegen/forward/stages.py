@@ -1,7 +1,8 @@
 """Prints the root's forward, whole or split into pipeline stages.
 
-Stages that differ only in their layers share one class, whose `first` and `end` the script sets. A
-deep pipeline then needs no more printed code than one of three stages.
+Stages between the first and the last share one class if they differ only in their layers' numbers,
+which the script sets as `first` and `end`. A deep pipeline then takes no more code than one of
+three stages.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A printed stage: `printed` loops over its layers' numbers, `form` over `first : end`."""
+    """A printed stage: `printed` has its layers' numbers, `form` has `first : end` instead."""
 
     number: int
     part: StagePiece

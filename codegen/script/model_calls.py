@@ -70,7 +70,7 @@ class ModelCalls:
 
     imports: Source
     functions: Source
-    loss: Source  # of `outputs` and `batch`
+    loss: Source  # the expression of the loss, from `outputs` and `batch`
 
 
 def model_calls(
@@ -255,7 +255,9 @@ def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
     if opened.weighs_terms:
         return Source("The loss adds several means, each over its own valid targets.")
     if opened.valid_targets is not None:
-        return Source("The loss is a mean over valid targets: microbatches with more count more.")
+        return Source(
+            "The loss is a mean over valid targets, so a microbatch is weighted by how many it has."
+        )
     return Source("The loss is a sum over rows." if sums_rows(plan) else "")
 
 

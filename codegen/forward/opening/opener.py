@@ -39,7 +39,7 @@ from autopar.planner.rules.signature import leaves
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call's unchanged code may take a shard's size for the whole, or the reverse."""
+    """Whether a call's unchanged code may take a shard's size for a whole size, or the reverse."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
     is_told = any(takes_own_rows(op, opening.split) for op in ops)
@@ -50,8 +50,8 @@ def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> boo
     """Whether a call's code may read a size from a shard.
 
     The code uses the whole size of a dim while a shard of the same axis is available, as in
-    `_, h, w = x.shape` if x is split by rows; or it computes with a number that may be a shard's
-    size, as in `x.shape[1]`.
+    `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size, as
+    in `x.shape[1]`.
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}
@@ -305,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether a call gets a tensor, and all ops in it that read it need these conversions."""
+        """Whether a call takes a tensor, and every read of it inside needs these conversions."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 

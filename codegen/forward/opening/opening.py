@@ -117,7 +117,7 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether opened code inside `call` runs an op, and so handles its random numbers."""
+        """Whether a printed forward inside `call` runs an op, and handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
@@ -226,7 +226,7 @@ def with_own_rows(split: SplitGraph) -> SplitGraph:
 
 
 def _share(name: str, split: SplitGraph) -> Layout | None:
-    """Return the layout in which all users need an input, if that is a share of its rows."""
+    """Return the layout in which all readers need an input, if each rank needs only its rows."""
     shape = split.graph.tensors[name].shape
     if not shape or shape[0] != BATCH:
         return None

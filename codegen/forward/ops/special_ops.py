@@ -31,7 +31,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.planner.graph.ops import DType, Op, Value
 
-_SMALL = 1e6  # smaller whole floats are written without a point
+_SMALL = 1e6  # a float below it is printed as an integer if it has no fraction
 
 
 def _dropout(arguments: Arguments) -> SourceForm:

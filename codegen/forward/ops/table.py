@@ -51,7 +51,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "_upsample_bilinear2d_aa": "bilinear", "_upsample_bicubic2d_aa": "bicubic",
     }
 )  # fmt: skip
-# Fixed keyword arguments that make a function equal to the op of its name.
+# Keyword arguments with which PyTorch's function does what the op does.
 ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
     {
         "_upsample_bilinear2d_aa": (("antialias", True),),

@@ -44,7 +44,7 @@ _OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAG
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Imported:
-    """A class or function in a script: its module, its name there, and its name in the script."""
+    """A class or function that a script imports: its module, its name there and in the script."""
 
     module: str
     qualname: str
@@ -210,7 +210,7 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
-    """Return facts about a module's forward (its class's, or its own) and its hooks.
+    """Return facts about a module's hooks and forward (of its class, or set on the module itself).
 
     With `others_set`, other classes may set attributes that the module's class reads.
     """
