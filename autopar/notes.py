@@ -195,7 +195,7 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
 
 
 def note_breaks(plan: Plan) -> None:
-    """Print a note on each line at which torch.compile would stop, with the layers left as is."""
+    """Print a note on each line at which torch.compile would stop, so that layers stay eager."""
     if plan.arrangement.compile is Compile.NONE:
         return
     for one in plan.graph.breaks:

@@ -22,9 +22,9 @@ from autopar.planner.plan.telling.timeline import (
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 
 _GIB = 2**30
-_MOST_RANKS = 16  # drawn, of a longer pipeline
+_MOST_RANKS = 16  # a chart shows at most so many ranks of a pipeline
 _MOST_LINES = 6  # in one chart
-_MOST_FRAMED = 400  # actions; frames would cover thinner ones
+_MOST_FRAMED = 400  # with more actions, bars are so thin that frames would cover them
 _MOST_ACTIONS = 3000  # drawn, so that the page stays below 2 MB
 
 
