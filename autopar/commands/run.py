@@ -1,4 +1,4 @@
-"""`autopar run` and `autopar runs`."""
+"""`autopar run` trains with a plan's script; `autopar runs` lists such trainings."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class BodyBuilder(AvailableValues):
         )
 
     def _in_split_form(self, op: Op) -> SourceForm | None:
-        """Return an op in the form that its rule has for this split, or None."""
+        """Return an op in the special form that its rule declares for its layout, or None."""
         layout = self.split.ops.get(op.name)
         form = split_form(op, layout, self.split.axes) if layout is not None else None
         if form is None:

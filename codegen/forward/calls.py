@@ -61,7 +61,7 @@ def printed_argument(
     """Print an argument.
 
     `other` is the same argument in the second trace (of inputs of other lengths): a number that
-    differs there is a size. `tensor` prints tensors, `rest` objects that no other branch prints.
+    differs there is a size. `tensor` prints tensors, `rest` anything else: strings, objects.
     """
 
     def inner(one: Value, two: Value) -> Expression:
@@ -151,7 +151,7 @@ def _name(function: FunctionCall, body: AvailableValues) -> str:
 
 
 def _is_plain(value: Value) -> bool:
-    """Whether an argument has only tensors, numbers, dtypes and containers of these."""
+    """Whether an argument consists of tensors, numbers, dtypes and containers of these."""
     if isinstance(value, tuple):
         return all(map(_is_plain, _items(value)))
     return value is None or isinstance(value, (Ref, DType, Extent, bool, int, float))

@@ -351,7 +351,7 @@ def runs_in_words(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _place_of_run(numbered: tuple[int, str]) -> tuple[str, int]:
-    """Return a key that consecutive modules share: the list, and the number minus the place."""
+    """Return a key that modules with consecutive numbers share: list, number minus position."""
     place, path = numbered
     stem, _, number = path.rpartition(".")
     return (stem, int(number) - place) if number.isdigit() else (path, -1)

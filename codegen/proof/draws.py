@@ -294,7 +294,7 @@ def _drawn_differently(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[s
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
-            known = draw.seeds_a_split or (draw.op, draw.state) in first  # seeded draws follow
+            known = draw.seeds_a_split or (draw.op, draw.state) in first  # seeds may differ
             if draw.is_again and not known:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"

@@ -174,7 +174,7 @@ STATE_BYTES = 72
 
 
 COMPILING_SECONDS = 300.0  # allowed for ranks that compile at once
-_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
+_WITHOUT_COMPILING = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
 
 
 def verify(
@@ -228,11 +228,11 @@ def _float8_notes(plan: Plan) -> Iterator[str]:
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return variables that turn torch.compile off, if it is, and a note if it cannot compile."""
+    """Return the ranks' environment variables, which may turn torch.compile off, and a note why."""
     if plan.arrangement.compile is Compile.NONE or (compiles and has_cpp_compiler()):
         return {}, ()
     why = "torch.compile finds no C++ compiler here (g++)" if compiles else ""
-    return {_RUNS_AS_IT_IS: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
+    return {_WITHOUT_COMPILING: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
 
 
 def has_cpp_compiler() -> bool:

@@ -116,7 +116,7 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 
 def _common_steps(name: str, stage: StageClass) -> int:
-    """Return the most leading names that a parameter's path shares with a module of a stage."""
+    """Return how many leading names a parameter's path shares at most with a stage's module."""
     steps = name.split(".")
 
     def together(path: str) -> int:
@@ -213,7 +213,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 
 
 def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the paths of layers that torch.compile gets, all but heads with chunked logits."""
+    """Return the paths of layers to compile: modules with ops to compile, but no chunked heads."""
     layers = zip(subject.layers.layers, _paths(subject), plan.layer_modes, strict=True)
     return [
         path

@@ -78,7 +78,7 @@ def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
 
 
 def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph) -> bool:
-    """Whether an op gets the whole size of an axis of which a shard is available."""
+    """Whether an op takes a dim's whole size as a number, though tensors are split along it."""
     return any(
         not parts.isdisjoint(leaf.name for leaf in leaves(dim))
         for op in ops
@@ -189,7 +189,7 @@ class _Opener:
         self.late: frozenset[str] = frozenset()  # opened after conversions were placed
 
     def opening(self) -> Opening:
-        """Open what must be opened; place conversions, in opened calls if possible."""
+        """Return the calls to open, and where conversions are: in opened calls if possible."""
         own = defaultdict[str, list[Op]](list)
         for op in self.tree.graph.ops:
             own[op.call].append(op)
@@ -237,7 +237,7 @@ class _Opener:
         return record.has_unused or (module is not None and module.checks_sizes)
 
     def _has_split(self, call: str) -> bool:
-        """Whether a rank has only a shard of something in a call."""
+        """Whether an op in a call reads or makes a tensor of which a rank has only a shard."""
         return any(
             is_split(layout)
             for op in self.tree.ops.get(call, ())

@@ -98,14 +98,14 @@ class Opening:
         return self.opened | self.inlined
 
     def scope(self, op: Op) -> str:
-        """Return the call whose printed code contains an op, or the call that hides it."""
+        """Return the innermost call around an op that is not inlined: its code runs the op."""
         for call in reversed(self.tree.chain(op)):
             if call not in self.inlined:
                 return call
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call, made by the code of `scope`, that runs an op; None for its own ops."""
+        """Return the call, made by the code of `scope`, that runs an op; None if none does."""
         chain = self.tree.chain(op)
         if scope not in chain:  # the loss is printed after the model's own code
             return None

@@ -226,7 +226,7 @@ class ReadableSizes:
         return [None if size is None else best.get(size) or self._made(size) for size in sizes]
 
     def _made(self, size: Wanted) -> Expression | None:
-        """Return a size computed from others, if they can be read."""
+        """Return a size computed from other sizes, if these can be read."""
         found = self._product(size)
         if found is None and size.varies and size.extent.is_constant and not size.axis:
             return self._from_lengths(size.extent.at(0), size.other.at(0))

@@ -231,7 +231,7 @@ class _Namer:
         return dims[one.tensor] == dims[other.tensor]
 
     def _find_readers(self) -> None:
-        """Find the names that values have at their readers; the last of several readers counts."""
+        """Find names for values in the code that reads them; the last of several readers counts."""
         readers = Counter(held for s in self.statements for held in _read(s))
         for statement in reversed(self.statements):
             attended = _operands(statement.expression, (_ATTENTION,))

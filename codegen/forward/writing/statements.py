@@ -224,7 +224,7 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def _carries(before: Line, after: Line) -> dict[int, int] | None:
-    """Return which argument of a call is which result of the call before; None if no loop fits."""
+    """Map a call's arguments to results of the call before, by index; None if no loop fits."""
     if before.module is None or after.module is None or not _is_next(before.module, after.module):
         return None
     is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient
