@@ -52,7 +52,7 @@ def environment() -> Environment:
 
 
 def templates_of(package: str, filters: Mapping[str, Callable[..., Source]]) -> Environment:
-    """Return the environment of a package's templates, which rejects unfiltered values."""
+    """Return the environment of a package's templates; values without a filter raise."""
     made = Environment(
         loader=PackageLoader(package),
         undefined=StrictUndefined,

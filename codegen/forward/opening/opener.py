@@ -1,8 +1,8 @@
 """Finds the calls whose code must be printed, because the plan changes what they do.
 
 A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
-sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. So the
-layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
+sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
+the layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
 
 Conversions are placed so that few modules must be opened: in a call that is opened already if
 possible, else in the innermost call that contains both the op that makes a tensor and the ops that

@@ -123,7 +123,7 @@ def _slice(arguments: Arguments) -> SourceForm:
 
 
 def _at(dim: int, index: Expression) -> SourceForm:
-    """Return the index of one dim, with colons or dots for the other dims."""
+    """Return the index of one dim, with colons or dots for the others: `:, 0`, or `..., 0`."""
     if dim == -1:
         return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
     if dim < 0:

@@ -39,7 +39,7 @@ class Statement:
     reasons: tuple[str, ...]
     parts: tuple[int, ...]  # indices of `lines` in the body, in the order of evaluation
     lines: tuple[Line, ...]  # the line and the lines inlined into it, in the same order
-    folded: tuple[LocalTensor, ...]  # values without a name
+    folded: tuple[LocalTensor, ...]  # inlined values, which need no name
 
 
 def statements(body: Body, *, kept: frozenset[LocalTensor] = frozenset()) -> tuple[Statement, ...]:
