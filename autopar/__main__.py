@@ -34,10 +34,10 @@ def main() -> None:
 
 
 def _take_signals() -> None:
-    """Make SIGTERM act like Ctrl-C, so that nothing is left half-written."""
+    """Make SIGTERM, SIGHUP and SIGUSR1 act like Ctrl-C, so that nothing is left half-written."""
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
         number = getattr(signal, name, None)
-        # nohup has set SIGHUP to be ignored
+        # an ignored signal stays ignored, as SIGHUP under nohup
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
 

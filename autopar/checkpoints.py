@@ -69,7 +69,7 @@ class DamagedCheckpointError(AutoparError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCheckpoint:
-    """A checkpoint in a folder; `manifest` and `evaluation` are None if that cannot be read."""
+    """A checkpoint in a folder; `manifest` is None if it cannot be read."""
 
     folder: Location
     faults: tuple[str, ...]
@@ -79,7 +79,7 @@ class KeptCheckpoint:
 
     @property
     def evaluation(self) -> float | None:
-        """The loss of an evaluation after the checkpoint's step, or None."""
+        """The loss of an evaluation after the checkpoint's step; None without one or a manifest."""
         return None if self.manifest is None else self.manifest.moment.evaluation
 
 

@@ -43,8 +43,8 @@ from autopar.planner.plan.telling.words import (
 from autopar.planner.precision import Float8, Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-# What to change, by how many tensors decide what the mean counts: 0 (no mean: a product in the
-# loss), 1 (a mask or targets), 2 (targets and class weights).
+# Advice by the number of tensors that decide which entries the mean counts: 0 (no mean: a product
+# in the loss), 1 (a mask or targets), 2 (targets and class weights).
 _FIXES = {
     0: "",
     1: "take the mask or the targets from the batch, or ",
@@ -195,7 +195,7 @@ def note_compiling(plan: Plan, axes: GraphAxes, layers: Layers) -> None:
 
 
 def note_breaks(plan: Plan) -> None:
-    """Print a note on each line at which torch.compile would stop, with the layers left as is."""
+    """Print a note on each line at which torch.compile would stop, so that layers stay eager."""
     if plan.arrangement.compile is Compile.NONE:
         return
     for one in plan.graph.breaks:

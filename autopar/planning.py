@@ -79,7 +79,7 @@ def cache_of(uses_cache: bool) -> Cache:
 
 
 def traced_plan(plan: StoredPlan, folder: Path, *, uses_cache: bool = True) -> Plan:
-    """Return a plan with the graph of its model: its own, from the cache, or traced again."""
+    """Return a plan with its model's graph, traced anew if neither plan nor cache has it."""
     known = recalled_plan(plan, folder) if uses_cache or isinstance(plan, Plan) else None
     if known is not None:
         return known
@@ -252,7 +252,7 @@ def _question(
 
 
 def _asked(request: Request) -> Question:
-    """Return the question of what a request's model computes."""
+    """Return the key under which the cache has the traced model of a request."""
     constraints = request.constraints
     return _question(
         request.model,
@@ -362,7 +362,7 @@ def is_quick(plan: Plan, cores: int) -> bool:
 def verified(plan: Plan, folder: Path, script: Path) -> TrainingComparison | None:
     """Compare a script with one process; if the comparison fails, print why and return None.
 
-    Nothing is compiled for it: that would take much longer than the training.
+    Layers run uncompiled (eager), because compiling would take much longer than the training.
     """
     from autopar.codegen.proof.verification import check_fits, read_script_of, verify
 

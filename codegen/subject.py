@@ -89,7 +89,7 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
     """Return the model's graph for rows of other lengths, or None if none fits the plan."""
     other = _traced_on_other_lengths(model)
     is_alike = other is not None and other.tensors.keys() == model.graph.tensors.keys()
-    return other if is_alike else None  # they differ if the plan was edited
+    return other if is_alike else None  # an edited plan.json has other tensors
 
 
 @lru_cache(maxsize=16)

@@ -135,13 +135,13 @@ def detect(
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return a scheduler's word and the device that it means; "" if the text has no =."""
+    """Return a scheduler's word, or "" if the text has no =, and the device that it means."""
     kind, _, name = text.rpartition("=")
     return kind, name
 
 
 def _sources(partition: str | None) -> Sequence[str]:
-    """Return whom to ask, one after the other."""
+    """Return the sources to ask for machines, in this order."""
     if partition is not None:
         return (_SLURM,)
     asked_first = [
@@ -155,7 +155,7 @@ def _sources(partition: str | None) -> Sequence[str]:
 
 
 def _first_answer(sources: Sequence[str], partition: str | None) -> tuple[str, FoundNodes]:
-    """Ask the sources until one answers; return it, and what it says."""
+    """Ask the sources until one answers; return that source and its machines."""
     for one in sources[:-1]:
         try:
             return one, _found(one, partition)

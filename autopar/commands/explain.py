@@ -1,4 +1,4 @@
-"""`autopar explain`, `diff`, `report` and `trace`."""
+"""`autopar explain`, `diff`, `report` and `trace`: explain, compare and draw plans."""
 
 from __future__ import annotations
 

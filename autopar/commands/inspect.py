@@ -1,4 +1,4 @@
-"""`autopar inspect`."""
+"""`autopar inspect`: shows what autopar understands of a model."""
 
 from __future__ import annotations
 

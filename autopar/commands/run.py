@@ -1,4 +1,4 @@
-"""`autopar run` and `autopar runs`."""
+"""`autopar run` trains with a plan's script; `autopar runs` lists such trainings."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def runs(
 
 
 def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
-    """Return the run whose folder this is; or else the runs in it, or those of the plan in it."""
+    """Return the run in a folder, else the runs in its subfolders, else those in its `runs`."""
     own = read_record(folder)
     if own is not None:
         return [(folder, own)]
@@ -131,7 +131,10 @@ class DevicesError(AutoparError):
 
 
 class TrainingFailedError(AutoparError):
-    """A rank failed and no restart was left, or a rank refused to start, with its exit code."""
+    """A rank failed and no restart was left, or a rank refused to start.
+
+    It has the exit code of that rank.
+    """
 
     def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
         super().__init__(found, where=where, fix=fix)

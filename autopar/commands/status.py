@@ -1,4 +1,4 @@
-"""`autopar status`: tells how far a training is."""
+"""`autopar status`: tells how far a training has come."""
 
 from __future__ import annotations
 

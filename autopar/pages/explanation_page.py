@@ -59,8 +59,8 @@ def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = N
     """Return a table of all stages or one: layers, seconds of a microbatch, idle time, memory."""
     table = plain_table(
         "Stages, seconds of one microbatch",
-        "stage", "rank", "layers", "recompute", "forward", "backward", "idle", "flight", "memory",
-        left=4,
+        "stage", "rank", "layers", "recompute", "forward", "backward", "idle", "in flight",
+        "memory", left=4,
     )  # fmt: skip
     for number, (stage, cost) in enumerate(zip(plan.stages, plan.prediction.stages, strict=True)):
         if only not in (None, number):
@@ -80,7 +80,7 @@ def stage_table(plan: StoredPlan, explanation: Explanation, only: int | None = N
     return table
 
 
-_COLUMNS = 70  # of a rank's line; the lines fit into 80
+_COLUMNS = 70  # characters of a rank's schedule; with its number, a line has at most 80
 
 
 def timeline_page(plan: StoredPlan) -> Text:

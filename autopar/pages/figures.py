@@ -22,9 +22,9 @@ from autopar.planner.plan.telling.timeline import (
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 
 _GIB = 2**30
-_MOST_RANKS = 16  # drawn, of a longer pipeline
+_MOST_RANKS = 16  # a chart shows at most so many ranks of a pipeline
 _MOST_LINES = 6  # in one chart
-_MOST_FRAMED = 400  # actions; frames would cover thinner ones
+_MOST_FRAMED = 400  # with more actions, bars are so thin that frames would cover them
 _MOST_ACTIONS = 3000  # drawn, so that the page stays below 2 MB
 
 
@@ -60,7 +60,7 @@ def plan_figures(plan: StoredPlan, why: Explanation) -> Iterator[Figure]:
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Return the unit for a time of this size: how many of it make a second, and its name."""
+    """Return the unit for a time of this size: its number in a second, and its name."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 

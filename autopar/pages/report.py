@@ -28,7 +28,7 @@ from autopar.runs.run_metrics import AnalyzedRun, analyze_run
 from autopar.runtime.ranks.metrics import Event
 
 BEGINNING = "<!DOCTYPE html>\n<!-- written by autopar report -->"
-_MOST_POINTS = 1000  # of a curve
+_MOST_POINTS = 1000  # about so many points of a curve are drawn
 
 
 def report(plan: StoredPlan, run: AnalyzedRun | None = None) -> str:
@@ -77,7 +77,7 @@ def _facts(plan: StoredPlan) -> Iterator[tuple[str, str]]:
 
 
 def _counts(plan: StoredPlan) -> Figure:
-    """Return the curve of the numbers of devices that were planned."""
+    """Return a figure with the best plan for each number of devices that was asked for."""
     unit, first = unit_word(plan.model), plan.curve[0]
     rates = [units_per_second(one.arrangement, plan.model, one.step_seconds) for one in plan.curve]
     linear = [rates[0] * one.arrangement.ranks / first.arrangement.ranks for one in plan.curve]

@@ -186,8 +186,8 @@ def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
 def copy_checkpoint(checkpoint: Location, to: Location) -> None:
     """Copy a checkpoint into a run's folder, with hard links if possible.
 
-    The run may delete its copy later without touching the earlier training's checkpoint. When it is
-    restarted, `--resume auto` looks in one folder only, which has the copy and newer checkpoints.
+    The run may delete its copy later without touching the earlier training's checkpoint. When the
+    run is restarted, it looks for checkpoints in its own folder only, so the copy must be there.
     """
     name = checkpoint.name
     place = to / name if is_step(name) else step_folder(to, read_moment(checkpoint).step)
@@ -284,7 +284,7 @@ def torchrun_arguments(
 
 
 def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: str) -> None:
-    """Write this machine's environment and, on the first one, plan and script to a run's folder."""
+    """Write this machine's environment to a run's folder, on the first also plan and script."""
     suffix = f"-node-{nodes.rank}" if nodes.rank else ""
     text = masked(json.dumps(surroundings(command), indent=2)) + "\n"
     place = folder / f"environment{suffix}.json"

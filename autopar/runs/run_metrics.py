@@ -104,7 +104,7 @@ _KINDS: dict[str, type[EventRecord]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """The valid lines of a file, and the faults of the others."""
+    """The valid lines of a metrics file, and the faults of the others."""
 
     found: tuple[dict[str, Any], ...]
     faults: tuple[str, ...]

@@ -226,7 +226,7 @@ class PlanToTrain:
 def planned_in_advance(trained: PlanToTrain, devices: int) -> PlanToTrain | None:
     """Return a plan of the same training for `devices` devices that was made in advance, or None.
 
-    Its folder has the plan's name with the number of devices: `out-4` beside `out`.
+    Its folder has the name of the folder of `trained`, and the number: `out-4` beside `out`.
     """
     folder = _ahead(trained, devices)
     found = _written_in(folder)

@@ -1,4 +1,4 @@
-"""Tells how far a training is, from the files that it leaves and from its scheduler."""
+"""Tells how far a training has come, from the files that it writes and from its scheduler."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ScheduledJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """How far a training is; a field is None if it is not known."""
+    """How far a training has come; a field is None if it is not known."""
 
     folder: str | None
     state: str
@@ -186,7 +186,7 @@ def _predicted(folder: Path) -> float | None:
 
 
 def _checkpoint_step(lines: Sequence[dict[str, Any]], place: Location) -> int | None:
-    """Return the step of the newest checkpoint in `place`, or in the metrics' last folder."""
+    """Return the step of the newest checkpoint in `place`, else in the folder that metrics name."""
     kept = (one.get("folder") for one in reversed(lines) if one.get("event") == Event.KEPT)
     named = next((one for one in kept if isinstance(one, str) and "***" not in one), None)
     found = checkpoints_in(place) or (checkpoints_in(location(named)) if named else [])

@@ -45,7 +45,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
-    """Return the special form of an op under its split, or None if the usual form is correct."""
+    """Return the special form that an op needs on a rank, or None if the usual form is correct."""
     split = body.split
     rule = rule_of(op.target)
     if rule.kind is OpKind.PARTS and rule.cuts and _are_alike(op, body):
@@ -65,7 +65,7 @@ def rewritten(op: Op, body: AvailableValues) -> SourceForm | None:
 
 
 def _squeezed(op: Op, body: AvailableValues) -> SourceForm:
-    """Print a squeeze with explicit dims: a split dim may have size one on a rank, and stays."""
+    """Print a squeeze of named dims only: a shard may have size one in a dim that must stay."""
     shape = body.graph.tensors[op.inputs[0]].shape
     given = argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
@@ -86,7 +86,7 @@ def _histogram(op: Op, body: AvailableValues) -> SourceForm:
 
 
 def _are_alike(op: Op, body: AvailableValues) -> bool:
-    """Whether all results have the same size, so that `chunk(number of results)` makes them."""
+    """Whether an op's results have equal sizes, so that `chunk(number of results)` makes them."""
     dim = whole_number(op.argument("dim"))
     sizes = {wanted(body.split, t, body.split.made(t))[dim].extent for t in op.outputs}
     return len(sizes) == 1 and len(op.outputs) > 1
@@ -108,7 +108,7 @@ def _split_call(op: Op, function: Function, body: BodyBuilder) -> SourceForm:
 def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
     """Return the mean of a rank's part of a dim, multiplied by the rank's share of the dim.
 
-    The weighted means of all ranks add up to the mean of the whole. Adding up plain sums, and
+    Over all ranks, these products add up to the mean of the whole dim. Adding up plain sums, and
     dividing afterwards, would be inaccurate in 16 bits, because sums are large.
     """
     need = body.split.need(op, 0)
@@ -122,11 +122,10 @@ def share_of(op: Op, mean: SourceForm, body: AvailableValues) -> SourceForm:
 
 
 def late_bias(op: Op, body: AvailableValues) -> str | None:
-    """Return the bias of a row-parallel linear, if it may be added to the sum over ranks.
+    """Return the bias of a row-parallel linear, if it may be added after the sum over ranks.
 
-    Added after the sum, the bias counts once; before it, only one rank could add the bias. The
-    bias's gradient is correct only if it is of the same kind as that of the sum: both whole, or
-    both partial.
+    Added before, it would count once for each rank. Each rank's gradient of the bias is made from
+    its gradient of the sum, so either both are whole, or both are partial sums.
     """
     bias = op.argument("bias") if op.target == "aten.linear.default" else None
     if not isinstance(bias, Ref) or body.split.made(op.outputs[0]).kind is not LayoutKind.PARTIAL:
@@ -171,7 +170,7 @@ def _counts_from_zero(op: Op) -> bool:
 
 
 class BodyBuilder(AvailableValues):
-    """Builds the body of a printed function; its caller binds the arguments, then adds ops."""
+    """Builds the body of a printed function: first bind its arguments, then add its ops."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class BodyBuilder(AvailableValues):
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.repeats = Repeats(self.graph)
         self.called: set[str] = set()
-        self.in_functions: set[str] = set()  # ops in calls of plain functions
+        self.in_functions: set[str] = set()  # ops that printed calls of plain functions run
 
     def add(self, op: Op) -> None:
         """Add an op, or the call of the module or function that runs it."""
@@ -217,7 +216,7 @@ class BodyBuilder(AvailableValues):
         return {op.name: place for place, op in enumerate(self.ops)}
 
     def unit(self, op: Op) -> str | None:
-        """Return the call made by this body that runs an op; None if the body runs it itself."""
+        """Return the call in this body that runs an op, or None if the op itself is printed."""
         return self.opening.unit(op, self.scope)
 
     def _add_op(self, op: Op) -> None:
@@ -250,7 +249,7 @@ class BodyBuilder(AvailableValues):
         )
 
     def _in_split_form(self, op: Op) -> SourceForm | None:
-        """Return an op in the form that its rule has for this split, or None."""
+        """Return an op in the special form that its rule declares for its layout, or None."""
         layout = self.split.ops.get(op.name)
         form = split_form(op, layout, self.split.axes) if layout is not None else None
         if form is None:
@@ -264,7 +263,7 @@ class BodyBuilder(AvailableValues):
         return self._with_settings(op, printed(op, self.place(op)))
 
     def _with_settings(self, op: Op, printed_op: SourceForm) -> SourceForm:
-        """Return a printed op with the author's attributes in place of float literals."""
+        """Return a printed op with the author's attributes (`self.eps`) for float literals."""
         found: dict[SourceForm, SourceForm] = {}
         for _, value in op.arguments if self.scope != LOSS else ():
             if isinstance(value, float):
@@ -278,11 +277,14 @@ class BodyBuilder(AvailableValues):
         if isinstance(source, LocalTensor):
             self.rename(self._made(op.outputs[0]), source)
             return
-        found = f"{op.name} only gives another name to a tensor that the module holds"
-        raise InputError(found, where=op.location)
+        raise InputError(
+            f"a printed forward cannot rename a tensor that the module holds, as {op.name} does",
+            where=op.location,
+            fix="use the tensor itself in place of this op's result",
+        )
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op is a slice that takes a whole dim of an activation or input."""
+        """Whether an op is a slice of a whole dim of an activation or input, and nothing more."""
         if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
@@ -330,7 +332,7 @@ class BodyBuilder(AvailableValues):
         return found | local_arguments(op, self)
 
     def only_in_evaluations(self, since: int) -> None:
-        """Mark the lines from `since` on as run in evaluations only; no other line reads them."""
+        """Mark the lines from `since` on, which no other line needs, as run in evaluations only."""
         own = [replace(line, only_evaluates=True) for line in self.lines[since:]]
         self.lines[since:] = own
 

@@ -60,9 +60,8 @@ def printed_argument(
 ) -> Expression:
     """Print an argument.
 
-    `other` is the same argument in the second trace, whose inputs have other lengths; a number that
-    differs there is a size. `tensor` prints a tensor by its name, `rest` anything that is no
-    tensor, number, dtype, tuple, list or dict.
+    `other` is the same argument in the second trace (of inputs of other lengths): a number that
+    differs there is a size. `tensor` prints tensors, `rest` anything else: strings, objects.
     """
 
     def inner(one: Value, two: Value) -> Expression:
@@ -152,7 +151,7 @@ def _name(function: FunctionCall, body: AvailableValues) -> str:
 
 
 def _is_plain(value: Value) -> bool:
-    """Whether an argument has only tensors, numbers, dtypes and containers of these."""
+    """Whether an argument consists of tensors, numbers, dtypes and containers of these."""
     if isinstance(value, tuple):
         return all(map(_is_plain, _items(value)))
     return value is None or isinstance(value, (Ref, DType, Extent, bool, int, float))
@@ -186,7 +185,7 @@ def _is_right_unchanged(function: FunctionCall, ops: Sequence[Op], body: Availab
 
 
 def _is_special(op: Op, body: AvailableValues) -> bool:
-    """Whether an op needs a special form that the function does not have."""
+    """Whether an op must be printed differently from the code of the author's function."""
     return (
         is_changed(op, body.split)
         or is_random(op)
@@ -232,7 +231,7 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: AvailableValues) -> 
 
 
 def _like(name: str, body: AvailableValues, *, needs_sizes: bool) -> str | None:
-    """Return an available value with a tensor's dtype, and with its sizes if these matter."""
+    """Return an available value that has a tensor's dtype, and with `needs_sizes` its sizes."""
     tensors = body.graph.tensors
     if name not in tensors:
         return None
@@ -267,7 +266,8 @@ def call_line(unit: str, body: AvailableValues) -> Line:
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
     has_size = any(map(_has_size, (*record.arguments, *dict(record.keywords).values())))
-    others = (body.split.lengths.call(unit) if has_size else None) or record  # lengths take a trace
+    # without a number there is nothing to compare, and no need for a second trace
+    others = (body.split.lengths.call(unit) if has_size else None) or record
     by_name = dict(others.keywords)
     arguments = [
         (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))

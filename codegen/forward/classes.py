@@ -41,7 +41,7 @@ _UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")
 
 
 def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
-    """Return the source of `crossing(batch)`, or "" if the sent tensors have fixed lengths."""
+    """Return the source of `crossing(batch)`, or "" if the sent shapes are always the same."""
     split = opening.split
     others = [split.lengths.shape(one.name) for one in gives]
     if all(one.shape == other for one, other in zip(gives, others, strict=True)):
@@ -58,7 +58,10 @@ def printed_crossing(opening: Opening, gives: Sequence[CrossingTensor]) -> str:
 
 
 def _with_cut_shape(line: str) -> str:
-    """Append `[:n]` to a shape that is unpacked to n names: the runtime's stand-in has more."""
+    """Append `[:n]` to a shape that is unpacked to n names.
+
+    The runtime also calls crossing() with a stand-in for the batch, whose shapes have more dims.
+    """
     found = _UNPACKED.fullmatch(line)
     return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
@@ -153,7 +156,10 @@ def _signature(module: Module) -> list[str]:
 def bound(
     module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
 ) -> list[tuple[str, Value]]:
-    """Return each argument's expression in a forward (name, or `kwargs["name"]`), and its value."""
+    """Return, for each argument of a call, its expression in the forward and its recorded value.
+
+    The expression is a name, or `kwargs["name"]`.
+    """
     positional = [
         a
         for a in module.arguments
@@ -219,7 +225,7 @@ def class_source(
 
 
 def base_name(module: Module) -> str:
-    """Return a class's name in the script; raises if it cannot be imported."""
+    """Return the name of a module's class in the script; raise if it cannot be imported."""
     if "<locals>" in module.home.qualname:
         raise InputError(
             f"the class of {module.path or 'the model'} is defined inside a function, "

@@ -43,20 +43,21 @@ def opened_classes(
 ) -> OpenedSource:
     """Return the classes, stages and functions that a plan's script defines.
 
-    An evaluation averages over several microbatches, even if a training step has only one.
+    With `is_evaluated` the loss has weights even if a step has only one microbatch, because an
+    evaluation averages over several.
     """
     split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
-    # counting targets takes all rows; without it, a tensor rank may get only those that it reads
+    # valid_targets() counts in all rows; without it, a tensor rank may get only rows that it reads
     if valid_targets(split, call_tree(split.graph)) is None:
         split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
 def _recomputed(plan: Plan, split: SplitGraph) -> Iterator[str]:
-    """Yield the calls of layers that recompute: the runtime wraps them, so they must stay calls."""
+    """Yield the calls of recomputed layers: the runtime wraps modules, so none may be inlined."""
     modes = plan.layer_modes
     for layer, mode in zip(split.layers.layers, modes, strict=True):
         if mode.wraps_layers:
@@ -165,7 +166,7 @@ def _applied(split: SplitGraph, sources: Sequence[str]) -> Iterable[Imported]:
 
 
 def _check_own_gradients(opening: Opening) -> None:
-    """Raise if code that must be printed changes or takes gradients: no op of the graph does so."""
+    """Raise if code that must be printed changes or takes gradients: the graph lacks such calls."""
     for own in opening.split.graph.own_gradients:
         if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
@@ -178,7 +179,7 @@ def _check_own_gradients(opening: Opening) -> None:
 
 
 def _check_modes(opening: Opening) -> None:
-    """Raise if code that must be printed calls train() or eval(): no op of the graph does so."""
+    """Raise if code that must be printed calls train() or eval(): the graph lacks such calls."""
     chains, calls = opening.tree.chains, opening.split.graph.calls
     outermost = (
         one
@@ -201,8 +202,8 @@ def _check_modes(opening: Opening) -> None:
 def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
     """Decide which calls are opened, and where layouts are converted.
 
-    If the model returns an object to an opened loss, or the loss reads a tensor that the model does
-    not return, the root is opened, too: its forward then contains the loss.
+    If the loss is opened, but the model returns an object, or the loss reads a tensor that the
+    model does not return, the root is opened, too: its forward then contains the loss.
     """
     opening = open_calls(
         split,
@@ -219,7 +220,7 @@ def _opening(split: SplitGraph, tree: CallTree, state: _State) -> Opening:
 
 
 def _agree(printed: dict[str, Printed], opening: Opening) -> None:
-    """Raise if the calls of one module need different forwards: one of them must be inlined."""
+    """Raise if the calls of one module need different forwards: one call must be inlined."""
     calls = opening.split.graph.calls
     by_path: dict[str, list[str]] = defaultdict(list)
     for call in opening.tree.chains:

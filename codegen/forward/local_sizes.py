@@ -29,7 +29,7 @@ from autopar.planner.rules.table import kind_of, rule_of
 
 
 def result_sizes(op: Op, given: tuple[Value, ...], body: AvailableValues) -> SourceForm:
-    """Return the sizes of a view or expand: -1 as in the model, others from shapes if possible."""
+    """Return the sizes of a view or expand: -1 where the model has it, others read if possible."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
     is_view = kind_of(op) is not OpKind.EXPAND
@@ -79,7 +79,7 @@ def _owner(op: Op, body: AvailableValues) -> str:
 
 
 def local_arguments(op: Op, body: AvailableValues) -> dict[str, Expression]:
-    """Return the arguments that are smaller on a rank: groups, repetitions, bounds, sizes."""
+    """Return the arguments that are smaller on a rank: groups, repeats, ends of slices, sizes."""
     split = body.split
     own = split.ops.get(op.name)
     if own is not None and has_local_groups(op, own, split.axes):
@@ -167,7 +167,7 @@ def _is_split(dim: Dim, axis: str, count: Extent) -> bool:
 
 
 def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
-    """Print -1 for the split size, even if the model has -1 for another."""
+    """Print the sizes of an unflatten: -1 for the split one, even if the model has -1 elsewhere."""
     given = op.argument("sizes")
     assert isinstance(given, tuple)
     made = body.split.made(op.outputs[0])
@@ -184,7 +184,7 @@ def _unflattened(op: Op, body: AvailableValues) -> SourceForm:
 
 
 def _local_bound(op: Op, key: str, layout: Layout, body: AvailableValues) -> Expression:
-    """Return a rank's bound of a slice in a fused dim, whose parts are cut evenly."""
+    """Return a rank's start or end of a slice in a split dim; ranks must divide it evenly."""
     bound = whole_number(op.argument(key))
     if bound >= 2**62:
         return literal(bound)

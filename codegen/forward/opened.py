@@ -1,4 +1,4 @@
-"""Prints results, losses and metrics; defines the records of a script's printed source."""
+"""Prints results, losses and metrics; defines the dataclasses that describe printed source."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
 
 
 def store_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
-    """Add a line that stores the outputs for evaluations; return the parts that are unavailable.
+    """Add a line that stores the outputs for evaluations; return the parts that are not computed.
 
-    A forward that includes the loss cannot return them, because it returns the loss.
+    The outputs are stored because a forward that includes the loss returns only the loss.
     """
     before = len(builder.lines)
     shown = whole_outputs(builder, value)
@@ -90,14 +90,14 @@ def _named(place: str) -> str:
 
 
 def _is_absent(builder: BodyBuilder, part: Value) -> bool:
-    """Whether a part of the outputs is unavailable: the loss ignores it, or it is an object."""
+    """Whether a part of the outputs is missing: the loss does not need it, or it is an object."""
     if isinstance(part, Ref):
         return part.tensor not in builder.have
     return any(objects(part)) or not isinstance(part, (str, bool, int, float, complex, NoneType))
 
 
 def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
-    """Return an expression of the model's outputs with whole tensors; `place` is their name."""
+    """Return the model's outputs with whole tensors; `place` is what users call them in metrics."""
     inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
     if is_mapping(value):
         keys = [key for key, _ in pairs(value)]
@@ -234,9 +234,9 @@ class StageClass:
     The forward takes `takes` by position and the batch by keyword, and returns `gives`. The last
     stage's forward returns the model's outputs, or with `returns_loss` the loss; then it stores the
     outputs for metrics, except those in `absent`. `modules` are the modules that the stage uses;
-    the script drops the others. `bounds` are attributes that the script sets: similar stages share
-    one class and differ in these numbers. If the shapes that the stage sends vary with the lengths
-    of rows, `crossing` is the source of a function that returns them.
+    the script drops the others. Similar stages share one class, and differ in the attributes
+    `bounds`, which the script sets. If the shapes that the stage sends vary with the lengths of
+    rows, `crossing` is the source of a function that returns them.
     """
 
     cls: OpenedClass

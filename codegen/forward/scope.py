@@ -41,7 +41,7 @@ class NeedsInlineError(Exception):
     """A call cannot be printed as a call: its code must be inlined into its caller.
 
     If the caller's printed code only lacks an argument of the call (`lacks_argument`), nothing is
-    inlined: the called class is opened, and its printed forward takes None in its place.
+    inlined: the forward of the called class is printed, too, and gets None for this argument.
     """
 
     def __init__(self, key: str, *, reason: str = "", lacks_argument: bool = False) -> None:
@@ -102,7 +102,7 @@ class Owner:
         return steps
 
     def within(self, path: str) -> str | None:
-        """Return the path by which this module contains another one, or None."""
+        """Return a path of a module that lies inside this one, or None if there is no such path."""
         modules = self.split.modules
         if path == self.root or self.holds(path) or path not in modules:
             return path
@@ -132,7 +132,7 @@ class Owner:
         return text(f"self{self.steps(owner)}.{leaf}")
 
     def name_near(self, name: str, op: Op | None) -> str:
-        """Return a parameter's name in this module; if tied, preferably one in the op's module."""
+        """Return a tensor's name in this module; of a tied one, the name inside the op's module."""
         graph = self.split.graph
         tied = next((p for p in graph.parameters if p.name == name), None)
         names = (name, *tied.aliases) if tied is not None else (name,)
@@ -175,14 +175,14 @@ class Owner:
         return None
 
     def path_of(self, call: str) -> str | None:
-        """Return the path of a call's module, or None if it calls no module."""
+        """Return the path of the module that a call runs, or None if the call runs no module."""
         record = self.split.graph.calls.get(call)
         return record.path if record is not None and record.path in self.split.modules else None
 
     def parameter_fact(self, what: str, ops: Iterable[Op]) -> SourceForm | None:
-        """Return the dtype or device of a parameter of this module, preferably one that ops read.
+        """Return the expression of the dtype or device of one of this module's parameters.
 
-        A stage has only the parameters that its ops read.
+        One that `ops` read is preferred, because a stage has no other parameters.
         """
         read = {name for op in ops for name in op.inputs}
         parameters = self.split.graph.parameters
@@ -221,7 +221,7 @@ class AvailableValues:
         self.unpacked: set[str] = set()  # arguments that are containers
         # tuple of a container's contents → the container's name
         self.containers: dict[Expression, str] = {}
-        self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
+        self.late_biases: dict[str, str] = {}  # a linear's partial sums → the bias added later
         own = self.tree.ops.get(scope, ())
         self.written = set[str]().union(*map(self.graph.index.written_by, own))
 

@@ -1,13 +1,14 @@
 """Prints the root's forward, whole or split into pipeline stages.
 
-Stages that differ only in their layers share one class, whose `first` and `end` the script sets. A
-deep pipeline then needs no more printed code than one of three stages.
+Stages between the first and the last share one class if they differ only in their layers' numbers,
+which the script sets as `first` and `end`. A deep pipeline then takes no more code than one of
+three stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -103,7 +104,7 @@ def _whole_name(opening: Opening) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
-    """A printed stage: `printed` loops over its layers' numbers, `form` over `first : end`."""
+    """A printed stage: `printed` has its layers' numbers, `form` has `first : end` instead."""
 
     number: int
     part: StagePiece
@@ -186,7 +187,7 @@ class _Printer:
         )
 
     def _layers(self, part: StagePiece) -> str:
-        """Return the modules with parameters that run entirely in a stage, for its docstring."""
+        """Return in words the modules with parameters that a stage runs, for its docstring."""
         mine = {op.name for op in part.ops}
         whole = {
             call
@@ -196,9 +197,23 @@ class _Printer:
         }
         outer = [c for c in self.tree.chains if c in whole and self.tree.parent(c) not in whole]
         paths = dict.fromkeys(self.graph.calls[call].path for call in outer)
-        learning = (path for path in paths if any(map(Owner(self.split, path).holds, self._names)))
+        learning = [path for path in paths if any(map(Owner(self.split, path).holds, self._names))]
         words = [*runs_in_words(learning)]
-        return f": {', '.join(words)}" if words and len(words) <= _MOST_LISTED else ""
+        copies = ", ".join(dict.fromkeys(self._copied(part, mine, learning)))
+        more = f", and its copy of {copies}" if copies else ""
+        return f": {', '.join(words)}{more}" if words and len(words) <= _MOST_LISTED else ""
+
+    def _copied(self, part: StagePiece, mine: set[str], listed: Sequence[str]) -> Iterator[str]:
+        """Yield the modules outside the listed ones whose parameters another stage reads, too."""
+        for op in part.ops:
+            for name in op.inputs:
+                if self.graph.tensors[name].origin is not TensorOrigin.PARAMETER:
+                    continue
+                path = Owner(self.split, ROOT).name_near(name, op).rpartition(".")[0]
+                is_listed = any(f"{path}.".startswith(f"{one}.") for one in listed)
+                readers = self.graph.index.readers[name]
+                if path and not is_listed and any(one.name not in mine for one in readers):
+                    yield path
 
     def _name(self, number: int) -> str:
         if not self.last:
@@ -350,7 +365,7 @@ def runs_in_words(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _place_of_run(numbered: tuple[int, str]) -> tuple[str, int]:
-    """Return a key that consecutive modules share: the list, and the number minus the place."""
+    """Return a key that modules with consecutive numbers share: list, number minus position."""
     place, path = numbered
     stem, _, number = path.rpartition(".")
     return (stem, int(number) - place) if number.isdigit() else (path, -1)

@@ -1,4 +1,4 @@
-"""Prints the functions that count a batch's targets, and compute the loss's divisor, from ops."""
+"""Prints, from the loss's ops, functions that count a batch's targets and compute its divisor."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -
 
 
 def _only_casts(op: Op, graph: Graph) -> bool:
-    """Whether an op only casts or views floats; counts are float64 here."""
+    """Whether an op only casts or views floats: divisor() skips it, as its counts are float64."""
     return kind_of(op).keeps_entries and not graph.tensors[op.outputs[0]].is_whole_numbered
 
 
@@ -188,7 +188,7 @@ class _CountBuilder(BodyBuilder):
                 self.add_line(Line(results=held, expression=numbers, hint="weight"))
 
     def dtype(self) -> None:
-        """Return None: numbers are float32, as in the model's training."""
+        """Return None: tensors are made without a dtype, so torch's default applies."""
 
     def device(self) -> Expression | None:
         """Return the device of the batch's tensors."""

@@ -76,7 +76,7 @@ def _joined(stages: Sequence[BlockStage]) -> BlockStage:
 
 
 def accelerate_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
-    """Return a configuration file of accelerate."""
+    """Return the sections of accelerate's configuration file."""
     chosen = facts.arrangement
     if chosen.tensor > 1 and facts.shard == 1:
         raise InputError(
@@ -177,7 +177,7 @@ def deepspeed_instead(facts: ToolFacts) -> tuple[ToolFacts, tuple[str, ...]]:
 
 
 def deepspeed_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequence[ToolSection]]:
-    """Return DeepSpeed's configuration."""
+    """Return the sections of DeepSpeed's configuration file."""
     chosen = facts.arrangement
     batch: dict[str, SettingValue] = {
         "train_batch_size": chosen.microbatch * chosen.microbatches * chosen.data,
@@ -202,7 +202,7 @@ def deepspeed_sections(facts: ToolFacts, mode: Recompute) -> Mapping[str, Sequen
 
 
 def _splits_itself(chosen: Arrangement) -> bool:
-    """Whether DeepSpeed splits tensors; inside pipelines the model has to."""
+    """Whether DeepSpeed splits tensors itself; in a pipeline, the user's layers have to."""
     return chosen.tensor > 1 and chosen.pipeline == 1
 
 

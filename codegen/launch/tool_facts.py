@@ -18,7 +18,7 @@ from autopar.planner.precision import Precision
 
 _NUMBERED = re.compile(r"(?P<list>(?:.*\.)?)(?P<number>\d+)")
 _PLAIN = str.maketrans({"·": "+", "×": "x"})  # comments of scripts are ASCII
-_SEQUENCE = "seq"  # the name of the axis
+_SEQUENCE = "seq"  # the name of the axis along a row's positions
 
 
 SettingValue = bool | int | float | str | tuple[tuple[str, ...], ...]
@@ -61,7 +61,7 @@ class ToolFacts:
     between: tuple[str, ...]  # layers between the blocks, which no tool knows
     modes_outside: tuple[tuple[str, Recompute], ...]  # of layers outside the blocks
     whole_weights: tuple[str, ...]
-    crossing: tuple[str, ...]  # the axes of activations between blocks; "" if they are whole
+    crossing: tuple[str, ...]  # the split axes of activations between blocks; "" for whole ones
     known: tuple[RunnerUp, ...]  # other plans, whose step times are known
 
     @property

@@ -59,7 +59,7 @@ class Tool:
     nearest: Callable[[ToolFacts], tuple[ToolFacts, tuple[str, ...]]] = lambda facts: (facts, ())
     splits: str = "all matrices of blocks, the embedding and the head"  # what tensor ranks split
     mixed: str = "all blocks"  # what it recomputes if the plan recomputes only some, in words
-    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it recomputes the same blocks
+    mixes: Callable[[ToolFacts], bool] = lambda _: False  # whether it can recompute the same ones
 
 
 def tool_files(tool: str, facts: ToolFacts) -> tuple[tuple[LaunchFile, ...], tuple[str, ...]]:
@@ -135,7 +135,7 @@ def _tensor_notes(tool: Tool, facts: ToolFacts) -> Iterator[str]:
 
 
 def _nearest_schedule(chosen: Arrangement, known: Mapping[ScheduleKind, str]) -> ScheduleKind:
-    """Return the schedule of the plan, or one with as many stages per rank that a tool has."""
+    """Return the plan's schedule if a tool has it, else 1F1B, interleaved if both allow that."""
     if chosen.schedule in known:
         return chosen.schedule
     several = chosen.stages_per_rank > 1 and ScheduleKind.INTERLEAVED_1F1B in known
@@ -219,7 +219,7 @@ def _titan_parts(stages: Sequence[BlockStage], head: str) -> Iterator[tuple[str,
 
 
 def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
-    """Return the rows of a step. In a pipeline, a local batch is all microbatches of a step."""
+    """Return the rows of a step; a local batch is one microbatch, or in a pipeline all of them."""
     passes = chosen.microbatches if chosen.pipeline > 1 else 1
     return {
         "local_batch_size": chosen.microbatch * passes,
@@ -229,7 +229,7 @@ def _titan_batch(chosen: Arrangement) -> Mapping[str, SettingValue]:
 
 
 def _titan_precision(precision: Precision) -> str:
-    """Return the dtype of weights in passes: torchtitan scales no loss, so it has no fp16."""
+    """Return the dtype in which torchtitan computes; without loss scaling, it has no fp16."""
     return "float32" if precision.scales_loss else precision.torch_name
 
 

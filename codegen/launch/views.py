@@ -39,7 +39,7 @@ from autopar.planner.plan.telling.words import arrangement_words
 
 VOLUME = "/volume"  # where a volume is in the file system of a pod
 _PROCESSORS_OF_DEVICE = 4  # CPU cores: one for the rank, the others for its DataLoader workers
-_LAST_SECONDS = 20  # torchrun stops waiting for ranks so long before the job is killed
+_LAST_SECONDS = 20  # torchrun stops waiting for its ranks 20 s before the job is killed
 _LONGEST_NAME = 40
 
 
@@ -222,7 +222,7 @@ def _given(value: str | None) -> tuple[str, ...]:
 
 
 def _resources(job: LaunchJob, settings: LaunchSettings) -> Iterator[Labelled]:
-    """Yield the limits of a pod, which has a whole node's devices: tensor ranks share it."""
+    """Yield the limits of a pod, which gets all devices of a node so that tensor ranks share it."""
     if job.devices:
         yield Labelled(key=settings.resource, value=str(job.devices))
     yield Labelled(key="cpu", value=settings.cpus or str(job.processes * _PROCESSORS_OF_DEVICE))

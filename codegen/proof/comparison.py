@@ -3,8 +3,8 @@
 Ranks that hold the same elements may disagree, so each rank is compared separately.
 
 In 16 bits two trainings round differently, so they are not equal. Instead, their distances from an
-fp32 training after some steps are compared. A script may be twice as far as plain PyTorch (one
-bit).
+fp32 training after some steps are compared. A script may be at most twice as far from it as plain
+PyTorch, which corresponds to one bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeldBlock:
 Held: TypeAlias = Sequence[HeldBlock]
 Place: TypeAlias = tuple[slice, ...]
 
-_MOST_SHOWN = 4  # kinds of tensors
+_MOST_SHOWN = 4  # so many kinds of tensors are named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ def _by_step(found: Sequence[float], expected: Sequence[float]) -> Difference:
 
 
 TIMES = 2.0  # a script in 16 bits may be this many times as far from fp32 as plain PyTorch
-FEW = 64  # elements; in larger tensors the error norms of two trainings are nearly equal
+FEW = 64  # elements; chance dominates the errors of smaller tensors
 LOSSES, ALL = "losses", "all together"
 
 
@@ -252,7 +252,7 @@ def times_as_far(
 
     Plain PyTorch may happen to be exact in one tensor. Its distance there is therefore increased by
     its average error for a tensor that moves as far. Tensors with few elements are dominated by
-    chance, so they only count among all.
+    chance, so they only count in the distance of all together.
     """
     ends = with_losses(single.final, single.losses)
     far, missed = _distances(found, ends), _distances(with_losses(half.final, half.losses), ends)

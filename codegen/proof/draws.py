@@ -1,8 +1,8 @@
 """Records the random numbers of a training, and compares trainings by them.
 
 Equal generator states give equal numbers, so states are compared in place of numbers. The checks:
-as many numbers are independent as in one process; only modules that share some there share any; a
-recomputed layer draws the same numbers again; and all numbers follow from the script's seed.
+as many numbers are independent as in one process; two modules share numbers only if they do so in
+one process; a recomputed layer draws the same numbers again; and the script's seed decides all.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def _sites(ranks: Sequence[Sequence[NotedDraw]]) -> dict[Site, _Drawn]:
 
 
 def _inlined(found: Mapping[Site, _Drawn], expected: Mapping[Site, _Drawn]) -> dict[Site, Site]:
-    """Pair sites of one process with those in callers into which a script inlined their modules.
+    """Pair the sites of inlined modules with the site of the caller that contains their code.
 
-    They are paired only if the caller draws as many numbers as all of them do in one process.
+    The caller must draw as many numbers in the script as it and these modules in one process.
     """
     pairs: dict[Site, Site] = {}
     for own, drawn in found.items():
@@ -294,7 +294,7 @@ def _drawn_differently(ranks: Sequence[Sequence[NotedDraw]]) -> Iterator[tuple[s
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
-            known = draw.seeds_a_split or (draw.op, draw.state) in first  # a seed's draws follow
+            known = draw.seeds_a_split or (draw.op, draw.state) in first  # seeds may differ
             if draw.is_again and not known:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"

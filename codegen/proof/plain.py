@@ -1,8 +1,9 @@
 """A training as a person would write it for one device, in plain PyTorch.
 
 It uses the runtime only for seeds, for the numbering of random draws (`plain_model`), and to read
-streamed or collated rows. All other faults of the runtime therefore show as differences. Rows come
-in the scripts' order: the seed gives each epoch a permutation, and each row its own random numbers.
+streamed or collated rows. Faults in the rest of the runtime therefore show as differences. Rows
+come in the scripts' order: the seed decides the permutation of each epoch, and the random numbers
+of each row.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _float8_layers(graph: Graph) -> tuple[str, ...]:
 
 
 def build_alone(file: ModelFile, task: Task) -> nn.Module:
-    """Return the user's model on a device, in its original dtypes."""
+    """Return the user's model on the task's device, in its original dtypes."""
     return plain_model(file.build_model, seed=task.seed).to(task.device)
 
 
@@ -304,8 +305,8 @@ def all_steps(exact: int) -> int:
 def clipped_share(step: int) -> float:
     """Return the fraction of their norm to which a step's gradients are clipped.
 
-    Every clip is effective, because the norm is always larger. The fraction changes from step to
-    step, so that a missing, wrong or late clip shows; Adam would not notice a constant factor.
+    A fraction of their own norm always clips them. The fraction changes from step to step, so that
+    a missing, wrong or late clip shows; Adam would not notice a constant factor.
     """
     return 1 / (step + 1)
 

@@ -78,7 +78,7 @@ class _Stream(_Event):
 class PretendedDevice(_DummyBackendModule):
     """torch's interface of a device type (like torch.cuda).
 
-    No op draws from its generator; each op that would draw changes its seed.
+    Ops draw no numbers from its generator. An op that would draw changes the generator's seed.
     """
 
     Stream, Event = _Stream, _Event
@@ -127,7 +127,7 @@ class PretendedDevice(_DummyBackendModule):
 
 
 class MadeOnDevice(TorchFunctionMode):
-    """A mode that handles calls which make tensors on the device unseen by dispatch modes."""
+    """A mode for calls that make tensors on the device without an op that dispatch modes see."""
 
     def __torch_function__(
         self,

@@ -62,7 +62,7 @@ class Watched:
         self.parameters: list[HeldBlock] = []
 
     def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients to a share of their norm, not to the limit; copy the first step's."""
+        """Clip gradients to a share of their norm, not to `limit`; copy those of the first step."""
         norm = self.clip(parts, math.inf, *args, **kwargs)
         if limit:
             share = clipped_share(self.step)

@@ -46,7 +46,7 @@ class Edit:
     line: int  # the first one's number
     found: tuple[str, ...]
     emitted: tuple[str, ...]
-    start: int  # the line in the plan's script
+    start: int  # index of the first line in the plan's script, without the checksum line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ STATE_BYTES = 72
 
 
 COMPILING_SECONDS = 300.0  # allowed for ranks that compile at once
-_RUNS_AS_IT_IS = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
+_WITHOUT_COMPILING = "TORCHDYNAMO_DISABLE"  # if set to 1, torch.compile compiles nothing
 
 
 def verify(
@@ -190,8 +190,9 @@ def verify(
 
     Both are trained in float64 without random numbers; the random numbers are compared separately.
     A plan in 16 bits is also compared in that dtype, for `half_steps`. Draws of recomputed layers
-    are checked on a pretended device. Layers that the plan compiles run as they are if `compiles`
-    is false. A relative path of the model file starts at the working directory, or at `folder`.
+    are checked on a pretended device. If `compiles` is false, layers that the plan compiles run
+    uncompiled (eager). A relative path of the model file starts at the working directory, or at
+    `folder`.
     """
     task = replace(
         task_of(plan, model_spec(plan, folder), steps=steps),
@@ -221,17 +222,17 @@ def verify(
 
 
 def _float8_notes(plan: Plan) -> Iterator[str]:
-    """Yield where products are in float8."""
+    """Yield a note on which of the compared trainings multiply in float8."""
     if plan.arrangement.float8 is not Float8.NONE:
         yield f"products are in float8 beside {plan.arrangement.precision}, and not beside float64"
 
 
 def _compiled_here(plan: Plan, *, compiles: bool) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return the environment in which layers are compiled or not, and why they are not."""
+    """Return the ranks' environment variables, which may turn torch.compile off, and a note why."""
     if plan.arrangement.compile is Compile.NONE or (compiles and has_cpp_compiler()):
         return {}, ()
     why = "torch.compile finds no C++ compiler here (g++)" if compiles else ""
-    return {_RUNS_AS_IT_IS: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
+    return {_WITHOUT_COMPILING: "1"}, (f"layers ran without being compiled: {why}",) if why else ()
 
 
 def has_cpp_compiler() -> bool:

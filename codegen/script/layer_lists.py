@@ -94,8 +94,8 @@ def _gives(stage: StageClass, plan: Plan, axes: GraphAxes, *, follows_rows: bool
 def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[str], ...]:
     """Return the names of the parameters and buffers that each stage holds.
 
-    Tensors that no stage uses go to the stage with the nearest modules: its code may still call the
-    modules that have them.
+    A tensor that no stage uses goes to the stage whose modules have the most similar paths: the
+    stage may still call the module that has the tensor.
     """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
@@ -116,7 +116,7 @@ def stage_holds(graph: Graph, stages: Sequence[StageClass]) -> tuple[frozenset[s
 
 
 def _common_steps(name: str, stage: StageClass) -> int:
-    """Return the most leading names that a parameter's path shares with a module of a stage."""
+    """Return how many leading names a parameter's path shares at most with a stage's module."""
     steps = name.split(".")
 
     def together(path: str) -> int:
@@ -191,7 +191,7 @@ def _in_order(plan: Plan) -> Sequence[PlannedStage]:
 
 
 def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) -> Source:
-    """Return the script's lists of layers: writing, gathered, compiled and recomputed ones."""
+    """Return the script's lists of layers, named WRITING, LAYERS, COMPILED or by recompute mode."""
     paths = _paths(subject)
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
@@ -213,7 +213,7 @@ def layer_lists(plan: Plan, subject: PlannedSubject, *, writing: Sequence[str]) 
 
 
 def compiled_layers(plan: Plan, subject: PlannedSubject) -> list[str]:
-    """Return the layers to compile."""
+    """Return the paths of layers to compile: modules with ops to compile, but no chunked heads."""
     layers = zip(subject.layers.layers, _paths(subject), plan.layer_modes, strict=True)
     return [
         path
@@ -226,7 +226,7 @@ def compile_call(plan: Plan, subject: PlannedSubject, part: str) -> Source:
     """Return the call that compiles layers of `part`, or "" if none are compiled."""
     if plan.arrangement.compile is not Compile.LAYERS:
         return Source()
-    varies = subject.file.build_collate is not None  # it pads rows to the longest one
+    varies = subject.file.build_collate is not None  # a batch is as long as its longest row
     return Source(f"compile_layers({part}, COMPILED{', lengths_vary=True' * varies})")
 
 

@@ -70,7 +70,7 @@ class ModelCalls:
 
     imports: Source
     functions: Source
-    loss: Source  # of `outputs` and `batch`
+    loss: Source  # the expression of the loss, from `outputs` and `batch`
 
 
 def model_calls(
@@ -151,7 +151,7 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     """Yield `new_model = …` and the model file's other functions."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
-    plain = file.plain_entries() if evaluates else NOTHING  # the plain loop passes them in its call
+    plain = file.plain_entries() if evaluates else NOTHING  # the plain loop adds them to its batch
     around = "in_float32" if is_half else ""
     if file.loss is not None:
         yield _bound(file, "loss", "new_loss", around=around, plain=plain)
@@ -255,7 +255,9 @@ def why_weighed(plan: Plan, opened: OpenedSource) -> Source:
     if opened.weighs_terms:
         return Source("The loss adds several means, each over its own valid targets.")
     if opened.valid_targets is not None:
-        return Source("The loss is a mean over valid targets: microbatches with more count more.")
+        return Source(
+            "The loss is a mean over valid targets, so a microbatch is weighted by how many it has."
+        )
     return Source("The loss is a sum over rows." if sums_rows(plan) else "")
 
 

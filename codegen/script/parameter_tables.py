@@ -30,7 +30,7 @@ from autopar.planner.programs.layouts.strategies import Parts, parts_of
 from autopar.runtime.model.parts import starred
 
 Value = TypeVar("Value")
-_FEWEST_IN_STEPS = 3  # names at regular steps that become a range
+_FEWEST_IN_STEPS = 3  # at least so many names, at steps above 1, become a range
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
@@ -187,7 +187,7 @@ class ParameterSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterTables:
-    """The tables of a script; empty text if a plan needs none."""
+    """The tables SPLITS and REPLICATED of a script; a table that a plan does not need is empty."""
 
     splits: Source
     summed: Source
@@ -219,7 +219,7 @@ def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
 
 
 def unread(plan: Plan) -> Source:
-    """Return the script's list of trainable parameters that no op reads, under fully_shard."""
+    """Return the list of trainable parameters that no op reads, or "" without fully_shard."""
     graph = plan.graph
     has_unused = any(call.has_unused for call in graph.calls.values())
     if not has_unused or plan.arrangement.data == 1 or not plan.arrangement.zero.shards_modules:

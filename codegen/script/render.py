@@ -52,7 +52,7 @@ def environment() -> Environment:
 
 
 def templates_of(package: str, filters: Mapping[str, Callable[..., Source]]) -> Environment:
-    """Return the environment of a package's templates, which rejects unfiltered values."""
+    """Return the environment of a package's templates; values without a filter raise."""
     made = Environment(
         loader=PackageLoader(package),
         undefined=StrictUndefined,
@@ -242,7 +242,7 @@ def is_unchanged(script: str) -> bool:
 def is_of_another_plan(script: str, plan: StoredPlan) -> bool:
     """Whether a script, changed or not, was written for another plan.
 
-    False if another version of autopar wrote it, because this cannot be known then.
+    False if another version of autopar wrote it: its digest of the same plan may differ.
     """
     found = _LINE.search(script)
     if found is None or found[3] is None or found[1] != plan.autopar:

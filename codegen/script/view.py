@@ -388,7 +388,7 @@ def _optimizer(plan: Plan) -> Source:
 
 
 def _wrapping(plan: Plan, tables: ScriptTables) -> Source:
-    """Return the call of wrap; ZeRO-1 keeps gradients that other axes sum in their own buckets."""
+    """Return the call of wrap; in ZeRO-1, gradients summed over other axes, too, lie `apart`."""
     arguments, before = [*_wrap_arguments(plan)], ""
     if plan.arrangement.zero.gathers_updated and plan.arrangement.shard > 1:
         if tables.ties:

@@ -215,13 +215,16 @@ def _choice(line: str, indent: int) -> list[str]:
 
 
 def _last_bracket(line: str) -> int | None:
-    """Return the bracket that closes last, if only a colon follows."""
+    """Return where the bracketed group opens with which a line ends (before a colon), or None."""
     bare = _bare(line).rstrip(":")
     return _opening(bare) if bare and bare[-1] in _CLOSE else None
 
 
 def _before_trailers(line: str, start: int, indent: int) -> int:
-    """Return an earlier bracket if the text before the last one, `f(…)[0]`, is too long."""
+    """Return `start`, or the position of an earlier bracket if the text before `start` is too long.
+
+    In `f(…)[0]` with a long call, the line is then broken after `f(`.
+    """
     bare = _bare(line)
     while indent + start >= WIDTH:
         before = _TRAILER.sub("", bare[:start])
@@ -233,7 +236,7 @@ def _before_trailers(line: str, start: int, indent: int) -> int:
 
 
 def _opening(bare: str) -> int | None:
-    """Return the bracket that closes at the end of a text."""
+    """Return the position of the bracket that the last character of a text closes."""
     depth = 0
     for position in range(len(bare) - 1, -1, -1):
         depth += (bare[position] in _CLOSE) - (bare[position] in _OPEN)

@@ -109,7 +109,7 @@ def tuple_of(*items: str | Bracketed) -> Bracketed:
 
 
 def unpacked(items: str | Bracketed) -> str | Bracketed:
-    """Return an item to put among others; a bracketed group gets a star."""
+    """Return items as an entry of a larger tuple: a bracketed group gets a star."""
     if isinstance(items, str):
         return items
     return Bracketed(f"*{items.opening}", items.items, items.closing)

@@ -36,7 +36,7 @@ def stage_of_ops(split: SplitGraph, counts: Sequence[int]) -> dict[str, int]:
 
 
 def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
-    """Return the calls that run in several stages; the root's forward contains their code."""
+    """Return the calls whose ops with gradients lie in several stages: they must be inlined."""
     return [
         call
         for call, ops in tree.ops.items()

@@ -1,8 +1,8 @@
 """Finds the calls whose code must be printed, because the plan changes what they do.
 
 A module's own code may take a shard's size for that of the whole dim, or the reverse. A trace shows
-sizes as numbers (multiples of the batch for rows), but not which tensor they were read from. So the
-layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
+sizes as numbers, or as multiples of the batch's rows, but not which tensor they were read from. So
+the layouts of all tensors that a module's code can read decide which of its sizes may be wrong.
 
 Conversions are placed so that few modules must be opened: in a call that is opened already if
 possible, else in the innermost call that contains both the op that makes a tensor and the ops that
@@ -39,7 +39,7 @@ from autopar.planner.rules.signature import leaves
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:
-    """Whether a call's unchanged code may take a shard's size for the whole, or the reverse."""
+    """Whether a call's unchanged code may take a shard's size for a whole size, or the reverse."""
     if _takes_sizes_of_parts(call, ops, opening):
         return True
     is_told = any(takes_own_rows(op, opening.split) for op in ops)
@@ -50,8 +50,8 @@ def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> boo
     """Whether a call's code may read a size from a shard.
 
     The code uses the whole size of a dim while a shard of the same axis is available, as in
-    `_, h, w = x.shape` if x is split by rows; or it computes with a number that may be a shard's
-    size, as in `x.shape[1]`.
+    `_, h, w = x.shape` if h is split; or it computes with a number that may be a shard's size, as
+    in `x.shape[1]`.
     """
     split, tree = opening.split, opening.tree
     made = {name for op in ops for name in op.outputs}
@@ -78,7 +78,7 @@ def may_read_parts(ops: Sequence[Op], split: SplitGraph) -> bool:
 
 
 def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: SplitGraph) -> bool:
-    """Whether an op gets the whole size of an axis of which a shard is available."""
+    """Whether an op takes a dim's whole size as a number, though tensors are split along it."""
     return any(
         not parts.isdisjoint(leaf.name for leaf in leaves(dim))
         for op in ops
@@ -189,7 +189,7 @@ class _Opener:
         self.late: frozenset[str] = frozenset()  # opened after conversions were placed
 
     def opening(self) -> Opening:
-        """Open what must be opened; place conversions, in opened calls if possible."""
+        """Return the calls to open, and where conversions are: in opened calls if possible."""
         own = defaultdict[str, list[Op]](list)
         for op in self.tree.graph.ops:
             own[op.call].append(op)
@@ -237,7 +237,7 @@ class _Opener:
         return record.has_unused or (module is not None and module.checks_sizes)
 
     def _has_split(self, call: str) -> bool:
-        """Whether a rank has only a shard of something in a call."""
+        """Whether an op in a call reads or makes a tensor of which a rank has only a shard."""
         return any(
             is_split(layout)
             for op in self.tree.ops.get(call, ())
@@ -305,7 +305,7 @@ class _Opener:
         return place
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
-        """Whether a call gets a tensor, and all ops in it that read it need these conversions."""
+        """Whether a call takes a tensor, and every read of it inside needs these conversions."""
         inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 

@@ -98,14 +98,14 @@ class Opening:
         return self.opened | self.inlined
 
     def scope(self, op: Op) -> str:
-        """Return the call whose printed code contains an op, or the call that hides it."""
+        """Return the innermost call around an op that is not inlined: its code runs the op."""
         for call in reversed(self.tree.chain(op)):
             if call not in self.inlined:
                 return call
         raise AssertionError(op.name)
 
     def unit(self, op: Op, scope: str) -> str | None:
-        """Return the call, made by the code of `scope`, that runs an op; None for its own ops."""
+        """Return the call, made by the code of `scope`, that runs an op; None if none does."""
         chain = self.tree.chain(op)
         if scope not in chain:  # the loss is printed after the model's own code
             return None
@@ -117,7 +117,7 @@ class Opening:
         return self.scope(op) not in self.opened
 
     def cares_for(self, op: Op, call: str) -> bool:
-        """Whether opened code inside `call` runs an op, and so handles its random numbers."""
+        """Whether a printed forward inside `call` runs an op, and handles its random numbers."""
         chain = self.tree.chain(op)
         return any(inner in self.opened for inner in chain[chain.index(call) :])
 
@@ -226,7 +226,7 @@ def with_own_rows(split: SplitGraph) -> SplitGraph:
 
 
 def _share(name: str, split: SplitGraph) -> Layout | None:
-    """Return the layout in which all users need an input, if that is a share of its rows."""
+    """Return the layout in which all readers need an input, if each rank needs only its rows."""
     shape = split.graph.tensors[name].shape
     if not shape or shape[0] != BATCH:
         return None

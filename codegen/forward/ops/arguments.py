@@ -250,7 +250,7 @@ def schema_of(target: str) -> Any:
 
 
 def function_call(arguments: Arguments, function: table.Function) -> SourceForm:
-    """Print an op as the function of its table row."""
+    """Print an op as a call of the function in its row of the table."""
     positional: list[Expression] = []
     for name in function.positional:
         if name.startswith("*"):

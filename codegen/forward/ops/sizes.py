@@ -226,14 +226,14 @@ class ReadableSizes:
         return [None if size is None else best.get(size) or self._made(size) for size in sizes]
 
     def _made(self, size: Wanted) -> Expression | None:
-        """Return a size computed from others, if they can be read."""
+        """Return a size computed from other sizes, if these can be read."""
         found = self._product(size)
         if found is None and size.varies and size.extent.is_constant and not size.axis:
             return self._from_lengths(size.extent.at(0), size.other.at(0))
         return found
 
     def _rank(self, held: LocalTensor, sizes: Sequence[Wanted]) -> tuple[int, bool]:
-        """Return a sort key: values with most of the sizes first, then those with varying ones."""
+        """Return a sort key: values with the most of `sizes` first, of equals those that vary."""
         told = self._read(held, sizes)
         return -len(told), all(size.extent.is_constant for size in told)
 
@@ -309,8 +309,8 @@ class ReadableSizes:
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
         """Return the expression of a split dim's parts, `((count, unit), …)`.
 
-        If the dim has factors outside the axis, `* n` repeats the parts. With `unit`, their sizes
-        are counted in this unit: channels in groups, say.
+        If other factors of the dim come before the axis, `* n` repeats the parts. Sizes are counted
+        in units of `unit` elements: in groups of channels, say.
         """
         parts, others = parts_of_dim(dim, axis), parts_of_dim(self.split.lengths.dim(dim), axis)
         pairs = tuple(zip(parts.listed, others.listed, strict=True))
@@ -365,7 +365,7 @@ class ReadableSizes:
 
 
 def whole_sizes(split: SplitGraph, tensor: str) -> tuple[Wanted, ...]:
-    """Return the sizes of a tensor that is not split."""
+    """Return the sizes that a tensor has as a whole."""
     return wanted(split, tensor, WHOLE)
 
 

@@ -31,7 +31,7 @@ from autopar.codegen.text.expressions import (
 )
 from autopar.planner.graph.ops import DType, Op, Value
 
-_SMALL = 1e6  # smaller whole floats are written without a point
+_SMALL = 1e6  # a float below it is printed as an integer if it has no fraction
 
 
 def _dropout(arguments: Arguments) -> SourceForm:
@@ -123,7 +123,7 @@ def _slice(arguments: Arguments) -> SourceForm:
 
 
 def _at(dim: int, index: Expression) -> SourceForm:
-    """Return the index of one dim, with colons or dots for the other dims."""
+    """Return the index of one dim, with colons or dots for the others: `:, 0`, or `..., 0`."""
     if dim == -1:
         return SourceForm(("..., ", Slot(index)), Binding.TUPLE)
     if dim < 0:

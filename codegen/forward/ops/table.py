@@ -11,7 +11,7 @@ from autopar.codegen.text.expressions import Binding
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A printed function: ATen's names of its positional arguments; keywords with ATen's names.
+    """A printed function: positional arguments by ATen's names, and (keyword, ATen's name) pairs.
 
     The first `required` positional arguments are printed even if they are None. If `splits_last`,
     the function takes the split dim of its first argument as the last dim.
@@ -51,7 +51,7 @@ MODES: Mapping[str, str] = MappingProxyType(
         "_upsample_bilinear2d_aa": "bilinear", "_upsample_bicubic2d_aa": "bicubic",
     }
 )  # fmt: skip
-# Fixed keyword arguments that make a function equal to the op of its name.
+# Keyword arguments with which PyTorch's function does what the op does.
 ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
     {
         "_upsample_bilinear2d_aa": (("antialias", True),),
@@ -68,7 +68,7 @@ AS_OPS = frozenset(
     {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d", "stft"}
 )
 
-# Argument orders differ between ATen and torch.nn.functional: embedding, batch_norm, group_norm.
+# ATen and torch.nn.functional order some arguments differently: embedding, batch_norm, group_norm.
 FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     {
         "linear": _function("F.linear", "input weight bias"),
@@ -222,7 +222,7 @@ UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
 
 # Sizes that are printed as one number if they are the same in all dims.
 WINDOWS = frozenset({"stride", "padding", "dilation", "kernel_size", "output_size"})
-# Methods whose sizes have no brackets, and methods whose dims have no keyword.
+# Methods that take sizes as separate arguments, and methods that take dims by position.
 SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
 PLAIN_DIM = frozenset({"unsqueeze", "squeeze", "transpose", "unbind", "flatten", "unflatten"})
 DTYPE_METHODS: Mapping[str, str] = MappingProxyType(

@@ -75,7 +75,8 @@ def caller(call: str, spans: Sequence[SourceSpan], graph: Graph) -> str:
 def _made(run: Sequence[Op], depth: int, graph: Graph) -> tuple[Sequence[str], bool]:
     """Return the results of the expression that runs some ops, and whether it calls a function.
 
-    A function's results are all tensors that other code reads; otherwise they are the last op's.
+    A function's results are the tensors that other code reads; other expressions have the results
+    of their last op.
     """
     if all(len(op.spans) == depth for op in run):
         return run[-1].outputs, False

@@ -103,7 +103,7 @@ def own_attributes(source: str) -> frozenset[str]:
 
 
 def remembers(source: str) -> bool:
-    """Whether the methods of a class, without its constructor, set an attribute and read it."""
+    """Whether methods of a class, except its constructor, set an attribute that others read."""
     stores = (_attributes(function, ast.Store) for function in _run_later(source))
     return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
 
@@ -165,7 +165,7 @@ def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:
 
 
 def numbers_read(source: str) -> frozenset[str]:
-    """Return the attributes of attributes of `self` in the source of a class: "config.eps"."""
+    """Return what a class reads inside attributes of `self`: "config.eps" of `self.config.eps`."""
     try:
         nodes = ast.walk(ast.parse(dedent(source)))
     except SyntaxError:

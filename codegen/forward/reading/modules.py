@@ -44,7 +44,7 @@ _OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAG
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Imported:
-    """A class or function in a script: its module, its name there, and its name in the script."""
+    """A class or function that a script imports: its module, its name there and in the script."""
 
     module: str
     qualname: str
@@ -138,7 +138,7 @@ class Module:
     numbers: tuple[tuple[str, int | float], ...]
     settings: Mapping[str, int | float]  # `numbers`, and those inside attributes: "config.eps"
     unpacks: Mapping[str, tuple[str, ...]]  # variable of its forward → names it is unpacked into
-    trains: bool = True  # set by the constructor; False: eval mode
+    trains: bool = True  # as the constructor or build_model leaves it; False: eval mode
     is_importable: bool = True  # False if made at run time, such as torch's parametrized classes
     checks_sizes: bool = False  # its forward raises an error for unexpected sizes
     keeps_state: bool = False  # it reads an attribute that an earlier call or other code set
@@ -210,7 +210,7 @@ def modules_of(model: nn.Module) -> Modules:
 
 
 def _facts(module: nn.Module, *, others_set: bool) -> Mapping[str, Any]:
-    """Return facts about a module's forward (its class's, or its own) and its hooks.
+    """Return facts about a module's hooks and forward (of its class, or set on the module itself).
 
     With `others_set`, other classes may set attributes that the module's class reads.
     """
@@ -295,7 +295,7 @@ _PLAIN = {
 
 
 def _annotation(annotation: Any) -> str:
-    """Return an annotation without the user's own types, or Any."""
+    """Return an annotation as text, or Any if it contains types that a script does not import."""
     if annotation is Tensor:
         return "Tensor"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -30,7 +30,7 @@ class Parts:
     times: Extent
 
     def may_be_omitted(self, degree: int, batch: int, *, is_whole: bool) -> bool:
-        """Whether the runtime infers the cut: it is even, or cuts a whole dim by elements."""
+        """Whether the runtime can infer the cut: one part, cut evenly, or by elements if whole."""
         if self.times != ONE or len(self.listed) != 1:
             return False
         return self.are_even(degree, batch) or (is_whole and self.listed[0][1] == ONE)
@@ -150,7 +150,7 @@ def _sizes_of(graph: Graph, axes: GraphAxes, other: Graph) -> _Sizes:
 class SplitGraph:
     """A graph with its tensors' layouts on a tensor axis of `degree` ranks.
 
-    `crossing` has the layouts in which tensors pass between layers, if made in other layouts.
+    `crossing` has the layouts in which tensors go from layer to layer, if not as they are made.
     `weighed` are ops that are terms of the loss; each is multiplied by a weight of the microbatch,
     in this order. `own_rows` are inputs of which a rank gets only its rows. `lengths` has the sizes
     at other lengths. With `has_metrics`, evaluations need the model's outputs.

@@ -210,7 +210,11 @@ class _Namer:
     def _followed(
         self, held: LocalTensor, statement: Statement, number: int, position: int
     ) -> Sequence[str]:
-        """Return the operand's name, perhaps numbered, for a part or a reshaping of the operand."""
+        """Return the name of the first value that a statement reads, if its result may have it.
+
+        Parts get numbered names: `x1, x2 = x.chunk(2)`. A value of the same dims, or of another
+        shape, gets the same name if no later statement reads the first value.
+        """
         before = next((p for p in pieces(statement.expression) if isinstance(p, LocalTensor)), None)
         if before is None:
             return []
@@ -227,7 +231,7 @@ class _Namer:
         return dims[one.tensor] == dims[other.tensor]
 
     def _find_readers(self) -> None:
-        """Find the names that values have at their readers; the last of several readers counts."""
+        """Find names for values in the code that reads them; the last of several readers counts."""
         readers = Counter(held for s in self.statements for held in _read(s))
         for statement in reversed(self.statements):
             attended = _operands(statement.expression, (_ATTENTION,))

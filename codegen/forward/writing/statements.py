@@ -25,8 +25,8 @@ from autopar.codegen.text.expressions import (
 from autopar.codegen.text.lines import Body, Line, Pattern, held_in
 
 _MOST_OPERATIONS = 6  # operations in one statement
-_MOST_UNPACKED = 3  # calls of modules with at most so many results are unpacked, used or not
-_MOST_ARGUMENTS = 2  # of a module's call that is inlined into another one
+_MOST_UNPACKED = 3  # at most so many results of a module are unpacked if only one is used
+_MOST_ARGUMENTS = 2  # of a module's call that is printed inside another call's arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Statement:
     reasons: tuple[str, ...]
     parts: tuple[int, ...]  # indices of `lines` in the body, in the order of evaluation
     lines: tuple[Line, ...]  # the line and the lines inlined into it, in the same order
-    folded: tuple[LocalTensor, ...]  # values without a name
+    folded: tuple[LocalTensor, ...]  # inlined values, which need no name
 
 
 def statements(body: Body, *, kept: frozenset[LocalTensor] = frozenset()) -> tuple[Statement, ...]:
@@ -129,7 +129,7 @@ class _Folder:
         return is_like and not (is_return and not inner.line.has_gradient)
 
     def _keeps_order(self, parts: Sequence[int], number: int) -> bool:
-        """Whether ordered lines stay in order."""
+        """Whether ordered lines stay in order if `parts` are inlined into line `number`."""
         own = [part for part in parts if part in self.ordered]
         if not own:
             return True
@@ -170,7 +170,8 @@ _MEMBERS = MappingProxyType(
 class Loop(Line):
     """A line repeated for modules of a container.
 
-    `carried` has the values that one iteration passes to the next: before and after the loop.
+    `carried` has a pair for each value that an iteration passes to the next: the value before the
+    loop, and the one after it.
     """
 
     header: str
@@ -223,7 +224,7 @@ def _run(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def _carries(before: Line, after: Line) -> dict[int, int] | None:
-    """Return which argument of a call is which result of the call before; None if no loop fits."""
+    """Map a call's arguments to results of the call before, by index; None if no loop fits."""
     if before.module is None or after.module is None or not _is_next(before.module, after.module):
         return None
     is_like = before.is_random == after.is_random and before.has_gradient == after.has_gradient

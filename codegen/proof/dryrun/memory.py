@@ -241,13 +241,13 @@ class LiveMemory:
 
     @contextmanager
     def allocating_there(self) -> Iterator[None]:
-        """Count the storages that are made inside as the host's."""
+        """Count storages that the code inside makes as host memory."""
         self._allocates_there = True
         yield
         self._allocates_there = False
 
     def put_on_host(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's storage as the host's from now on, and return the tensor."""
+        """Count a tensor's storage as host memory from now on, and return the tensor."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._live:

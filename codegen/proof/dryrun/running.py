@@ -1,8 +1,8 @@
 """Runs one rank of a plan's script without computing, to find its memory and its messages.
 
-The microbatches of a step are alike. When the maximum is in flight, another one needs no more
-memory and sends the same messages. Therefore only two steps with few microbatches are run. Their
-difference gives the messages of each further microbatch.
+The microbatches of a step are alike. Once as many as possible are in flight, a further one needs no
+more memory, and sends the same messages as the one before. Therefore only two steps with few
+microbatches are run. Their difference gives the messages of each further microbatch.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def recording() -> Iterator[DryRunRecording]:
 
 @contextmanager
 def _watched_host(memory: LiveMemory) -> Iterator[None]:
-    """Count what buckets allocate on the host there, and the gradients that fully_shard sends."""
+    """Count as host memory what buckets allocate there, and gradients that fully_shard sends."""
     allocated, kept = HostLink.empty, FSDPParam.to_sharded_dtensor
 
     def empty(link: HostLink, elements: int, dtype: torch.dtype) -> Tensor:
@@ -240,7 +240,7 @@ class DryRunRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op and record it."""
         if DTensor in types:
-            return NotImplemented  # its local ops are dispatched next
+            return NotImplemented  # the ops on local tensors are dispatched next
         if func is torch.ops.prim.device.default:  # by far the most frequent op
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func.name().startswith("aten::_fused_") and not func._schema.returns:
