@@ -8,7 +8,7 @@ three stages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -187,7 +187,7 @@ class _Printer:
         )
 
     def _layers(self, part: StagePiece) -> str:
-        """Return in words the modules with parameters that a stage runs, for its docstring."""
+        """Return in words the modules with parameters that a stage runs whole, for its docstring."""
         mine = {op.name for op in part.ops}
         whole = {
             call
@@ -197,23 +197,9 @@ class _Printer:
         }
         outer = [c for c in self.tree.chains if c in whole and self.tree.parent(c) not in whole]
         paths = dict.fromkeys(self.graph.calls[call].path for call in outer)
-        learning = [path for path in paths if any(map(Owner(self.split, path).holds, self._names))]
+        learning = (path for path in paths if any(map(Owner(self.split, path).holds, self._names)))
         words = [*runs_in_words(learning)]
-        copies = ", ".join(dict.fromkeys(self._copied(part, mine, learning)))
-        more = f", and its copy of {copies}" if copies else ""
-        return f": {', '.join(words)}{more}" if words and len(words) <= _MOST_LISTED else ""
-
-    def _copied(self, part: StagePiece, mine: set[str], listed: Sequence[str]) -> Iterator[str]:
-        """Yield the modules outside the listed ones whose parameters another stage reads, too."""
-        for op in part.ops:
-            for name in op.inputs:
-                if self.graph.tensors[name].origin is not TensorOrigin.PARAMETER:
-                    continue
-                path = Owner(self.split, ROOT).name_near(name, op).rpartition(".")[0]
-                is_listed = any(f"{path}.".startswith(f"{one}.") for one in listed)
-                readers = self.graph.index.readers[name]
-                if path and not is_listed and any(one.name not in mine for one in readers):
-                    yield path
+        return f": {', '.join(words)}" if words and len(words) <= _MOST_LISTED else ""
 
     def _name(self, number: int) -> str:
         if not self.last:

@@ -253,7 +253,6 @@ def units_per_step(model: Model) -> Source:
 
 
 _LEAST_SHARE = 0.01  # of a step or a device: smaller parts are added up
-_IN_WORDS = {"framework": "host overhead"}  # terms whose names would not be understood
 
 
 def docstring(plan: Plan, file_name: str, *notes: str) -> Source:
@@ -312,7 +311,7 @@ def _predicted_words(plan: Plan) -> Iterator[str]:
         f"Predicted on {machines.devices} × {machines.device}: {seconds_text(found.step_seconds)} "
         f"per step, {rate:,.0f} {unit_word(plan.model)}/s, {found.mfu:.1%} of the peak FLOPs"
     )
-    terms = ((_IN_WORDS.get(term.name, term.name), term.seconds) for term in found.terms)
+    terms = ((term.name, term.seconds) for term in found.terms)
     yield from _shares(terms, found.step_seconds, seconds_text)
     shown = [one for one in found.communication if one.seconds > 0]
     if shown:
