@@ -187,7 +187,7 @@ class _Printer:
         )
 
     def _layers(self, part: StagePiece) -> str:
-        """Return in words the modules with parameters that a stage runs whole, for its docstring."""
+        """Return in words the modules with parameters that a stage runs, for its docstring."""
         mine = {op.name for op in part.ops}
         whole = {
             call
