@@ -128,9 +128,9 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims with only the rows that a mask selects to these rows' expected share.
+    """Map the letters of dims that have only rows selected by a mask to the expected share of rows.
 
-    A letter is left out if it is also a dim of all rows in one of the op's tensors.
+    A letter is left out if it also names a dim with all rows in one of the op's tensors.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):

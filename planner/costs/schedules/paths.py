@@ -105,8 +105,8 @@ class Chains:
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     """Return chains that exist whatever the stages' seconds are: some through each rank.
 
-    A rank starts with its first forward and runs all its actions. If backwards are not split, the
-    last gradients then still pass the earlier ranks.
+    Such a chain takes a forward of each earlier rank, then all actions of its rank, and ends there.
+    If backwards are not split, another one goes on through a backward of each earlier rank.
     """
     if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))

@@ -202,9 +202,9 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 
 
 def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
-    """Return the shape with a few rounds, if its stages hold as many microbatches at once.
+    """Return the shape with few rounds, if its stages hold as many microbatches as with one more.
 
-    If stages hold more with one more round, as with GPipe, return the whole shape.
+    If they hold more with one more round, as with GPipe, return the whole shape.
     """
     few = few_rounds(shape)
     if few == shape:

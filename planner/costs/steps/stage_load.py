@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Consecutive equal layers: what the collectives of the data axis depend on."""
+    """Consecutive equal layers, with what the time of their data-axis collectives depends on."""
 
     load: LayerLoad
     statistics: Statistics
@@ -166,7 +166,7 @@ class RankGroups:
     replicas: GroupShape
     neighbours: GroupShape  # of two consecutive stages
     ends: GroupShape  # of the first and the last stage
-    stages: GroupShape  # all of a pipeline
+    stages: GroupShape  # of all stages of a pipeline
     stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
     host: HostShare  # the least of all devices
     peak_flops_per_second: float

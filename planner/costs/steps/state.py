@@ -55,7 +55,7 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
     parameters there, too. Without it, the gradients of several microbatches are added on the host,
-    and those that arrive take a little more.
+    and arriving ones take up to 32 MiB more.
     """
     if not arrangement.offload.has_states:
         return 0

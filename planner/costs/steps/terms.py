@@ -23,7 +23,7 @@ _ROUNDING = 1e-12  # of a sum, far smaller than any bubble
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """The inputs of a step's terms."""
+    """The figures from which the terms of a step are computed."""
 
     arrangement: Arrangement
     loads: tuple[StageLoad, ...]
@@ -56,7 +56,7 @@ class Busiest:
     compute_seconds: float
     recompute_seconds: float
     tensor_seconds: float
-    data_seconds: float  # waits within the microbatches
+    data_seconds: float  # waits for collectives of the data axis in its microbatches
     framework_seconds: float
     measured_seconds: float
     stages: tuple[int, ...]

@@ -275,16 +275,17 @@ class _Reader:
             yield ConvertingCode(demand=number, consumer=len(users), classes=self._classes(calls))
 
     def _maker(self, tensor: str, user: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the calls around the op that makes a tensor; inputs belong to the outermost."""
+        """Return the calls around the op that makes a tensor; for an input, only the outermost."""
         made_by = self.graph.index.made_by
         return self._chain(made_by[tensor].call) if tensor in made_by else user[:2]
 
     def _between(
         self, maker: tuple[str, ...], user: tuple[str, ...], *, is_alone: bool
     ) -> tuple[str, ...]:
-        """Return the calls between the op that makes a tensor and its user.
+        """Return the calls in which a tensor may be converted on its way from maker to user.
 
-        The maker's own calls may convert it only for the tensor's only user.
+        These are the user's calls, from the innermost that is around both. Calls around the maker
+        alone are added only if the tensor has no other user.
         """
         shared = sum(1 for _ in _common(maker, user))
         return (*user[shared - 1 :], *(maker[shared:] if is_alone else ()))

@@ -89,7 +89,7 @@ class Divisible:
         self.parts = parts_of(question, self.program, longest)
         self.unit = self._unit()
         self._sending = min(transfers[:-1], default=0.0) / self.unit
-        self._left = 0  # simulations
+        self._left = 0  # simulations that may still run
         self._is_whole = False
         self._added: set[object] = set()
         self._layers_are_used_up()
@@ -178,7 +178,7 @@ class Divisible:
                 self.program.add([*others, (splits, most)], most=most)
 
     def _tighten(self) -> bool:
-        """Add memory rows that the optimum violates, or else chains; return whether any were."""
+        """Add memory rows that the optimum violates, or else chains; return whether any are new."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)
