@@ -73,7 +73,7 @@ def solve_point(
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # of a microbatch; one per tensor rank if these may split the batch
+_ROWS = 2  # of a microbatch; if it is the whole batch, at least as many as tensor ranks
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 

@@ -194,9 +194,9 @@ def layer_costs(
     """Return the cost of a layer in each recompute mode that it may have.
 
     `outside` has the layouts of tensors that pass between layers (I, if it lacks one). The layer
-    that makes such a tensor converts it to that layout, and pays. A layer that needs another layout converts it
-    again, and pays, once per tensor and layout. `shared` are the weights that other layers of the
-    same rank use, too.
+    that makes such a tensor converts it to that layout, and pays. A layer that needs another layout
+    converts it again, and pays, once per tensor and layout. `shared` are the weights that other
+    layers of the same rank use, too.
     """
     flow = layer_flow(
         pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside

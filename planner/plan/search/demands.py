@@ -180,9 +180,9 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared, or by default nothing.
+    """Yield what may be compiled: as declared; by default nothing and, on GPUs, layers.
 
-    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    By default, layers are left out if a pinned recompute mode does not work in compiled layers.
     """
     if constraints.compile is not None:
         yield constraints.compile

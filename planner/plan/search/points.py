@@ -145,8 +145,8 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
     A family has one schedule. ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if
-    ZeRO-1 fits, they cannot be better. The same holds for an optimizer on the host, which steps
-    more slowly, beside any other variant.
+    ZeRO-1 fits, they cannot be better. A variant with the optimizer on the host joins a family,
+    too, because its optimizer is slower.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []

@@ -114,7 +114,7 @@ class Questions:
         return tuple(tuple(RowShare(device, rows) for device in own) for own in kinds)
 
     def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
-        """Return each pipeline rank's value, from those of the kinds."""
+        """Return a value for each pipeline rank, from one for each kind of rank."""
         if len(values) == 1:
             return (values[0],) * arrangement.pipeline
         degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
@@ -136,7 +136,9 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines together, as multiples of the allowed slowdown
+# prices to try, the highest first: what printing every line costs, as a multiple of the allowed
+# slowdown
+_TRIES = (8.0, 4.0, 2.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +211,9 @@ class ArrangementSolver:
     ) -> SolvedArrangement:
         """Return the fastest candidate of an arrangement, within the effort.
 
-        The fastest layouts are tried first. Slower ones may need less memory, or have less to
-        reduce. They are skipped if their bound by `least` is not better than the best result so
-        far, or than `known_seconds`.
+        The fastest layouts are tried first. Slower ones may need less memory, or have fewer
+        gradients to sum over the data axis. They are skipped if their bound by `least` is not
+        better than the best result so far, or than `known_seconds`.
         """
         best: Candidate | None = None
         bound, report, is_final = _ENDLESS, NOTHING_SOLVED, True
