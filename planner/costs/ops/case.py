@@ -30,7 +30,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op along an axis, which is one of its letters or a factor of it.
+    """A split of an op along an axis: what one of its letters stands for, or a factor of that.
 
     Each rank has ⌈size ÷ degree⌉ positions of the axis.
     """

@@ -128,7 +128,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """The layers that use each tensor that owns memory, without the one that makes it."""
+        """The layers that use each tensor that owns memory, except the layer that makes it."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)

@@ -200,7 +200,7 @@ def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
 def _with_ends(
     chain: Chain, times: Floats, reduction_seconds: Sequence[float]
 ) -> tuple[Chain, ...]:
-    """Return the chain, and the one to the rank whose reductions end last.
+    """Return the chain, and the one that ends on the rank whose reductions end last.
 
     The second chain ends with that rank's last action, before gradients pass the earlier ranks.
     """

@@ -176,7 +176,7 @@ _FREES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What a rank holds from one moment to the next one."""
+    """The memory of a rank from this time on, until the time of its next record."""
 
     rank: int
     seconds: float

@@ -97,7 +97,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of each class's first layer, each for its equals in the others."""
+    """The nodes: the ops of each class's first layer, each for its equals in other layers."""
 
     ops: tuple[Op, ...]
     classes: tuple[int, ...]  # the class of each node

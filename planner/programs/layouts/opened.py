@@ -68,7 +68,7 @@ def has_local_groups(op: Op, layout: OpLayout, axes: GraphAxes) -> bool:
 
 
 def size_in_arguments(op: Op, layout: OpLayout) -> Value:
-    """Return the size in an op's arguments of the dim along which its result is split, or None."""
+    """Return the argument with the size of the dim along which an op's result is split, or None."""
     made = layout.gives[0]
     if kind_of(op) is OpKind.REPEAT:
         if not is_split(made) or is_split(layout.needs[0]):
@@ -196,7 +196,7 @@ class _Reader:
         )
 
     def _chain(self, call: str) -> tuple[str, ...]:
-        """Return the calls around an op that may be opened: the loss, then from the outside in."""
+        """Return what may be opened around an op: the loss function, then calls from outside in."""
         around = reversed(self.graph.index.around(call))
         return (LOSS_CALL, *(one for one in around if one not in self.small))
 
@@ -242,7 +242,7 @@ class _Reader:
         return found
 
     def _changes(self, op: Op, layout: OpLayout) -> bool:
-        """Whether an op's code is changed, or contains sizes while one of its tensors is split."""
+        """Whether a layout changes an op's code, or splits a tensor of an op that has sizes."""
         parts = any(map(is_split, (*layout.needs, *layout.gives)))
         is_told = bool(rule_of(op.target).sizes) and parts
         return is_told or changes_code(op, layout, self.graph, self.axes)

@@ -212,7 +212,7 @@ def _require_alike(model: _Model) -> None:
 
 
 def _count_lines(model: _Model, code: PrintedCode) -> list[pulp.LpVariable]:
-    """Make o, count the printed lines of each choice, and return o."""
+    """Make the variables o, price the printed lines of every choice, and return o."""
     opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
     model.lines += zip(opened, code.lines, strict=True)
     for one in code.changed:

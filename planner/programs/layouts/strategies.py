@@ -107,7 +107,7 @@ def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
 class LetterSplit:
     """Letters that are split together along an axis that all of them contain.
 
-    It is one letter, or those whose concatenation is a dim (the parts of a chunk).
+    They are one letter, or several whose concatenation is a dim (the parts of a chunk).
     """
 
     letters: tuple[str, ...]

@@ -98,7 +98,10 @@ class Chooser:
 
     @property
     def top(self) -> float:
-        """The lesser of cutoff and shortest step; the bound of all cuts once none is below it."""
+        """The cutoff, or the shortest step so far if that is less.
+
+        It is a lower bound of all cuts once no cut can be below it.
+        """
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
     @property
