@@ -49,7 +49,7 @@ class Recompute(StrEnum):
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
-    # the constant of a script that lists the paths of these layers, which stay module calls
+    # the constant of a script that lists the paths of these layers; they stay module calls
     table: str
     call: str  # what the script does with each of these layers
     makes_chunks: bool  # the loss makes the layer's logits, in chunks

@@ -279,8 +279,8 @@ def planned_curve(
 ) -> Curve:
     """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
-    All have the same training: the default global batch is that of the largest cluster. Each gets
-    an equal share of the remaining time.
+    All have the same training: the default global batch is that of the largest cluster. Each search
+    gets an equal share of the remaining time.
     """
     whole = with_batch(training.constraints, clusters[-1], training.graph)
     training = replace(training, constraints=whole)

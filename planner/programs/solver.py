@@ -37,7 +37,7 @@ _GROWING_OPTIONS = {
     "threads": 1,
     "presolve": "off",
     "simplex_iteration_limit": 20_000,
-    # The next two: 0.65 and 0.6 of the default setting's time, on programs of 700 columns and rows.
+    # The next two take 0.65 and 0.6 of their defaults' time on programs of 700 columns and rows.
     "simplex_dual_edge_weight_strategy": 1,  # devex
     "simplex_scale_strategy": 4,  # by the largest value of a column
     "mip_max_nodes": 500,

@@ -72,8 +72,8 @@ def layer_memory(
 def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
     """Return what a layer saves in a mode.
 
-    A layer that does not run again saves what its ops keep. Another one saves its inputs, and the
-    results of the ops that the mode saves.
+    A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
+    and the results of the ops that the mode saves.
     """
     if not mode.runs_again:
         return kept_places(flow)

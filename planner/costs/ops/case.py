@@ -97,7 +97,8 @@ class LocalShapes:
     def letters(self, names: Iterable[str]) -> int:
         """Return the product of some letters' sizes, by their names in the rule.
 
-        "*" is every letter, "…" those of the leading dims; h is k·g if there are fewer key heads.
+        "*" is every letter, "…" those of the leading dims. If keys have fewer heads than queries,
+        the heads h are k key heads with g query heads each.
         """
         wanted = set(names)
         if "h" in wanted and "k" in self.signature.letters:
@@ -325,7 +326,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return the FLOPs of an op's computation, or else Σ 2·∏ letters over its rule's groups."""
+    """Return the FLOPs of an op's computation; else Σ 2·∏ sizes over its rule's letter groups."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops

@@ -105,8 +105,9 @@ class Chains:
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     """Return chains that exist whatever the stages' seconds are: some through each rank.
 
-    Such a chain takes a forward of each earlier rank, then all actions of its rank, and ends there.
-    If backwards are not split, another one goes on through a backward of each earlier rank.
+    For GPipe and 1F1B see `_closed`. Other chains take a forward of each earlier rank, then all
+    actions of their rank, and end there. If backwards are not split, there is a second chain for
+    each rank: it goes on through a backward of each earlier rank.
     """
     if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))

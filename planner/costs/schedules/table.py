@@ -202,9 +202,9 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 
 
 def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
-    """Return the shape with few rounds, if its stages hold as many microbatches as with one more.
+    """Return the shape with few rounds, if one more round does not make its stages hold more.
 
-    If they hold more with one more round, as with GPipe, return the whole shape.
+    If it does, as with GPipe, return the whole shape.
     """
     few = few_rounds(shape)
     if few == shape:

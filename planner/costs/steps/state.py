@@ -117,7 +117,7 @@ def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) 
 
 
 def _sharded_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return what fully_shard divides of parameters, beside the fp32 copy of trained ones."""
+    """Return the bytes of parameters that fully_shard divides, without trained ones' fp32 copy."""
     is_half = arrangement.precision.is_half
     return 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
 

@@ -8,9 +8,9 @@ most
 
 of the layers that repeat most; M excludes the memory that a layer needs only while it runs in its
 mode. If a rank has several stages, each has an x, a K and a share of M. Let o be the seconds of the
-longest other layer, O those of all others, and t the least seconds of a repeated layer. All layers
-fit within T only if one rank also has the layer of o, and all other layers fit into the gaps of the
-ranks:
+longest other layer, O those of all other layers, and t the least seconds of a repeated layer. All
+layers fit within T only if one rank also has the layer of o, and all other layers fit into the gaps
+of the ranks:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n

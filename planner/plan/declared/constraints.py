@@ -211,7 +211,7 @@ class Constraints:
     # rows are mixed: the tensor axis may split a batch, the data axis may not
     shares_rows: bool = False
     statistics_apart: bool = False  # batch norms may take statistics per microbatch
-    one_microbatch: bool = False  # batch norms may not: each data rank has all of its rows at once
+    one_microbatch: bool = False  # batch norms need all rows of a data rank at once
     steps_once: bool = False  # no two data ranks update the same element of a parameter
     declared: tuple[Declared, ...] = ()
 

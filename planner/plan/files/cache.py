@@ -265,7 +265,7 @@ class Question:
         return None
 
     def _asked(self) -> Iterator[Question]:
-        """Yield the questions whose answers may serve for this one, first those for any rows."""
+        """Yield the questions whose answers may serve for this one; those for any rows first."""
         for rows, compiles in dict.fromkeys(product((None, self.rows), (self.compiles, True))):
             yield replace(self, rows=rows, compiles=compiles)
 

@@ -52,7 +52,7 @@ Seconds = Callable[[Device, int], float]  # of a number of rows, forward and bac
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield a point that has only data ranks, with rows that suit its unlike devices.
+    """Yield variants of a point of data ranks alone, with rows that suit its unlike devices.
 
     `least` is the fewest rows of a microbatch.
     """
@@ -68,7 +68,7 @@ def uneven(
 def _shares(
     counts: Counter[Device], block: int, least: int, seconds: Seconds
 ) -> Iterator[Mapping[Device, int]]:
-    """Yield the best distributions of a block, except the even one."""
+    """Yield the best distributions of a microbatch's rows (`block`), except the even one."""
     found = [rows for rows in _every(counts, block, least) if len(set(rows.values())) > 1]
     if len(found) > MOST_SHARES:
         even = max(1, block // counts.total())
@@ -85,7 +85,7 @@ def _shares(
 
 
 def _every(counts: Counter[Device], block: int, least: int) -> Iterator[Rows]:
-    """Yield distributions of a block's rows, up to a large number."""
+    """Yield distributions of a microbatch's rows (`block`), up to a large number of them."""
     kinds = list(counts.items())
 
     def shared(place: int, left: int) -> Iterator[dict[Device, int]]:
@@ -298,7 +298,7 @@ class Points:
         )
 
     def _most_tensor(self) -> int:
-        """Return the largest tensor degree: the largest node's devices, unless one is demanded.
+        """Return the largest tensor degree: the largest node's devices, unless another is demanded.
 
         Beyond a node's links the tensor axis would wait for the network in every layer. If it may
         split the batch, it may have all devices.

@@ -172,7 +172,7 @@ class SolvedArrangement:
 
 
 def _nothing(_: int) -> float:
-    """Return 0, a lower bound of any layout solution."""
+    """Return 0, a lower bound of the step in any layouts."""
     return 0.0
 
 

@@ -1,4 +1,4 @@
-"""Layouts of a model and its layers' prices at each place, kept for later searches."""
+"""Layouts and prices of a model's layers at each place (`Place`), kept for later searches."""
 
 from __future__ import annotations
 

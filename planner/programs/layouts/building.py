@@ -155,7 +155,7 @@ class _Builder:
     def _choices(self, op: Op) -> tuple[Strategy, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
-        if self.given.issuperset(op.outputs):  # a mask, say: made whole, then cut
+        if self.given.issuperset(op.outputs):  # such as a mask: made whole, then cut
             found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
         left = permitted(op, found, place.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_unambiguous(op, s))

@@ -61,8 +61,8 @@ class Budget:
 class LinePrice:
     """The price of printed lines, and how time and memory count where lines have a price.
 
-    The lines printed if lines are free cost, together, `share` of a microbatch's seconds. Sums of
-    gradients cost 1 ÷ `microbatches` of their time, because they are done once per step.
+    `share` is the cost of all lines that are printed without this price, as a fraction of a
+    microbatch's time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
     """
 
     share: float
@@ -120,7 +120,7 @@ def solve_layouts(
 
 
 class LayoutProgram:
-    """The layout program of a graph for one tensor degree; it is solved when results are asked."""
+    """The layout program of a graph for one tensor degree; solved when results are asked for."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class Front:
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
         point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
-        if point is None:  # pins forbid to split nothing
+        if point is None:  # pins exclude the unsplit layouts
             raise InfeasibleError(
                 "no layouts split all that must be split: then an op's result would have a layout "
                 "that cannot be converted to the one that the next op needs",

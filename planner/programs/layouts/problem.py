@@ -129,8 +129,8 @@ class ConvertingCode:
     """The Python classes that may convert a demand's tensor for one of its consumers.
 
     They are in the order in which a script prefers them. `consumer` is a position in the demand's
-    consumers; the position after the last one means the slot that the tensor crosses into, or the
-    loss.
+    consumers; the position after the last one means the slot in whose layout the tensor leaves the
+    layer, or the loss.
     """
 
     demand: int

@@ -296,7 +296,7 @@ class _Strategies:
             # each rank would use the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
         if self.rule.kind is OpKind.MEAN:
-            # a rank's number of rows varies, and terms of the loss are weighted by it
+            # rows of the batch: their number varies by rank, and weights the terms of the loss
             size = axis_size(self.axes.ops[self.op.name].letters[candidate.letter], candidate.axis)
             return not size.is_constant
         if self.rule.kind is OpKind.ATTENTION:

@@ -176,7 +176,7 @@ class Chooser:
                 program.exclude(cut)
         for chain in self.chains:
             program.add_chain(chain)
-        bound, doubtful = 0.0, math.inf  # doubtful: of cuts of which not all modes were compared
+        bound, doubtful = 0.0, math.inf  # doubtful bounds cuts whose modes were not all compared
         left = self.effort.nodes
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
