@@ -226,8 +226,8 @@ def _is_stopped(program: pulp.LpProblem) -> bool:
 
 
 def _nodes(program: pulp.LpProblem, solver: SolverName) -> int:
-    is_told = solver is SolverName.HIGHS
-    return max(1, program.solverModel.getInfo().mip_node_count) if is_told else _NODES_OF_CBC
+    is_known = solver is SolverName.HIGHS
+    return max(1, program.solverModel.getInfo().mip_node_count) if is_known else _NODES_OF_CBC
 
 
 def _engine(solver: SolverName, most_nodes: int, gap: float) -> pulp.LpSolver:

@@ -197,7 +197,7 @@ def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
-    """Return the seconds to all-reduce a size over a group."""
+    """Return the seconds to all-reduce this many bytes over a group."""
     return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 

@@ -1,4 +1,4 @@
-"""Lists the points of the search space, their variants, and orders of unlike nodes.
+"""Lists the points of the search space and their variants (space.py), and orders of unlike nodes.
 
 Also distributes a batch over unlike devices. A step has m microbatches, each of B rows over all
 data ranks; each of the n_k devices of kind k takes r_k of these rows:

@@ -61,7 +61,7 @@ class Questions:
     def asked(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement, in the layouts of one solution."""
+        """Return the stage question of an arrangement, in layout solution number `solution`."""
         sizes = self.demands.bucket_bytes
         inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
@@ -87,7 +87,7 @@ class Questions:
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
     def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return each pipeline rank's memory limit: the least of its devices."""
+        """Return each pipeline rank's memory limit: the least of its devices' limits."""
         limits = self.demands.limit_bytes
         kinds = self.kinds(arrangement)
         least = [min(limits[share.device.name] for share in own) for own in kinds]
@@ -146,7 +146,7 @@ class Candidate:
     """A solved arrangement."""
 
     arrangement: Arrangement
-    solution: int
+    solution: int  # the number of its layouts among `PriceBook.solutions`
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
     lines: LinePrice | None = None  # see `Inside`

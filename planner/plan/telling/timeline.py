@@ -55,7 +55,7 @@ class Timeline:
     microbatches: int
     is_whole: bool  # it has every microbatch of the step
     pipeline_seconds: float  # of these microbatches
-    rest_seconds: float  # of a step after its pipeline: last reductions, optimizer, framework
+    rest_seconds: float  # of a step outside of its pipeline: gathers, reductions, optimizer, …
 
 
 def timeline_of(plan: StoredPlan) -> Timeline:

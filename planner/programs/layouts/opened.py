@@ -75,9 +75,9 @@ def size_in_arguments(op: Op, layout: OpLayout) -> Value:
             return None
         given = argument(op, "repeats")
         return given[made.dim] if isinstance(given, tuple) else given
-    if not (told := rule_of(op.target).sizes):
+    if not (name := rule_of(op.target).sizes):
         return None
-    sizes = argument(op, told)
+    sizes = argument(op, name)
     if not is_split(made) or not isinstance(sizes, tuple) or sizes[made.dim] == -1:
         return None
     return sizes[made.dim]
@@ -244,8 +244,8 @@ class _Reader:
     def _changes(self, op: Op, layout: OpLayout) -> bool:
         """Whether a layout changes an op's code, or splits a tensor of an op that has sizes."""
         parts = any(map(is_split, (*layout.needs, *layout.gives)))
-        is_told = bool(rule_of(op.target).sizes) and parts
-        return is_told or changes_code(op, layout, self.graph, self.axes)
+        has_sizes = bool(rule_of(op.target).sizes) and parts
+        return has_sizes or changes_code(op, layout, self.graph, self.axes)
 
     def _drawing(self, node: LayoutNode) -> tuple[int, ...]:
         """Return the choices for which each rank draws its own random numbers."""

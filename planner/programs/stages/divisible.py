@@ -15,7 +15,7 @@
     chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
 
 T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
-at its worst moment, and the longest chains of the schedule, which is simulated with the optimum's
+at its worst moment, and the longest chains (paths.py) of the schedule, simulated with the optimum's
 times. This ends when no chain is much longer than T − G. A chain is a lower bound for any times of
 stages. So chains that were found for other questions of this schedule (other layouts, other cuts)
 are looked through before the schedule is simulated again.

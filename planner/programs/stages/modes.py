@@ -54,7 +54,7 @@ class CutAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floor:
-    """Excludes a cut before it is priced, if chains show that its step is not below a value."""
+    """Excludes a cut before it is priced, if chains (paths.py) show that its step is too long."""
 
     chains: Chains
     below_seconds: float  # of a whole step
