@@ -49,7 +49,7 @@ class Recompute(StrEnum):
     # of a layer that runs again: the ops whose results it saves besides its inputs; None: no op
     saved_ops: Callable[[Op, Kernels], bool] | None
     compiles: bool  # torch.compile takes layers in this mode
-    # the script's constant with the paths of these layers; the script calls each as a module
+    # the constant of a script that lists the paths of these layers; they stay module calls
     table: str
     call: str  # what the script does with each of these layers
     makes_chunks: bool  # the loss makes the layer's logits, in chunks
@@ -92,7 +92,7 @@ class Offload(StrEnum):
     """What lies in the host's memory instead of the device's."""
 
     _value_: str
-    has_states: bool  # gradients and optimizer states, where the optimizer steps on the CPU
+    has_states: bool  # gradients and optimizer states; then the optimizer runs on the CPU
     words: str
     meaning: str  # in scripts
 
@@ -281,8 +281,8 @@ class LayerCost:
     replicated_gradient_bytes: int
     measured_seconds: float  # the measured part of forward and backward; the rest is by formula
     trainable_tensors: int = 0  # tensors that contain the trainable elements
-    # peak of the backward of an op with weights: the op for which this plus its weight's gradient
-    # is the largest
+    # rise above saved_bytes in the backward of an op with weights, for the op that needs most with
+    # its weight's gradient; negative if later ops have freed more
     learning_bytes: int = 0
     learned_gradient_bytes: int = 0  # fp32 bytes of that weight's gradient
     # the part of saved_bytes that is gradients of weights: a loss in chunks makes them early

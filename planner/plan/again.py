@@ -73,7 +73,7 @@ def solve_point(
 
 
 ORIGIN = "the plan"
-_ROWS = 2  # of a microbatch; one per tensor rank if these may split the batch
+_ROWS = 2  # of a microbatch; if it is the whole batch, at least as many as tensor ranks
 _TURNS = 2  # microbatches per pipeline rank in a step
 
 
@@ -144,7 +144,7 @@ def _splits(plan: Plan, axes: GraphAxes, layers: Layers) -> Iterator[Declared]:
 
 
 def _recompute(plan: Plan, layers: Layers) -> Iterator[Declared]:
-    """Yield a rule for each list of layers, with its most frequent recompute mode."""
+    """Yield a rule for each list of layers ("h.*"), with its most frequent recompute mode."""
     modes: dict[str, Counter[Recompute]] = {}
     for layer, mode in zip(layers.layers, plan.layer_modes, strict=True):
         modes.setdefault(_pattern(layer.call, plan) or "*", Counter())[mode] += 1
@@ -227,7 +227,7 @@ def resized_constraints(plan: StoredPlan, devices: int) -> Resized:
 
 
 def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:
-    """Whether some degrees also allow the demanded ZeRO levels and stages."""
+    """Whether demands leave degrees that allow the demanded ZeRO levels and stages."""
     if not allow_degrees(declared, devices, batch):
         return False
     chosen = constraints_of(declared)

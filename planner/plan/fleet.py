@@ -107,7 +107,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """Fewer devices that are as fast, and an upper bound of their step."""
+    """Fewer devices that are as fast, and the step of the fastest plan found for them."""
 
     devices: int
     step_seconds: float
@@ -203,8 +203,9 @@ def _in_time(points: Sequence[CurvePoint], constraints: Constraints) -> Sequence
         return left
     best = min(points, key=lambda one: one.training_seconds or 0.0)
     raise InfeasibleError(
-        f"no number of devices trains {_work(constraints)} in {time_text(limit)}: the fastest of "
-        f"those asked for, {best.devices}, {_take(best)} {time_text(best.training_seconds or 0.0)}",
+        f"no number of devices trains {_work(constraints)} in {time_text(limit)}: "
+        f"{_devices_are(best)} the fastest of the numbers asked for, and {_take(best)} "
+        f"{time_text(best.training_seconds or 0.0)}",
         fix="allow more time, more or faster devices (--gpus, --device), or less work",
     )
 
@@ -220,11 +221,15 @@ def _affordable(points: Sequence[CurvePoint], constraints: Constraints) -> Seque
     best = min(points, key=lambda one: one.training_usd or 0.0)
     within = "" if constraints.deadline_seconds is None else " that meets the deadline"
     raise InfeasibleError(
-        f"no number of devices{within} trains {_work(constraints)} for {usd_text(limit)}: the "
-        f"cheapest of those asked for, {best.devices}, {_cost(best)} "
+        f"no number of devices{within} trains {_work(constraints)} for {usd_text(limit)}: "
+        f"{_devices_are(best)} the cheapest of the numbers asked for, and {_cost(best)} "
         f"{usd_text(best.training_usd or 0.0)}",
         fix="allow more money, fewer or cheaper devices (--gpus, --device), or less work",
     )
+
+
+def _devices_are(point: CurvePoint) -> str:
+    return "1 device is" if point.devices == 1 else f"{point.devices} devices are"
 
 
 def _take(point: CurvePoint) -> str:
@@ -274,8 +279,8 @@ def planned_curve(
 ) -> Curve:
     """Return the plans on clusters of ascending sizes; raises the last error if there is no plan.
 
-    All have the same training: the default global batch is that of the largest cluster. Each gets
-    an equal share of the remaining time.
+    All have the same training: the default global batch is that of the largest cluster. Each search
+    gets an equal share of the remaining time.
     """
     whole = with_batch(training.constraints, clusters[-1], training.graph)
     training = replace(training, constraints=whole)
@@ -368,7 +373,7 @@ def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
 def _fastest_below(
     seconds: float, training: Training, cluster: Cluster, prices: Prices | None
 ) -> Candidate | None:
-    """Return the fastest candidate below a time that a short search finds, or None."""
+    """Return the fastest candidate that a short search finds with at most `seconds`, or None."""
     subject = SearchSubject(graph=training.graph, axes=training.axes, layers=training.layers)
     explorer = Explorer(
         subject, cluster, training.constraints, measured=training.measured, prices=prices

@@ -105,7 +105,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 def even_stages(stages: Stages, accepts: Callable[[Stages], bool]) -> Stages:
-    """Move layers between a rank's stages until `accepts` takes no move to more even ones."""
+    """Move layers between a rank's stages until `accepts` refuses all moves that even them out."""
     while True:
         more_even = next(filter(accepts, _moves(stages)), None)
         if more_even is None:

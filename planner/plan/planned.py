@@ -148,7 +148,7 @@ def _searched(
 
 
 def _of_place(training: Training, place: Place) -> tuple[object, ...]:
-    """Return everything that layouts and prices at a place depend on."""
+    """Return the key of a place in the cache: all that its layouts and prices depend on."""
     asked = training.constraints
     return (*_priced(training), asked.precision, asked.float8, asked.compile, place)
 

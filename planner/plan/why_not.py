@@ -22,7 +22,7 @@ from autopar.planner.plan.plan import RunnerUp, StoredPlan
 from autopar.planner.plan.search.space import allow_degrees, check_degrees
 from autopar.planner.plan.telling.explanation import StepPart, part_seconds
 
-_NOTHING_SECONDS = 1e-9  # rounding of a step's sums
+_NOTHING_SECONDS = 1e-9  # smaller differences are rounding
 
 # Returns the best plan under constraints, or a text that says why there is none.
 SolvePoint = Callable[[StoredPlan, Constraints], RunnerUp | str]

@@ -3,12 +3,12 @@
 The outcome is solved, infeasible, or unfinished at a limit of nodes. Seconds are not limited, so
 that a busy machine finds the same. HiGHS is used if it can be imported, else CBC. The outcome is
 read from `sol_status`, never from `status`: at a limit PuLP sets the latter to "Optimal", and CBC
-leaves plausible numbers in an infeasible program. Both solvers run on one thread, and to a gap of
-zero unless a gap is given: then a program has one answer. They have a feasibility tolerance of
-about 1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
+leaves plausible numbers in an infeasible program. Both solvers run on one thread, so a program
+always has the same answer. The gap is zero unless one is given. The feasibility tolerance is about
+1e-9 (HiGHS) and 1e-7 (CBC) in the units of the program, so its numbers should be near one.
 
-PuLP passes the whole program on for every solve. A program that gains rows is therefore given to
-HiGHS directly, and each solve starts from the last optimum.
+PuLP passes the whole program to the solver for every solve. A program that gains rows is therefore
+given to HiGHS directly, and each solve starts from the last optimum.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROWING_OPTIONS = {
     "threads": 1,
     "presolve": "off",
     "simplex_iteration_limit": 20_000,
-    # On programs of 700 columns and rows, these two take 0.65 and 0.6 of the default's time.
+    # The next two take 0.65 and 0.6 of their defaults' time on programs of 700 columns and rows.
     "simplex_dual_edge_weight_strategy": 1,  # devex
     "simplex_scale_strategy": 4,  # by the largest value of a column
     "mip_max_nodes": 500,
@@ -50,8 +50,8 @@ _PRIMAL, _DUAL = 4, 1  # values of HiGHS's option simplex_strategy
 _HEURISTICS = ("feasibility_jump", "rins", "rens")
 _HIGHS_OPTIONS = {
     **{f"{name}_feasibility_tolerance": 1e-9 for name in ("mip", "primal", "dual")},
-    # Programs are small and their relaxations close: presolve, these heuristics and cuts that no
-    # longer bind take longer than they save. Without the last two, fronts take 0.6 of the time.
+    # Programs are small and their relaxations close, so presolve, these heuristics and cuts that no
+    # longer bind cost time: without heuristics and cuts, a Pareto front of layouts takes 0.6 of it.
     "presolve": "off",
     **{f"mip_heuristic_run_{name}": False for name in _HEURISTICS},
     "mip_lp_age_limit": 2,
@@ -91,7 +91,7 @@ NOTHING_SOLVED = SolverReport()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """The optimum was found and proved, up to the allowed gap; the variables hold it."""
+    """The optimum was found and proved, up to the allowed gap; the variables have its values."""
 
     objective: float
     bound: float  # at most the optimum
@@ -107,9 +107,9 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """The limit of nodes was reached; if an objective was found, the variables hold its values.
+    """The limit of nodes was reached; if a solution was found, the variables have its values.
 
-    The bound is a lower bound of all assignments, if the solver reports one (CBC does not, here).
+    `objective` is None without a solution, `bound` (of all assignments) if the solver reports none.
     """
 
     objective: float | None
@@ -155,7 +155,7 @@ def solve(
     began = time.perf_counter()
     try:
         program.solve(_engine(name, most_nodes, gap))
-    except (pulp.PulpSolverError, IndexError) as broken:  # HiGHS refused to load it
+    except (pulp.PulpSolverError, IndexError) as broken:  # HiGHS refused the program
         raise SolverError(
             f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
         ) from broken
@@ -182,7 +182,7 @@ def chosen(variables: Iterable[pulp.LpVariable]) -> list[int]:
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """HiGHS, given a whole program in one call.
 
-    PuLP adds columns one by one, and HiGHS visits all columns whenever one becomes an integer.
+    PuLP would add columns one by one, and HiGHS visits all columns whenever one becomes an integer.
     """
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802, as PuLP calls it
@@ -226,8 +226,8 @@ def _is_stopped(program: pulp.LpProblem) -> bool:
 
 
 def _nodes(program: pulp.LpProblem, solver: SolverName) -> int:
-    is_told = solver is SolverName.HIGHS
-    return max(1, program.solverModel.getInfo().mip_node_count) if is_told else _NODES_OF_CBC
+    is_known = solver is SolverName.HIGHS
+    return max(1, program.solverModel.getInfo().mip_node_count) if is_known else _NODES_OF_CBC
 
 
 def _engine(solver: SolverName, most_nodes: int, gap: float) -> pulp.LpSolver:
@@ -332,8 +332,8 @@ class GrowingProgram:
         """Return the optimum, or `enough` once it is proved that the optimum is not below it.
 
         Infinite if no values satisfy the rows; None at the limit of iterations. The first solve has
-        no optimum to start from: then the primal simplex is twice as fast. The others start from
-        the last optimum, and the dual simplex needs few iterations for the new rows.
+        no optimum to start from, so it uses the primal simplex, which is then twice as fast as the
+        dual. Later solves start from the last optimum: the dual needs few iterations for new rows.
         """
         self._hand_over()
         is_first = not len(self._values)
@@ -353,9 +353,9 @@ class GrowingProgram:
         return float(self._values[self.least])
 
     def solve_whole(self, *, below: float) -> WholeNumbers:
-        """Look for whole numbers with the first column below a limit.
+        """Look for a solution below a limit in which the columns given to `whole` are whole.
 
-        The search ends with the first solution, and at a limit of nodes.
+        The search ends with the first solution, or at a limit of nodes.
         """
         self._hand_over()
         self._highs.setOptionValue("objective_bound", inf)
@@ -371,7 +371,7 @@ class GrowingProgram:
         return WholeNumbers(bound=max(0.0, min(below, info.mip_dual_bound)), are_found=are_found)
 
     def values(self, columns: Sequence[int] | Numbers) -> Floats:
-        """Return the values of columns in the last optimum."""
+        """Return the values of columns in the last solution found."""
         found: Floats = self._values[np.asarray(columns, dtype=np.int64)]
         return found
 

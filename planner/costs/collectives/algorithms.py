@@ -4,7 +4,8 @@ Words: `payload_bytes` is the size as nccl-tests counts it: of the tensor for al
 and broadcast, of the gathered result for all-gather, of the whole input of one rank for
 reduce-scatter and all-to-all, of the message for point to point. `rate` is bytes per second, one
 direction, of one rank (or of the narrowest cut of a ring). `hops_seconds` is the latency of going
-once round a ring or once down a chain; hop latencies are α. One rank costs nothing.
+once round a ring or once down a chain. Formulas call these S, β and H, the number of ranks n, and
+the latency of one hop α. One rank costs nothing.
 """
 
 import math

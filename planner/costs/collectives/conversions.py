@@ -71,7 +71,7 @@ def conversion_cost(
 def _seconds(
     step: Collective | Local, tensor: Converted, degree: int, shape: GroupShape, rates: Throughput
 ) -> tuple[float, float]:
-    """Return the seconds of one direction, and those of its collective."""
+    """Return the seconds of a conversion's forward or backward, and of the collective in it."""
     part = min(tensor.produced_bytes, tensor.needed_bytes)
     whole = max(tensor.produced_bytes, tensor.needed_bytes)
     if isinstance(step, Local):

@@ -120,7 +120,7 @@ class Chunking:
 
     bytes moved = 2 · (chunks − 1) · gradient of the weight     each chunk adds its part
                 + 2 · gradients                  the backward multiplies them by the loss's gradient
-    Leaves out that products of fewer rows may be less efficient.
+    Not counted: products of fewer rows may be less efficient.
     """
 
     product: PlacedOp
@@ -173,7 +173,7 @@ def chunked_memory(
     """Return the memory if the loss makes the logits in chunks; `plain` is that without chunks.
 
     A chunk has its part of all tensors between the linear layer and the loss. The gradients that
-    wait are saved; the weight's is handed on when the linear layer's backward runs.
+    wait count as saved; that of the weight is freed when the linear layer's backward runs.
     """
     roots = {flow.pricer.memory.root(name) for name in chunking.path}
     made = {f"{name}:made" for name in chunking.names}

@@ -1,6 +1,6 @@
 """Applies the layouts of a layer to its ops: costs, conversions, parameters, recomputation.
 
-All recompute modes read the same flow.
+A layer has one flow, which is the same in all recompute modes.
 """
 
 from __future__ import annotations
@@ -305,10 +305,11 @@ Place = tuple[str, str]  # the name of the tensor that owns the memory; the axis
 class LayerMemory:
     """The memory that a layer saves for its backward, and its peak beyond that.
 
-    `learning_bytes` is the peak while an op with weights runs its backward, without tensors that
-    later ops have freed. `learned_gradient_bytes` is the weight's gradient in fp32. Both are those
-    of the op with the largest sum. `deferred_bytes` are the output gradients of all ops with
-    weights: a split backward holds them, and all saved tensors, from its first half to its second.
+    `learning_bytes` is how far memory rises above the saved bytes while an op with weights runs its
+    backward; it is negative if later ops have freed more. `learned_gradient_bytes` is the weight's
+    gradient in fp32. Both are of the op that needs most (`_learning` in layer.py). `deferred_bytes`
+    are the output gradients of all ops with weights: a split backward holds them, and all saved
+    tensors, from its first half to its second.
     """
 
     saved_bytes: int

@@ -72,8 +72,8 @@ def layer_memory(
 def saved_places(flow: LayerFlow, mode: Recompute) -> dict[Place, int]:
     """Return what a layer saves in a mode.
 
-    A layer that does not run again saves what its ops keep. Another one saves its inputs, and the
-    results of the ops that the mode saves.
+    A layer that does not run again saves what its ops keep. One that runs again saves its inputs,
+    and the results of the ops that the mode saves.
     """
     if not mode.runs_again:
         return kept_places(flow)
@@ -109,11 +109,12 @@ def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
 
 
 def _learning(flow: LayerFlow) -> tuple[int, int]:
-    """Return the peak while an op with weights runs its backward, and its weight's fp32 gradient.
+    """Return how far memory rises while an op with weights runs its backward, and its gradient.
 
-    Tensors that only later ops keep have been freed by then. The op is the one for which the peak
-    and 1.5 times that gradient are largest together: the gradient is computed in the weight's dtype
-    (16 bits) and copied to fp32.
+    The rise is above the layer's saved bytes, and negative if more has been freed: tensors that
+    only later ops keep. The gradient is that of the weight, in fp32 bytes. Of all ops, this is the
+    one for which the rise and 1.5 times the gradient are largest together: the gradient is computed
+    in the weight's dtype (16 bits) and copied to fp32.
     """
     keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
     kept = Counter[int]()  # bytes, by the first op that keeps them
@@ -192,9 +193,10 @@ def layer_costs(
 ) -> Mapping[Recompute, LayerCost]:
     """Return the cost of a layer in each recompute mode that it may have.
 
-    `outside` has the layouts of tensors that pass between layers (by default I; the layer that
-    makes a tensor converts it). `shared` are the weights that other layers of the same rank use,
-    too. A conversion is paid once per tensor and needed layout, by the layer that needs it.
+    `outside` has the layouts of tensors that pass between layers (I, if it lacks one). The layer
+    that makes such a tensor converts it to that layout, and pays. A layer that needs another layout
+    converts it again, and pays, once per tensor and layout. `shared` are the weights that other
+    layers of the same rank use, too.
     """
     flow = layer_flow(
         pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside

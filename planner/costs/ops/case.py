@@ -30,7 +30,7 @@ from autopar.planner.rules.table import rule_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpSplit:
-    """A split of an op along an axis, which is one of its letters or a factor of it.
+    """A split of an op along an axis: what one of its letters stands for, or a factor of that.
 
     Each rank has ⌈size ÷ degree⌉ positions of the axis.
     """
@@ -97,7 +97,8 @@ class LocalShapes:
     def letters(self, names: Iterable[str]) -> int:
         """Return the product of some letters' sizes, by their names in the rule.
 
-        "*" is every letter, "…" those of the leading dims; h is k·g if there are fewer key heads.
+        "*" is every letter, "…" those of the leading dims. If keys have fewer heads than queries,
+        the heads h are k key heads with g query heads each.
         """
         wanted = set(names)
         if "h" in wanted and "k" in self.signature.letters:
@@ -128,9 +129,9 @@ class LocalShapes:
 
 
 def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
-    """Map each letter of dims with only the rows that a mask selects to these rows' expected share.
+    """Map the letters of dims that have only rows selected by a mask to the expected share of rows.
 
-    A letter is left out if it is also a dim of all rows in one of the op's tensors.
+    A letter is left out if it also names a dim with all rows in one of the op's tensors.
     """
     tensors = graph.tensors
     if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
@@ -325,7 +326,7 @@ class OpCase:
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return the FLOPs of an op's computation, or else Σ 2·∏ letters over its rule's groups."""
+    """Return the FLOPs of an op's computation; else Σ 2·∏ sizes over its rule's letter groups."""
     computation = computation_of(rule, shapes)
     if computation is not None:
         return computation.forward_flops

@@ -30,7 +30,8 @@ _FUSED_KINDS = frozenset(
     )
 )
 _SUMS = frozenset((OpKind.ADDITION, OpKind.SUBTRACTION))
-# times the price of tensors that the forward does not write anyway: inductor prefers the others
+# factor on the price of saving a tensor that the forward would not write to memory otherwise:
+# inductor prefers to save tensors that it writes anyway
 _UNWRITTEN = 2
 
 
@@ -358,8 +359,8 @@ def _gradients_read(layer: _Layer, op: Op, kernel: int) -> Iterator[str]:
 def _gradient_written(layer: _Layer, tensor: str, kernel: int) -> str:
     """Return the tensor whose gradient a kernel writes for `tensor`, which it reads; "" for none.
 
-    It is the sum's result if the tensor is only added: both have the same gradient. If another
-    kernel wrote that gradient, this one writes none.
+    If the kernel only adds the tensor to others, it is the sum's result, which has the same
+    gradient. If another kernel writes that gradient, this one writes none.
     """
     while inside := layer.readers_in(tensor, kernel):
         (reader, *others) = inside

@@ -138,7 +138,7 @@ class MadeByKernel:
 class KeptTensors:
     """What an op keeps for its backward: operands and results, and tensors that its kernel makes.
 
-    `seen` has the former by the names that the op uses, `tensors` the owners of their memory.
+    `seen` are operands and results by the names that the op uses, `tensors` own their memory.
     """
 
     tensors: tuple[str, ...]
@@ -195,7 +195,7 @@ def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:
     """Whether an op is one kernel; attention with dropout is several if dropout is not fused.
 
-    Selective recompute then keeps only the products of the attention, and runs the rest again.
+    Of several kernels, selective recompute keeps only the products, and runs the rest again.
     """
     return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
 

@@ -128,7 +128,7 @@ class OpPricer:
 
     @cached_property
     def later_users(self) -> Mapping[str, frozenset[int]]:
-        """The layers that use each tensor that owns memory, without the one that makes it."""
+        """The layers that use each tensor that owns memory, except the layer that makes it."""
         found: dict[str, frozenset[int]] = {}
         for name, users in self.residence.users.items():
             root = self.memory.root(name)
@@ -167,7 +167,7 @@ class OpPricer:
     def float8_bytes(self, op: Op, split: OpSplit | None) -> int:
         """Return the memory of a product's factors in float8 while its backward runs.
 
-        Of the result's gradient there are two copies, of the input and the weight one.
+        There are two copies of the result's gradient, and one each of input and weight.
         """
         if op.name not in self.float8_ops:
             return 0
@@ -333,9 +333,10 @@ class OpPricer:
         return seconds if self.graph.learns(op) else OpSeconds(forward=seconds.forward)
 
     def _scales(self, op: Op, shapes: LocalShapes) -> Float8:
-        """Return how an op scales its factors: not at all if the sizes of its shard do not suit.
+        """Return how an op scales its factors for float8.
 
-        Nor if its bias is added later, to the sum of all shards' results.
+        It does not if the sizes of its shard do not suit, or if its bias is added later, to the sum
+        of all shards' results.
         """
         if op.name not in self.float8_ops:
             return Float8.NONE

@@ -18,7 +18,7 @@ from autopar.planner.graph.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES, Precision
 from autopar.planner.rules.rule import Computation, MatrixProducts, OpKind
 
-_BACKWARD_KERNELS = 2  # a recurrent step's element-wise kernels in the backward, per forward one
+_BACKWARD_KERNELS = 2  # in the backward, for each element-wise kernel of a recurrent step's forward
 
 
 def contraction_seconds(case: OpCase) -> OpSeconds:

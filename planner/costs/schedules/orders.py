@@ -116,7 +116,7 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
 
 
 def interleaved_1f1b(shape: PipelineShape) -> Schedule:
-    """Return interleaved 1F1B: rank r runs the stages r, r + ranks, … in turn, a round of each.
+    """Return interleaved 1F1B: rank r runs stages r, r + ranks, … in turn, a round on each.
 
     With one stage per rank it is not 1F1B: the warm-up is twice as long.
     """
@@ -150,7 +150,7 @@ def interleaved_zero_bubble(shape: PipelineShape) -> Schedule:
 def zero_bubble_v(shape: PipelineShape) -> Schedule:
     """Return ZB-V: rank r runs stage r on the way down and stage 2·ranks − 1 − r on the way up.
 
-    With fewer than 2·ranks − 1 microbatches, it is the order of 2·ranks − 1, without the missing.
+    With fewer than 2·ranks − 1 microbatches, it is the order for 2·ranks − 1 without those missing.
     """
     ranks, microbatches = shape.ranks, shape.microbatches
     return tuple(_zero_bubble_v_order(rank, ranks, microbatches) for rank in range(ranks))
@@ -161,7 +161,7 @@ def _stages_by_rank(shape: PipelineShape) -> list[range]:
 
 
 def _first_rounds(shape: PipelineShape) -> int:
-    """Return the forwards of one round through all stages of a rank but the last."""
+    """Return the number of a rank's forwards in one round, without those of its last stage."""
     return (shape.stages_per_rank - 1) * (shape.microbatches // shape.rounds)
 
 

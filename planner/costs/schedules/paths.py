@@ -105,8 +105,9 @@ class Chains:
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     """Return chains that exist whatever the stages' seconds are: some through each rank.
 
-    A rank starts with its first forward and runs all its actions. If backwards are not split, the
-    last gradients then still pass the earlier ranks.
+    For GPipe and 1F1B see `_closed`. Other chains take a forward of each earlier rank, then all
+    actions of their rank, and end there. If backwards are not split, there is a second chain for
+    each rank: it goes on through a backward of each earlier rank.
     """
     if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))
@@ -200,7 +201,7 @@ def _longest_gpipe(shape: PipelineShape, times: Floats) -> Chain:
 def _with_ends(
     chain: Chain, times: Floats, reduction_seconds: Sequence[float]
 ) -> tuple[Chain, ...]:
-    """Return the chain, and the one to the rank whose reductions end last.
+    """Return the chain, and the one that ends on the rank whose reductions end last.
 
     The second chain ends with that rank's last action, before gradients pass the earlier ranks.
     """

@@ -1,9 +1,9 @@
 """Turns the stages of a pipeline into the seconds of one step.
 
-In formulas, m is the number of microbatches and p of ranks; f and b are the forward and backward
-seconds of a stage. One stage takes m·(f + b). GPipe and 1F1B have closed forms. The other
+In formulas, m is the number of microbatches; f and b are the forward and backward seconds of a
+stage. One stage takes m·(f + b). GPipe and 1F1B have closed forms. The other
 schedules are simulated for a few rounds of microbatches; every further round takes as long as the
-last simulated one, or longer if the busiest rank needs it.
+last simulated one, or longer if the busiest rank needs more time.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def _idle(
     stages: Sequence[StageSeconds],
     found: PipelineSeconds,
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield each rank's seconds of a microbatch, its idle seconds, and how many are at the ends.
+    """Yield each rank's seconds of a microbatch, its idle seconds, and how many are at its ends.
 
-    At the ends, the rank has not begun or has finished. Idle seconds between are slack, which the
-    slowest rank uses up in later rounds.
+    At its ends, before it begins and after it has finished, a rank cannot but be idle. Other idle
+    seconds are slack, which the slowest rank uses up in later rounds.
     """
     own = [0.0] * shape.ranks
     splits = SCHEDULES[kind].splits_backward

@@ -93,7 +93,7 @@ class Prepared:
     stages: int
     works: Numbers  # [row, rank]: 4 · stage + index of the kind in ActionKind; empty: 4 · stages
     needs: Numbers  # the cell that this one waits for; cell 0: none
-    borders: Numbers  # its input passes between this stage and the next; if not: stages − 1
+    borders: Numbers  # s if its input passes between stages s and s + 1; else stages − 1
 
     def __post_init__(self) -> None:
         """Make the table read-only, because prepared schedules are cached."""

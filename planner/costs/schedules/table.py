@@ -202,9 +202,9 @@ def in_flight(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
 
 
 def settled(kind: ScheduleKind, shape: PipelineShape) -> PipelineShape:
-    """Return the shape with a few rounds, if its stages hold as many microbatches at once.
+    """Return the shape with few rounds, if one more round does not make its stages hold more.
 
-    If stages hold more with one more round, as with GPipe, return the whole shape.
+    If it does, as with GPipe, return the whole shape.
     """
     few = few_rounds(shape)
     if few == shape:

@@ -10,8 +10,8 @@ ZeRO-3 gathers its first layer before it computes, and scatters its last gradien
 computed.
 
 ZeRO-3 gathers in every pass and scatters in every backward. ZeRO-2 scatters in every backward.
-ZeRO-1 and 0 reduce in the last one, or in every one if gradients go to the host. ZeRO-1 gathers
-before the first forward, ZeRO-2 during it.
+ZeRO-1 and 0 reduce in a step's last backward, or in every one if gradients go to the host. ZeRO-1
+gathers before the first forward, ZeRO-2 during it.
 The collectives in every pass are one per layer; the others are bounded over all ways to divide
 their bytes among layers and buckets.
 
@@ -33,9 +33,9 @@ from autopar.planner.costs.steps.stage_price import copy_byte_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """Bytes of the parameters and gradients of some layers: in total, and of each equal layer.
+    """Bytes of parameters and gradients of some layers, in total and of each of `count` equal ones.
 
-    The number of their stages that begin with an equal layer is `borders`; as many end with one.
+    `borders` stages of these layers begin with an equal layer, and as many end with one.
     """
 
     parameter_bytes: int
@@ -212,7 +212,7 @@ def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float
 
     GPipe and 1F1B: stage s computes nothing before the first microbatch has passed the stages
     before it, nor after the last one has begun its way back through them, so T ≥ Σ_{j<s} t_j +
-    m·t_s. If all p of these are equal, with Σ t = L:
+    m·t_s. If these bounds are equal for all p stages, with Σ t = L:
 
         T = L ÷ (1 − (1 − 1/m)^p)
 

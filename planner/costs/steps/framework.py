@@ -51,10 +51,10 @@ class FrameworkConstants:
     process_bytes: int
     margin: float
     host: HostWork
-    host_memory_share: float  # of the raw rate of the host's memory, which its optimizer reaches
-    host_link_share: float  # the same of the link between host and device
+    host_memory_share: float  # of the raw rate of its memory: what the optimizer reaches
+    host_link_share: float  # of the link's raw rate: what copies to a device reach
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 states, measured
-    optimizer_tensor_seconds: float = 0.0  # of each parameter, however small, measured
+    optimizer_tensor_seconds: float = 0.0  # per parameter tensor, measured
     # ZeRO-1 gathers beside the next forward; printed scripts finish gathering before it
     gathers_ahead: bool = False
     # products add gradients to fp32 sums and the optimizer's kernel casts, as Megatron's do
@@ -199,7 +199,7 @@ def optimizer_seconds(
     % instead of 5.3 %; 5.5 % with the constants of framework.toml fitted anew, on rows held out).
 
     Leaves out the launches of many small parameters. A profile measures the time per element on
-    fp32 state, clipping included. The copies then take their share of it:
+    fp32 state, clipping included. Copies are added in proportion to their bytes:
 
         seconds  =  parameters · element_seconds · (1 + copies ÷ 40)
     """
@@ -222,7 +222,7 @@ def update_seconds(
     rates: Throughput,
     host: HostShare,
 ) -> float:
-    """Return the seconds in which a rank steps its part, on the device or on the host."""
+    """Return the optimizer's seconds for a rank's part, on the device or on the host."""
     parameters = trainable / arrangement.optimizer_ranks
     if arrangement.offload.has_states:
         return host_optimizer_seconds(parameters, arrangement, constants, host)

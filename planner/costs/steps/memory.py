@@ -47,7 +47,7 @@ def most_of_microbatches(
     """Return the peak if several microbatches accumulate into gradients.
 
         activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
-                       and Σ saved · microbatches unanswered where the backward is not split
+                       or Σ saved · microbatches unanswered, for stages without split backward
         work         = what the running stage needs besides (`_work`)
 
     Both are taken at the moment at which their sum is greatest.
@@ -110,7 +110,7 @@ def work_bytes(load: StageLoad, arrangement: Arrangement) -> int:
 def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return a layer's need beyond its transient memory if ZeRO-2 or 3 shards its state.
 
-    Its whole gradient exists only after the ops behind its last weights (the loss behind the head)
+    The whole gradient exists only after the ops behind the last weights (the loss behind the head)
     have freed their memory. So it is added to the need of ops with weights.
     """
     if not arrangement.divided.shards_modules:

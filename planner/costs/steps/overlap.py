@@ -107,7 +107,7 @@ def sharded_forward(
 ) -> Overlapped:
     """Return a forward of ZeRO-3 (fully_shard): layer k + 1 is gathered while layer k computes.
 
-        step = G(0) + Σ_k max(forward(k), G(k + 1))        for slowdown 0
+        seconds = G(0) + Σ_k max(forward(k), G(k + 1))     for slowdown 0, with the gathers G
 
     A gather starts when the layer before starts to compute, as fully_shard prefetches one layer.
     Leaves out copying out of the gathered buffer, which runs on the compute stream.
@@ -131,9 +131,9 @@ def sharded_backward(
     """Return a backward of ZeRO-3 (fully_shard): gathers ahead, gradients reduce-scattered after.
 
     In reverse order, while layer k computes its backward, the gradients of layer k + 1 are
-    reduce-scattered, then layer k − 1 is gathered:
+    reduce-scattered (R), then layer k − 1 is gathered (G):
 
-        step = G(n − 1) + Σ_k max(backward(k), R(k + 1) + G(k − 1)) + R(0)       for slowdown 0
+        seconds = G(n − 1) + Σ_k max(backward(k), R(k + 1) + G(k − 1)) + R(0)    for slowdown 0
 
     A gather waits for the reduction issued before it. If gathers take no time
     (reshard_after_forward is False), computing never waits. With recomputation the backward seconds

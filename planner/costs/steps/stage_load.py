@@ -26,7 +26,7 @@ from autopar.planner.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Consecutive equal layers: what the collectives of the data axis depend on."""
+    """Consecutive equal layers, with what the time of their data-axis collectives depends on."""
 
     load: LayerLoad
     statistics: Statistics
@@ -166,7 +166,7 @@ class RankGroups:
     replicas: GroupShape
     neighbours: GroupShape  # of two consecutive stages
     ends: GroupShape  # of the first and the last stage
-    stages: GroupShape  # all of a pipeline
+    stages: GroupShape  # of all stages of a pipeline
     stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
     host: HostShare  # the least of all devices
     peak_flops_per_second: float
@@ -197,7 +197,7 @@ def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
-    """Return the seconds to all-reduce a size over a group."""
+    """Return the seconds to all-reduce this many bytes over a group."""
     return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 

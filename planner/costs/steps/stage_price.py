@@ -147,7 +147,7 @@ def _gathering(groups: DataGroups) -> Seconds:
 
 
 def _reducing(groups: DataGroups) -> Seconds:
-    """Return the formula for the seconds of a reduction, by the bytes of the gradients."""
+    """Return a function from the bytes of gradients to the seconds of their reduction."""
     parts = groups.shard.ranks if groups.zero.divides_optimizer else 1
     return _then(_summing(groups), groups.to_host_byte_seconds / groups.gradient_share / parts)
 

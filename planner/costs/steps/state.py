@@ -55,7 +55,7 @@ def host_bytes(held: Held, arrangement: Arrangement) -> int:
 
     With 16-bit weights, states include the fp32 weights. fully_shard has its parts of frozen
     parameters there, too. Without it, the gradients of several microbatches are added on the host,
-    and those that arrive take a little more.
+    and arriving ones take up to 32 MiB more.
     """
     if not arrangement.offload.has_states:
         return 0
@@ -117,7 +117,7 @@ def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) 
 
 
 def _sharded_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
-    """Return what fully_shard divides of parameters, beside the fp32 copy of trained ones."""
+    """Return the bytes of parameters that fully_shard divides, without trained ones' fp32 copy."""
     is_half = arrangement.precision.is_half
     return 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
 

@@ -1,7 +1,7 @@
 """Combines stages, schedule, data parallelism and optimizer into the time of a step.
 
     step = first gather + pipeline(m microbatches) + last reduction + sum of tied weights' gradients
-           + optimizer + framework
+           + optimizer + framework (the host's work once per step)
 
 Stages are given in their order in the model; the schedule determines which rank runs which. If a
 pipeline rank has unlike devices, its layers have the costs of the slowest (`slowest` in

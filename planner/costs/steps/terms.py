@@ -23,7 +23,7 @@ _ROUNDING = 1e-12  # of a sum, far smaller than any bubble
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """The inputs of a step's terms."""
+    """The figures from which the terms of a step are computed."""
 
     arrangement: Arrangement
     loads: tuple[StageLoad, ...]
@@ -34,8 +34,8 @@ class StepTerms:
     last_reduction_seconds: float
     tied_seconds: float
     optimizer_seconds: float
-    framework_step_seconds: float
-    framework_action_seconds: float
+    framework_step_seconds: float  # the host's work once per step
+    framework_action_seconds: float  # the host's work for each forward or backward
     scheduled: tuple[StageSeconds, ...]  # of a microbatch, as the schedule runs each stage
     is_host_measured: bool = False  # optimizer and framework were measured on these devices
     is_net_measured: bool = False  # latency and rate of every link were measured
@@ -56,8 +56,8 @@ class Busiest:
     compute_seconds: float
     recompute_seconds: float
     tensor_seconds: float
-    data_seconds: float  # waits within the microbatches
-    framework_seconds: float
+    data_seconds: float  # waits for collectives of the data axis in its microbatches
+    framework_seconds: float  # the host's work around forwards and backwards
     measured_seconds: float
     stages: tuple[int, ...]
 

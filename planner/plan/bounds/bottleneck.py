@@ -6,11 +6,11 @@ most
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most; M excludes the memory that a layer needs only while it runs in this
+of the layers that repeat most; M excludes the memory that a layer needs only while it runs in its
 mode. If a rank has several stages, each has an x, a K and a share of M. Let o be the seconds of the
-longest other layer, O those of all others, and t the least seconds of a repeated layer. All layers
-fit within T only if one rank also has the layer of o, and all other layers fit into the gaps of the
-ranks:
+longest other layer, O those of all other layers, and t the least seconds of a repeated layer. All
+layers fit within T only if one rank also has the layer of o, and all other layers fit into the gaps
+of the ranks:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
@@ -78,7 +78,7 @@ class PipelineRoom:
     unsharded_bytes: float  # of one repeated layer, while it runs
     transient_bytes: float  # at least this much in every stage
     margin: float
-    is_one_pass: bool = False  # layers are freed one by one, so their needs do not add up
+    is_one_pass: bool = False  # a step has a single backward (see `_pieces`)
 
 
 def block(rows: Sequence[Modes]) -> LayerBlock:
@@ -166,7 +166,7 @@ class Places:
     ranks: tuple[_Curve, ...]
 
     def least(self, weights: Sequence[float], layers: float, *, within_seconds: float) -> float:
-        """Return the least Σ weight · layers over the ranks; weights are ascending."""
+        """Return the least Σ weight · layers if the ranks share these layers; weights ascend."""
         total = 0.0
         for weight, curve in zip(weights, self.ranks, strict=True):
             here = min(layers, curve.whole(within_seconds))

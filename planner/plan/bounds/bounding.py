@@ -89,8 +89,8 @@ class LayoutFacts:
         """Return the least transient memory of every stage.
 
         With a pipeline it is 0, since a stage may lack the layers that need it. Without one, the
-        single stage runs every layer. In the only backward of a step, the last layer alone runs
-        while everything is saved.
+        single stage runs every layer. If a step has only one backward, only the need of the last
+        layer counts: no other layer runs while everything is saved.
         """
         if arrangement.pipeline > 1:
             return 0
@@ -307,7 +307,7 @@ class Bounds:
         return self.questions.constants.context_bytes + held
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
-        """Return the facts of one layout solution, at their minimum over devices."""
+        """Return the facts of one layout solution, each at its minimum over devices."""
         key = inside_of(arrangement, solution), self.questions.kinds(arrangement)
         if key not in self._facts:
             self._facts[key] = facts_of(self._row(*key))

@@ -42,7 +42,7 @@ Own = TypeVar("Own")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSaving:
-    """A step of more recomputation: how many saved bytes some layers free, and the seconds."""
+    """A step to more recomputation: the saved bytes that it frees, and the seconds it takes."""
 
     size_bytes: int
     seconds: float

@@ -194,7 +194,7 @@ class StepBound:
         return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
 
     def _filling(self, even: float, pressed: Pressed, repeated: LayerBlock) -> float:
-        """Return the bound of zero bubble with one stage per rank, including the time to fill.
+        """Return the bound of zero bubble with one stage per rank, with the time to fill the ranks.
 
         Before its first backward, rank r computes K_r forwards (min(m, p − r) in ZB-H1). This
         backward comes after all forwards of a microbatch, and after the input gradients of the

@@ -211,7 +211,7 @@ class Constraints:
     # rows are mixed: the tensor axis may split a batch, the data axis may not
     shares_rows: bool = False
     statistics_apart: bool = False  # batch norms may take statistics per microbatch
-    one_microbatch: bool = False  # batch norms may not: each data rank has all of its rows at once
+    one_microbatch: bool = False  # batch norms need all rows of a data rank at once
     steps_once: bool = False  # no two data ranks update the same element of a parameter
     declared: tuple[Declared, ...] = ()
 
@@ -309,7 +309,7 @@ def covers(modules: str, path: str) -> bool:
     return modules == "*" or any(fnmatchcase(outer, modules) for outer in around)
 
 
-_MOST_TOLD = 12
+_MOST_LISTED = 12  # names in a hint
 
 
 def check_names(
@@ -360,4 +360,5 @@ def _hint(name: str, known: tuple[str, ...]) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.4)
     if near:
         return f": did you mean {near[0]!r}?"
-    return f": there are {', '.join(known[:_MOST_TOLD])}{', …' if len(known) > _MOST_TOLD else ''}"
+    more = ", …" if len(known) > _MOST_LISTED else ""
+    return f": there are {', '.join(known[:_MOST_LISTED])}{more}"

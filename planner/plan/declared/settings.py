@@ -194,7 +194,8 @@ class DemandOptions(TypedDict, total=False):
     compile: Annotated[str | None, DemandSetting(
         place="compile", field="compile", read=_named(Compile),
         say="compile {value}", metavar="WHAT", example='"layers"',
-        text="layers: by torch.compile, each for itself; none; by default GPUs do what is faster",
+        text="layers: torch.compile takes each layer separately; none: no compilation; default: "
+        "on GPUs whichever is predicted faster",
     )]
     float8: Annotated[str | None, DemandSetting(
         place="float8", field="float8", read=_named(Float8),
@@ -204,8 +205,8 @@ class DemandOptions(TypedDict, total=False):
     offload: Annotated[str | None, DemandSetting(
         place="offload", field="offloads", read=lambda value, where: (_read_offload(value, where),),
         say="offload {value}", metavar="WHAT", example='"optimizer"',
-        text="optimizer: its states lie in the host's memory, where it steps; none; by default as "
-        "it pays",
+        text="optimizer: gradients and optimizer states are in host memory, and the CPU does the "
+        "step; none; default: whichever plan is better",
     )]
     max_tp: Annotated[int | None, DemandSetting(
         place="limits.tp", field="max_tensor", read=read_count,
@@ -235,7 +236,8 @@ class DemandOptions(TypedDict, total=False):
     objective: Annotated[str | None, DemandSetting(
         place="objective", field="objective", read=_named(Objective),
         say="objective {value}", metavar="WHAT", example='"step-time"',
-        text="least step-time (the default), memory, or cost, which also chooses among --gpus 1,2",
+        text="what to minimise: step-time (the default), memory, or cost; if given, it also "
+        "chooses among --gpus 1,2",
     )]
     samples: Annotated[Figure, DemandSetting(
         place="samples", field="samples", read=read_units,
@@ -304,7 +306,7 @@ _IN_FILES_ALONE = (
     DemandSetting(
         place="choices.microbatch_statistics", field="statistics_apart", read=_read_truth,
         say="statistics of microbatches: {value}", example="false",
-        text="true: batch norms may take those of each microbatch by itself",
+        text="true: batch norms may compute their statistics from one microbatch at a time",
     ),
     DemandSetting(
         place="choices.bucket_sizes", field="bucket_bytes", read=_each(_read_bucket),

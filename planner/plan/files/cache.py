@@ -110,7 +110,7 @@ class CachedSearch:
 class CachedScript:
     """The script of a plan, and notes to read before running it.
 
-    `lost` are layers that the plan recomputes without a module call: there is no script then.
+    `lost` are layers that the plan recomputes, but no module call runs: then there is no script.
     """
 
     text: str = ""
@@ -197,7 +197,7 @@ class Cache:
                 if kind is CachedModel and not changed.endswith(".py"):
                     self.told(f"the model is traced again: {changed} has changed")
                 return None
-            os.utime(place)  # it was used
+            os.utime(place)  # used now: others are removed first
         except (InputError, ValueError, OSError, RecursionError):
             return None
         content: _Content = entry.content
@@ -265,7 +265,7 @@ class Question:
         return None
 
     def _asked(self) -> Iterator[Question]:
-        """Yield the questions whose answers may serve for this one, first those for any rows."""
+        """Yield the questions whose answers may serve for this one; those for any rows first."""
         for rows, compiles in dict.fromkeys(product((None, self.rows), (self.compiles, True))):
             yield replace(self, rows=rows, compiles=compiles)
 

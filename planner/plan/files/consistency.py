@@ -40,7 +40,7 @@ def faults_of(plan: StoredPlan) -> Iterator[str]:
 
 
 def _words(plan: StoredPlan) -> Iterator[str]:
-    """Yield a fault for each word that is not one of those allowed."""
+    """Yield a fault for each unknown word, and for arguments that occur twice."""
     known = (
         ("objective", plan.objective, Objective),
         ("machines.backend", plan.machines.backend, Backend),

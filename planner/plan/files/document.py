@@ -54,7 +54,7 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRun:
-    """A number of equal consecutive units of a level."""
+    """A number of equal consecutive units: of groups of ranks that a link joins."""
 
     count: Degree
     unit: Unit

@@ -243,7 +243,7 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
-# For each field: the class of its rows, that of its objects, and a mapping's key attribute, or "".
+# For each field: the class of its rows, that of its objects, and of a mapping the key's attribute.
 _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
     {
         "ops": (OpRow, Op, ""),

@@ -1,4 +1,4 @@
-"""Searches a tree best first: expands the node with the lowest bound until a leaf is on top.
+"""Searches a tree best first: expands the node of lowest bound until a leaf tops the queue.
 
 Before the first leaf, the deepest node is expanded, unless its bound is far above the lowest. So a
 search that is stopped early has a result, and one that goes on has a value to beat.
@@ -85,7 +85,7 @@ def best_first(
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
     watch: Callable[[float], None] = lambda _: None,
 ) -> Outcome[Item, Leaf]:
-    """Expand nodes until `enough` accepts the number of leaves on top so far, or time is up.
+    """Expand nodes until `enough` accepts how many leaves topped the queue, or time is up.
 
     Before a node is expanded, `watch` is given the least bound of the node, the queue and what is
     unproved; nodes that are `is_last` are not counted. A bound that a parent has already proved

@@ -1,4 +1,4 @@
-"""Turns constraints into the programs' terms, or says why no plan fits."""
+"""Turns constraints into rules, limits and choices of a search, or says why no plan fits."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def demands_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 def learning(subject: SearchSubject) -> Iterator[bool]:
     """Yield for each layer whether it is trained or passes gradients on.
 
-    Other layers are computed wherever they are needed, so a stage with none but them is empty.
+    Other layers are computed wherever they are needed, so a stage of only these would be empty.
     """
     for layer in subject.layers.layers:
         yield any(map(subject.graph.learns, layer.ops))
@@ -180,9 +180,9 @@ def choices_of(subject: SearchSubject, cluster: Cluster, constraints: Constraint
 
 
 def _compiles(cluster: Cluster, constraints: Constraints) -> Iterator[Compile]:
-    """Yield what may be compiled: as declared, or by default nothing.
+    """Yield what may be compiled: as declared; by default nothing and, on GPUs, layers.
 
-    By default, GPUs may also compile layers, if all pinned recompute modes work in compiled layers.
+    By default, layers are left out if a pinned recompute mode does not work in compiled layers.
     """
     if constraints.compile is not None:
         yield constraints.compile

@@ -1,4 +1,4 @@
-"""Lists the points of the search space, their variants, and orders of unlike nodes.
+"""Lists the points of the search space and their variants (space.py), and orders of unlike nodes.
 
 Also distributes a batch over unlike devices. A step has m microbatches, each of B rows over all
 data ranks; each of the n_k devices of kind k takes r_k of these rows:
@@ -52,7 +52,7 @@ Seconds = Callable[[Device, int], float]  # of a number of rows, forward and bac
 def uneven(
     point: Arrangement, cluster: Cluster, *, global_batch: int, least: int, seconds: Seconds
 ) -> Iterator[Arrangement]:
-    """Yield a point that has only data ranks, with rows that suit its unlike devices.
+    """Yield variants of a point of data ranks alone, with rows that suit its unlike devices.
 
     `least` is the fewest rows of a microbatch.
     """
@@ -68,7 +68,7 @@ def uneven(
 def _shares(
     counts: Counter[Device], block: int, least: int, seconds: Seconds
 ) -> Iterator[Mapping[Device, int]]:
-    """Yield the best distributions of a block, except the even one."""
+    """Yield the best distributions of a microbatch's rows (`block`), except the even one."""
     found = [rows for rows in _every(counts, block, least) if len(set(rows.values())) > 1]
     if len(found) > MOST_SHARES:
         even = max(1, block // counts.total())
@@ -85,7 +85,7 @@ def _shares(
 
 
 def _every(counts: Counter[Device], block: int, least: int) -> Iterator[Rows]:
-    """Yield distributions of a block's rows, up to a large number."""
+    """Yield distributions of a microbatch's rows (`block`), up to a large number of them."""
     kinds = list(counts.items())
 
     def shared(place: int, left: int) -> Iterator[dict[Device, int]]:
@@ -145,8 +145,8 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
     """Return each variant alone, except ZeRO-2 and 3, which join the family of ZeRO-1.
 
     A family has one schedule. ZeRO-2 and 3 communicate more than ZeRO-1 and update as fast, so if
-    ZeRO-1 fits, they cannot be better. The same holds for an optimizer on the host, which steps
-    more slowly, beside any other variant.
+    ZeRO-1 fits, they cannot be better. A variant with the optimizer on the host joins a family,
+    too, because its optimizer is slower.
     """
     heads: dict[tuple[object, ...], list[Arrangement]] = {}
     families = []
@@ -298,7 +298,7 @@ class Points:
         )
 
     def _most_tensor(self) -> int:
-        """Return the largest tensor degree: the largest node's devices, unless one is demanded.
+        """Return the largest tensor degree: the largest node's devices, unless another is demanded.
 
         Beyond a node's links the tensor axis would wait for the network in every layer. If it may
         split the batch, it may have all devices.

@@ -155,7 +155,7 @@ def _listed(legal: Sequence[Degrees]) -> str:
 
 
 def _nearest_batches(devices: int, conflict: Sequence[Declared], batch: BatchFacts) -> str:
-    """Return the nearest batches that the rest of a minimal conflict allows."""
+    """Return the batches nearest to the demanded one that the rest of the conflict allows."""
     wanted = constraints_of(conflict).global_batch
     assert wanted is not None
     others = constraints_of(one for one in conflict if one.field != "global_batch")

@@ -61,7 +61,7 @@ class Questions:
     def asked(
         self, arrangement: Arrangement, solution: int, lines: LinePrice | None = None
     ) -> StageQuestion:
-        """Return the stage question of an arrangement, in the layouts of one solution."""
+        """Return the stage question of an arrangement, in layout solution number `solution`."""
         sizes = self.demands.bucket_bytes
         inside = inside_of(arrangement, solution, lines)
         return StageQuestion(
@@ -87,7 +87,7 @@ class Questions:
         return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
     def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return each pipeline rank's memory limit: the least of its devices."""
+        """Return each pipeline rank's memory limit: the least of its devices' limits."""
         limits = self.demands.limit_bytes
         kinds = self.kinds(arrangement)
         least = [min(limits[share.device.name] for share in own) for own in kinds]
@@ -114,7 +114,7 @@ class Questions:
         return tuple(tuple(RowShare(device, rows) for device in own) for own in kinds)
 
     def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
-        """Return each pipeline rank's value, from those of the kinds."""
+        """Return a value for each pipeline rank, from one for each kind of rank."""
         if len(values) == 1:
             return (values[0],) * arrangement.pipeline
         degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
@@ -136,7 +136,9 @@ def inside_of(arrangement: Arrangement, solution: int, lines: LinePrice | None =
 
 _ENDLESS = float("inf")
 _SAME = 1e-3  # of the step: closer steps count as equal
-_TRIES = (8.0, 4.0, 2.0, 1.0)  # prices of all lines together, as multiples of the allowed slowdown
+# prices to try, the highest first: what printing every line costs, as a multiple of the allowed
+# slowdown
+_TRIES = (8.0, 4.0, 2.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class Candidate:
     """A solved arrangement."""
 
     arrangement: Arrangement
-    solution: int
+    solution: int  # the number of its layouts among `PriceBook.solutions`
     stages: tuple[PlannedStage, ...]
     prediction: Prediction
     lines: LinePrice | None = None  # see `Inside`
@@ -170,7 +172,7 @@ class SolvedArrangement:
 
 
 def _nothing(_: int) -> float:
-    """Return 0, a lower bound of any layout solution."""
+    """Return 0, a lower bound of the step in any layouts."""
     return 0.0
 
 
@@ -209,9 +211,9 @@ class ArrangementSolver:
     ) -> SolvedArrangement:
         """Return the fastest candidate of an arrangement, within the effort.
 
-        The fastest layouts are tried first. Slower ones may need less memory, or have less to
-        reduce. They are skipped if their bound by `least` is not better than the best result so
-        far, or than `known_seconds`.
+        The fastest layouts are tried first. Slower ones may need less memory, or have fewer
+        gradients to sum over the data axis. They are skipped if their bound by `least` is not
+        better than the best result so far, or than `known_seconds`.
         """
         best: Candidate | None = None
         bound, report, is_final = _ENDLESS, NOTHING_SOLVED, True

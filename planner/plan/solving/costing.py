@@ -178,7 +178,7 @@ class PriceBook:
 
     @cached_property
     def structure(self) -> Structure:
-        """What equal layers have in common; built for the first layout that is not recalled."""
+        """What all layout problems share; built for the first one that is not recalled."""
         return structure_of(self.subject.graph, self.subject.axes, self.subject.layers)
 
     def _program(self, of: Inside | Arrangement) -> LayoutProgram:

@@ -1,4 +1,4 @@
-"""Layouts of a model and its layers' prices at each place, kept for later searches."""
+"""Layouts and prices of a model's layers at each place (`Place`), kept for later searches."""
 
 from __future__ import annotations
 
@@ -115,13 +115,13 @@ def _numbered(inside: Inside, share: RowShare, row: tuple[Modes, ...]) -> Priced
 class Prices:
     """Prices and layouts of a model so far, shared with searches on other machines.
 
-    `recall` returns what an earlier process has kept of a place.
+    `recall` returns the prices of a place that an earlier process has kept on disk.
     """
 
     recall: Callable[[Place], PricedPlace | None] = lambda _: None
     pricers: dict[tuple[RowShare, Compile], OpPricer] = field(default_factory=dict)
     places: dict[Place, PlacePrices] = field(default_factory=dict)
-    _recalled: dict[Place, int] = field(default_factory=dict)  # the sizes at first
+    _recalled: dict[Place, int] = field(default_factory=dict)  # the sizes when they were recalled
 
     def at(self, place: Place) -> PlacePrices:
         """Return the prices at a place, to which more are added."""

@@ -55,7 +55,7 @@ class Timeline:
     microbatches: int
     is_whole: bool  # it has every microbatch of the step
     pipeline_seconds: float  # of these microbatches
-    rest_seconds: float  # of a step after its pipeline: last reductions, optimizer, framework
+    rest_seconds: float  # of a step outside of its pipeline: gathers, reductions, optimizer, …
 
 
 def timeline_of(plan: StoredPlan) -> Timeline:
@@ -176,7 +176,7 @@ _FREES = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What a rank holds from one moment to the next one."""
+    """The memory of a rank from this time on, until the time of its next record."""
 
     rank: int
     seconds: float

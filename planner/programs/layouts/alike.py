@@ -1,8 +1,8 @@
 """Finds ops at equal positions in layers of several classes, so that they are split alike.
 
-Such layers differ a little: only some have adapters, and nothing is trained before the first
-adapter; the first layers of a mixture of experts are dense. A script prints the code that they
-share only once if their ops are split alike.
+Layers of several classes may differ only a little: some of them have adapters, and nothing is
+trained before the first adapter; or the first layers of a mixture of experts are dense. A script
+prints the code that such layers share only once, if their ops are split alike.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _Ends = list[tuple[int, _KeyOf]]  # nodes, each with the key of its choices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Finds nodes at equal positions in several layer classes, and which choices split alike."""
+    """Finds nodes at equal positions of layer classes, and the choices that split them alike."""
 
     graph: Graph
     axes: GraphAxes
     layers: Layers
 
     def alike(self, nodes: Sequence[LayoutNode]) -> Iterator[SameChoices]:
-        """Yield the choices of nodes in several layer classes that go together."""
+        """Yield pairs of nodes of several layer classes, with their choices that go together."""
         places: dict[Hashable, _Ends] = defaultdict(list)
         counts: Counter[Hashable] = Counter()
         made_by = {out: (number, k) for number, k, out in _made_tensors(nodes)}
         for number, node in enumerate(nodes):
             place = self._place_of_op(node)
             if place is not None:
-                counts[node.layer_class, place] += 1  # numbered among equal ops of its call
+                counts[node.layer_class, place] += 1  # numbers equal ops of one call
                 places[place, counts[node.layer_class, place]].append((number, self._strategy))
         for place, tensor in self._results():
             if tensor in made_by:
@@ -60,7 +60,7 @@ class Kinds:
         return self._within(node.op.call, layer), own.class_name, node.op.target, shapes
 
     def _results(self) -> Iterator[tuple[Hashable, str]]:
-        """Yield the results of calls in each class's first layer, each after its position."""
+        """Yield (position, tensor) for each result of a call in each class's first layer."""
         layers = filter(None, map(self._layer_of, range(len(self.layers.classes))))
         inside = [(call, layer) for layer in layers for call in self.graph.index.ops_in]
         for call, layer in inside:
@@ -88,9 +88,9 @@ class Kinds:
         return self._key_of(choice.strategy.gives[output])
 
     def _key_of(self, layout: Layout) -> Hashable:
-        """Return a key of a layout; I and R have the same, because one of two layers may be frozen.
+        """Return a key of a layout; the same for I and R, because one of two layers may be frozen.
 
-        A frozen layer has no gradients, so its tensors are never R.
+        A frozen layer has no gradients, so its tensors are I where those of the other are R.
         """
         if layout.kind is LayoutKind.SPLIT:
             return layout.dim, self.axes.names[layout.axis]

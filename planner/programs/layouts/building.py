@@ -43,8 +43,8 @@ def keeps_of(
 ) -> Iterator[Keep]:
     """Yield the tensors that ops of a layer keep for the backward, each with these ops.
 
-    Tensors in one memory count once. An op keeps its input in the layout that it needs: after a
-    gather, the gathered copy.
+    Tensors that share memory count once. An op keeps its input in the layout that it needs: after
+    a gather, it keeps the gathered copy.
     """
     held: dict[tuple[int, str], list[_Held]] = defaultdict(list)
     for i, node in enumerate(nodes):
@@ -69,7 +69,7 @@ def _keep(holders: Sequence[_Held], count: int, memory_bytes: BytesOf) -> Keep:
 
 
 def _layouts(node: LayoutNode, name: str) -> tuple[Layout, ...]:
-    """Return the layout that an op's input, or else output, has in each of the op's choices."""
+    """Return the layout of a tensor, an input or output of the op, in each of the op's choices."""
     if name in node.op.inputs:
         place = node.op.inputs.index(name)
         return tuple(choice.needs[place] for choice in node.choices)
@@ -81,8 +81,8 @@ def _form(layout: Layout) -> str:
     return layout.axis if layout.kind is LayoutKind.SPLIT else ""
 
 
-# The factor of the time of a sum that is done once per step: with one microbatch, too, it is then
-# preferred to a sum in each microbatch.
+# The time of a sum that is done once per step is multiplied by this, so that it is preferred to a
+# sum in each microbatch even if a step has only one microbatch.
 ONCE_PER_STEP = 0.999
 
 Choices = Mapping[int, Sequence[Strategy]]
@@ -155,10 +155,10 @@ class _Builder:
     def _choices(self, op: Op) -> tuple[Strategy, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
-        if self.given.issuperset(op.outputs):  # a mask or positions: made whole, then cut
+        if self.given.issuperset(op.outputs):  # such as a mask: made whole, then cut
             found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
         left = permitted(op, found, place.rules, self.graph, self.axes)
-        return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
+        return tuple(self._choice(s) for s in left if self._is_unambiguous(op, s))
 
     def _choice(self, strategy: OpLayout) -> Strategy:
         return Strategy(
@@ -167,7 +167,7 @@ class _Builder:
             gives=tuple(map(self.slots.common, strategy.gives)),
         )
 
-    def _is_told_apart(self, op: Op, strategy: OpLayout) -> bool:
+    def _is_unambiguous(self, op: Op, strategy: OpLayout) -> bool:
         """Whether a split is unambiguous: no two axes of a dim have the same common name."""
         pairs = zip((*op.inputs, *op.outputs), (*strategy.needs, *strategy.gives), strict=True)
         return all(
@@ -263,7 +263,7 @@ class _Builder:
         )
 
     def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
-        """Return the seconds to sum an R parameter's gradient over ranks, once per step."""
+        """Return the seconds per microbatch of summing an R parameter's gradient over ranks."""
         if self.graph.tensors[tensor].origin is not TensorOrigin.PARAMETER or layout != REPLICATED:
             return 0.0
         once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
@@ -294,7 +294,7 @@ class _Builder:
         )  # fmt: skip
 
     def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
-        """Return the seconds of a conversion in both passes."""
+        """Return the seconds of a conversion, forward and backward together."""
         place = self.place
         return sum(
             place.pricer.conversion_seconds(tensor, produced, needed, place.degree, place.shape)

@@ -33,7 +33,8 @@ from autopar.planner.programs.solver import (
     solve,
 )
 
-# The small price of memory, so that of equally fast layouts the smallest wins; and vice versa.
+# The small price of memory where time counts, so that of equally fast layouts the smallest wins;
+# and of time where memory counts.
 _TIE = 1e-6
 MOST_NODES = 10_000  # of the solver's search, for one program; most need a few
 # Points of the front count as the same if time and memory differ by less than this share.
@@ -60,8 +61,8 @@ class Budget:
 class LinePrice:
     """The price of printed lines, and how time and memory count where lines have a price.
 
-    All lines that a script would print cost `share` of a microbatch's seconds. Sums of gradients
-    cost 1 ÷ `microbatches` of their time, because they are done once per step.
+    `share` is the cost of all lines that are printed without this price, as a fraction of a
+    microbatch's time. Sums of gradients, once per step, cost 1 ÷ `microbatches` of their time.
     """
 
     share: float
@@ -119,7 +120,7 @@ def solve_layouts(
 
 
 class LayoutProgram:
-    """The layout program of a graph for one tensor degree; each question is solved when asked."""
+    """The layout program of a graph for one tensor degree; solved when results are asked for."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class LayoutProgram:
         return tuple(map(self._as_solution, self._front.points))
 
     def simpler(self, number: int, price: LinePrice, *, is_one_stage: bool) -> LayoutSolution:
-        """Return layouts with fewer printed lines than point `number` of the front, if there are.
+        """Return layouts with fewer printed lines than point `number` of the front, if any.
 
         They are slower by less than the price of the lines that they do without. Otherwise the
         result is the point itself.
@@ -279,7 +280,7 @@ class Front:
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> SolvedPoint:
         point = self._solved(self._model, second_price=second_price, byte_price=byte_price)
-        if point is None:  # without pins, splitting nothing is a solution
+        if point is None:  # pins exclude the unsplit layouts
             raise InfeasibleError(
                 "no layouts split all that must be split: then an op's result would have a layout "
                 "that cannot be converted to the one that the next op needs",

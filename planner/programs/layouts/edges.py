@@ -42,7 +42,7 @@ class KeptOfOp(Protocol):
 
 
 class MemoryOf(Protocol):
-    """Knows in whose memory a tensor lies."""
+    """Knows which tensor owns the memory of another."""
 
     def root(self, name: str) -> str:
         """Return the tensor that owns this tensor's memory."""
@@ -57,7 +57,7 @@ class LayoutPricer(Protocol):
 
     @property
     def memory(self) -> MemoryOf:
-        """In whose memory each tensor lies."""
+        """Which tensor owns the memory of each tensor."""
 
     def cost(self, op: Op, split: OpSplit | None) -> SecondsOf:
         """Return the seconds of an op, whole or split."""
@@ -97,7 +97,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """The nodes: the ops of each class's first layer, each for all ops at its position."""
+    """The nodes: the ops of each class's first layer, each for its equals in other layers."""
 
     ops: tuple[Op, ...]
     classes: tuple[int, ...]  # the class of each node
@@ -199,11 +199,11 @@ def _needs_of(
 class Conversions:
     """The conversions of a graph's tensors, at one batch size.
 
-    A computed tensor is cut into shards, or gathered, only if a shard is one block of each part. A
-    parameter is cut into shards before the training, so these may have any form; they are never
-    gathered. Not converted are a buffer that the model writes to; memory that is written under one
-    name and later read under an older one, because the write would miss the copy that a conversion
-    makes; and memory that is read by strides.
+    A computed tensor is cut into shards, or gathered, only if a shard is one block of the dim (of
+    each part of a concatenated dim). A parameter is cut into shards before the training: they may
+    have any form, and are never gathered. Not converted are a buffer that the model writes to;
+    memory that is written under one name and later read under an older one, because the write would
+    miss the copy that a conversion makes; and memory that is read by strides.
     """
 
     def __init__(self, graph: Graph, axes: GraphAxes, *, batch: int) -> None:

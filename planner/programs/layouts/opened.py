@@ -68,16 +68,16 @@ def has_local_groups(op: Op, layout: OpLayout, axes: GraphAxes) -> bool:
 
 
 def size_in_arguments(op: Op, layout: OpLayout) -> Value:
-    """Return the size in an op's arguments of the dim along which its result is split, or None."""
+    """Return the argument with the size of the dim along which an op's result is split, or None."""
     made = layout.gives[0]
     if kind_of(op) is OpKind.REPEAT:
         if not is_split(made) or is_split(layout.needs[0]):
             return None
         given = argument(op, "repeats")
         return given[made.dim] if isinstance(given, tuple) else given
-    if not (told := rule_of(op.target).sizes):
+    if not (name := rule_of(op.target).sizes):
         return None
-    sizes = argument(op, told)
+    sizes = argument(op, name)
     if not is_split(made) or not isinstance(sizes, tuple) or sizes[made.dim] == -1:
         return None
     return sizes[made.dim]
@@ -196,7 +196,7 @@ class _Reader:
         )
 
     def _chain(self, call: str) -> tuple[str, ...]:
-        """Return the calls around an op that may be opened: the loss, then from the outside in."""
+        """Return what may be opened around an op: the loss function, then calls from outside in."""
         around = reversed(self.graph.index.around(call))
         return (LOSS_CALL, *(one for one in around if one not in self.small))
 
@@ -242,10 +242,10 @@ class _Reader:
         return found
 
     def _changes(self, op: Op, layout: OpLayout) -> bool:
-        """Whether an op's code is changed, or contains sizes while one of its tensors is split."""
+        """Whether a layout changes an op's code, or splits a tensor of an op that has sizes."""
         parts = any(map(is_split, (*layout.needs, *layout.gives)))
-        is_told = bool(rule_of(op.target).sizes) and parts
-        return is_told or changes_code(op, layout, self.graph, self.axes)
+        has_sizes = bool(rule_of(op.target).sizes) and parts
+        return has_sizes or changes_code(op, layout, self.graph, self.axes)
 
     def _drawing(self, node: LayoutNode) -> tuple[int, ...]:
         """Return the choices for which each rank draws its own random numbers."""
@@ -275,16 +275,17 @@ class _Reader:
             yield ConvertingCode(demand=number, consumer=len(users), classes=self._classes(calls))
 
     def _maker(self, tensor: str, user: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the calls around the op that makes a tensor; inputs belong to the outermost."""
+        """Return the calls around the op that makes a tensor; for an input, only the outermost."""
         made_by = self.graph.index.made_by
         return self._chain(made_by[tensor].call) if tensor in made_by else user[:2]
 
     def _between(
         self, maker: tuple[str, ...], user: tuple[str, ...], *, is_alone: bool
     ) -> tuple[str, ...]:
-        """Return the calls between the op that makes a tensor and its user.
+        """Return the calls in which a tensor may be converted on its way from maker to user.
 
-        The maker's own calls may convert it only for the tensor's only user.
+        These are the user's calls, from the innermost that is around both. Calls around the maker
+        alone are added only if the tensor has no other user.
         """
         shared = sum(1 for _ in _common(maker, user))
         return (*user[shared - 1 :], *(maker[shared:] if is_alone else ()))

@@ -86,7 +86,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameChoices:
-    """Choices of two nodes that go together: either both nodes take one of theirs, or neither."""
+    """Two nodes, each with some of its choices: either both take one of these, or neither does."""
 
     first: tuple[int, tuple[int, ...]]
     second: tuple[int, tuple[int, ...]]
@@ -94,7 +94,7 @@ class SameChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The nodes, sources, demands and keeps of a layout problem, and choices that go together."""
+    """The nodes, sources, demands and keeps of a layout problem; `alike` ties choices of nodes."""
 
     nodes: tuple[LayoutNode, ...]
     sources: tuple[ChoiceSource, ...]
@@ -129,8 +129,8 @@ class ConvertingCode:
     """The Python classes that may convert a demand's tensor for one of its consumers.
 
     They are in the order in which a script prefers them. `consumer` is a position in the demand's
-    consumers; the position after the last one means the slot that the tensor crosses into, or the
-    loss.
+    consumers; the position after the last one means the slot in whose layout the tensor leaves the
+    layer, or the loss.
     """
 
     demand: int
@@ -180,7 +180,7 @@ class AssignmentTotals:
 def totals(problem: Problem, assignment: Assignment) -> AssignmentTotals | None:
     """Return the costs of an assignment, or None if it is not allowed.
 
-    It is not allowed if a needed conversion does not exist, or if choices that go together differ.
+    It is not allowed if a needed conversion does not exist, or if it breaks a `SameChoices`.
     """
     if not all(_go_together(assignment, one) for one in problem.alike):
         return None

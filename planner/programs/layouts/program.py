@@ -1,29 +1,34 @@
 """The integer program of the layouts, in PuLP.
 
     x[v,c] ∈ {0,1}     op v runs as its choice c
-    u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
-    w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
-    h[g,f] ≥ 0         the kept tensor g is in memory in form f
+    u[e,l] ∈ {0,1}     slot e (a parameter, or a tensor that passes between layers) has layout l
+    w[d,k,l] ≥ 0       demand d (the use of a tensor by the ops of one layer) converts the tensor
+                       from layout k to layout l
+    h[g,f] ≥ 0         tensor g, kept for the backward, is in memory in form f (whole, or a shard)
     o[k] ∈ {0,1}       Python class k of the model is opened: the script prints its forward
 
     Families of constraints, each a function below:
     one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
     conversions        Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]
-                       where p[e,k] is Σ_(c gives k) x[v,c] of the op that makes e, or u[e,k];
-                       a slot that e crosses into is a consumer that needs its own layout;
-                       with one consumer, both are sums and equal: the relaxation is then tight
+                       where p[e,k] is 1 if source e is in layout k: Σ_(c gives k) x[v,c] of the
+                       op v that makes e, or u[e,k] if e is a slot;
+                       if the tensor leaves the layer, its slot counts as a consumer that needs
+                       the slot's layout;
+                       with one consumer, both families are equations, which makes the relaxation
+                       tight: Σ_k w[d,k,l] = Σ_(c needs l) x[v,c] and Σ_l w[d,k,l] = p[e,k]
     holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
     alike              Σ_(c in a group) x[v,c] = Σ_(c in the matching group) x[v',c]
-                       for choices that go together, of nodes at one position in similar layers
+                       for two nodes at the same position of similar layers: both take a choice
+                       of their group, or neither does
     changed code       Σ_(c changes code) x[v,c] ≤ Σ_(k has that code) o[k]
     converting code    Σ_(c needs l) x[v,c] ≤ p[e,l] + Σ_(k may convert e for v) o[k]
-                       these two only if printed lines have a price
+                       (changed and converting code: only if printed lines have a price)
     budget             saved and weight bytes ≤ budget
 
     minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
               (+ a price per printed line: of opened classes, conversions, parameters not whole)
 
-A conversion is paid once per tensor and layer, however many consumers share it.
+A conversion is paid once per tensor, layer and layout, however many consumers share it.
 """
 
 from __future__ import annotations
@@ -102,7 +107,7 @@ class LayoutModel:
         line_price: float = 0.0,
         budget_bytes: float | None = None,
     ) -> pulp.LpProblem:
-        """Return the program with this objective, under this budget."""
+        """Return the program with these prices in its objective, and under this budget."""
         program = self._model.program
         paid = second_price * self._seconds + byte_price * self._bytes + line_price * self._lines
         program.setObjective(paid)
@@ -207,7 +212,7 @@ def _require_alike(model: _Model) -> None:
 
 
 def _count_lines(model: _Model, code: PrintedCode) -> list[pulp.LpVariable]:
-    """Make o, count the printed lines of each choice, and return o."""
+    """Make the variables o, price the printed lines of every choice, and return o."""
     opened = [_binary(f"o_{k}") for k in range(len(code.lines))]
     model.lines += zip(opened, code.lines, strict=True)
     for one in code.changed:

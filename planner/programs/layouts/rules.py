@@ -141,7 +141,7 @@ def reachable(
 ) -> dict[int, tuple[Strategy, ...]]:
     """Return the choices for which every edge of their op has a matching choice at its other end.
 
-    No solution is lost: a dropped choice cannot be combined with any choice there.
+    No solution is lost: a dropped choice cannot be combined with any choice at that end.
     """
     left = {node: tuple(own) for node, own in choices.items()}
     changed = True

@@ -9,12 +9,13 @@ Why each is correct, with x the inputs, y the results, gx and gy their gradients
                  f(a, b) bilinear, a partial: Σ f(a_r, b) = f(Σ a_r, b); ga is whole, but gb is made
                  from a_r, so it is a partial sum: b is R. An added term (a bias) is P too: in any
                  other layout every rank would add it.
-    split        a letter of the op's rule, along an axis in it. Tensors with the letter
-                 are S. A result without it is a sum over it, so P. An input without it meets only
-                 a part of the positions, so its gradient is a partial sum: R; but a term added to
-                 a partial result is P. A mean divides by the whole size, not by the rank's part, so
-                 its parts add up, too. A `split_form` that adds up the ranks' parts itself gives I;
-                 its gradient gy is whole, and so is that of each input without the letter.
+    split        a letter of the op's rule, along an axis that the letter stands for. Tensors with
+                 the letter are S. A result without the letter is a sum over it, so P. An input
+                 without the letter meets only the rank's part of the positions, so its gradient
+                 is a partial sum: R; but a term added to a partial result is P. A mean divides by
+                 the whole size, not by the rank's part, so its parts add up, too. A `split_form`
+                 that adds up the ranks' parts itself gives I; its gradient gy is whole, and so is
+                 that of each input without the letter.
 
 A tensor without gradient is never R, because I is the same for it.
 """
@@ -106,7 +107,7 @@ def _product_parts(dim: FlattenedDims, axis: str, batch: int) -> Parts:
 class LetterSplit:
     """Letters that are split together along an axis that all of them contain.
 
-    It is one letter, or those whose concatenation is a dim (the parts of a chunk).
+    They are one letter, or several whose concatenation is a dim (the parts of a chunk).
     """
 
     letters: tuple[str, ...]
@@ -289,17 +290,17 @@ class _Strategies:
         if self.rule.kind.is_loss:
             if self.rule.split_form is None or given.get("weight") is not None:
                 return True
-            # ranks have unequal numbers of valid targets, so their means do not make up the mean
+            # ranks have unequal numbers of valid targets, so their means do not give the mean
             return self._form(candidate) is None and given.get("reduction") != _SUM_REDUCTION
         if self.rule.kind is OpKind.BATCH_NORM:
             # each rank would use the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
         if self.rule.kind is OpKind.MEAN:
-            # a rank's number of rows varies, and terms of the loss are weighted by it
+            # rows of the batch: their number varies by rank, and weights the terms of the loss
             size = axis_size(self.axes.ops[self.op.name].letters[candidate.letter], candidate.axis)
             return not size.is_constant
         if self.rule.kind is OpKind.ATTENTION:
-            # a causal mask depends on the positions of the rank's rows
+            # a causal mask depends on the positions of the rank's queries
             return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
         return False
 

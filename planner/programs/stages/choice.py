@@ -2,12 +2,13 @@
 
     1. bound       GPipe, 1F1B: by shortest paths, which also exclude most intervals (floors.py);
                    other schedules: by a program with divisible layers (divisible.py)
-    2. first cut   that of the bound is priced exactly; its borders are moved while that helps
-    3. program     again and again the unpriced cut with the least bound (program.py)
+    2. first cut   the cut found with the bound is priced exactly; its borders are moved while that
+                   shortens the step
+    3. program     finds, again and again, the unpriced cut with the least bound (program.py)
 
-The program's cut is priced and excluded, and its critical path becomes a row. So the program's
-bound rises until it reaches the best known cut, which is then optimal. If the effort ends before,
-the bound tells how much better another cut may be at most.
+Each cut that the program finds is priced, then excluded, and its critical path becomes a row. So
+the program's bound rises until it reaches the best known cut, which is then optimal. If the effort
+ends earlier, the bound tells by how much another cut may be better at most.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 _BETTER = 1.0 - 1e-9  # times the best cut's step: a step has to be shorter to be better
 _LEAST_NODES = 20  # of one program
-_NEAR = 1.1  # times the best step: moving single layers does not make up for more
+_NEAR = 1.1  # times the best step: a slower cut is not improved, moving layers gains too little
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How much may be tried for one arrangement."""
 
-    simulations: int  # of the schedule, to find chains that bound divisible layers
-    starts: int  # cuts of divisible layers whose borders are moved
+    simulations: int  # of the schedule, to find chains for the program of divisible layers
+    starts: int  # cuts found with divisible layers, whose borders are then moved
     moves: int  # moves of borders by one layer, if ranks have several stages
-    cuts: int  # priced cuts of the program
+    cuts: int  # cuts that the program finds and that are priced
     nodes: int  # of all stage programs of the arrangement together
     gap: float  # relative: bound and best cut need not be closer
     most_columns: int  # of a program; a larger one is not solved
-    is_last: bool = False  # then bounds by divisible layers are raised with whole numbers of them
+    is_last: bool = False  # only then are bounds raised with whole numbers of layers on a rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +66,7 @@ class StageAnswer:
 
 
 class Chooser:
-    """Answers a stage question; more effort goes on from the cuts and bounds found so far."""
+    """Answers a stage question; asked again, it goes on from what it has found so far."""
 
     def __init__(self, question: StageQuestion, effort: Effort, chains: Chains) -> None:
         self.question, self.effort, self.cutoff = question, effort, math.inf
@@ -83,7 +84,7 @@ class Chooser:
         self._divisible: dict[int, Divisible] = {}  # by the most layers of a stage
 
     def ask(self, cutoff_seconds: float, effort: Effort) -> None:
-        """Search from now on below a cutoff, with another effort."""
+        """From now on, look only for steps shorter than a cutoff, with this effort."""
         self.cutoff, self.effort, self.report = cutoff_seconds, effort, NOTHING_SOLVED
 
     def divisible(self) -> Divisible:
@@ -97,7 +98,10 @@ class Chooser:
 
     @property
     def top(self) -> float:
-        """The shortest step so far, or the cutoff: the bound of all cuts once none is below it."""
+        """The cutoff, or the shortest step so far if that is less.
+
+        It is a lower bound of all cuts once no cut can be below it.
+        """
         return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
     @property
@@ -172,7 +176,7 @@ class Chooser:
                 program.exclude(cut)
         for chain in self.chains:
             program.add_chain(chain)
-        bound, doubtful = 0.0, math.inf  # the least bound of cuts whose modes were not all compared
+        bound, doubtful = 0.0, math.inf  # doubtful bounds cuts whose modes were not all compared
         left = self.effort.nodes
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
@@ -236,7 +240,7 @@ def choose_stages(
 
 
 def answered(chooser: Chooser) -> StageAnswer:
-    """Return the answer of a chooser, found as its schedule allows."""
+    """Return the answer of a chooser, by the method that suits its schedule."""
     question = chooser.question
     if any(first > last for first, last in question.windows):
         return chooser.answer(math.inf)
@@ -323,7 +327,7 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
     """Return the best cut if each rank has one stage, which shortest paths bound."""
     question = chooser.question
     count, stages = len(question.classes), question.shape.stages
-    if chooser.aim < math.inf:  # prices of all intervals take longer than this bound
+    if chooser.aim < math.inf:  # quicker than pricing all intervals
         divided = _divided(chooser)
         if divided.bound_seconds + chooser.once >= chooser.aim:
             return chooser.answer(min(divided.bound_seconds + chooser.once, chooser.top))
@@ -349,7 +353,7 @@ def _along_paths(chooser: Chooser) -> StageAnswer:
 
 
 def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
-    """Return bounds of whole steps: reductions, the optimizer and other terms are added."""
+    """Return bounds of whole steps: those of the pipeline, plus reductions, optimizer, rest."""
     question = chooser.question
     floors = floors_of(question, columns, chooser.columns.transfers)
     stage = np.array([one.stage for one in columns])

@@ -15,7 +15,7 @@
     chains_are_no_longer   Σ count · t  +  Σ R of the rank on which the chain ends  ≤  T − G
 
 T is minimised. Rows of memory and chains are added when the optimum violates them: a rank's memory
-at its worst moment, and the longest chains of the schedule, which is simulated with the optimum's
+at its worst moment, and the longest chains (paths.py) of the schedule, simulated with the optimum's
 times. This ends when no chain is much longer than T − G. A chain is a lower bound for any times of
 stages. So chains that were found for other questions of this schedule (other layouts, other cuts)
 are looked through before the schedule is simulated again.
@@ -89,7 +89,7 @@ class Divisible:
         self.parts = parts_of(question, self.program, longest)
         self.unit = self._unit()
         self._sending = min(transfers[:-1], default=0.0) / self.unit
-        self._left = 0  # simulations
+        self._left = 0  # simulations that may still run
         self._is_whole = False
         self._added: set[object] = set()
         self._layers_are_used_up()
@@ -178,7 +178,7 @@ class Divisible:
                 self.program.add([*others, (splits, most)], most=most)
 
     def _tighten(self) -> bool:
-        """Add memory rows that the optimum violates, or else chains; return whether any were."""
+        """Add memory rows that the optimum violates, or else chains; return whether any are new."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
         times = np.full((len(self.parts), TRANSFER + 1), self._sending)

@@ -1,17 +1,18 @@
 """Lower bounds of cuts by shortest paths, and the parts of the programs that bound or choose cuts.
 
 A column of the stage program is a possible stage: an interval of layers, and an offer. Its times
-are the forward, the backward, its halves, and the transfer to the next stage, in a chain's order.
+are those of the forward, of the backward, of the backward's two halves, and of the transfer to the
+next stage: in the order in which a chain counts them.
 
 Shortest paths bound every cut of GPipe and 1F1B. A cut is a path: stage p leads from its first
 layer to its end. If s is the slowest stage, the step takes at least
 
-    Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
+    Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + its wait for later stages
 
 m is the number of microbatches. f and b are the forward and the backward of one, each with the
-transfer that the rank waits for; `passes` is f + b. The least sum of passes behind an interval
-bounds what its stage waits for, and so gives `own`. The least maximum over all stages is then a
-shortest path, too:
+transfer that the rank waits for; `passes` is f + b. The least sum of passes of the stages behind
+an interval bounds how long its stage waits, and so gives `own`. The least maximum over all stages
+is then a shortest path, too:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
@@ -211,7 +212,7 @@ def _walk(
     return tuple(cut)
 
 
-_SLACK = 1e-6  # of a rank's memory may be exceeded, by rounding
+_SLACK = 1e-6  # by this share, rounded sums may exceed a rank's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,7 +228,7 @@ class LayerPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PieceOnStage:
-    """A piece on a stage."""
+    """A piece as it may occur on a stage."""
 
     stage: int
     piece: LayerPiece

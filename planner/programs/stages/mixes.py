@@ -104,7 +104,7 @@ def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recom
 
 
 def _spreads(count: int, modes: int) -> list[tuple[int, ...]]:
-    """Return how many of `count` layers may run in each mode; most in the first mode come first."""
+    """Return all divisions of `count` layers among modes; the most in the first mode first."""
     if modes == 1:
         return [(count,)]
     return [
@@ -143,7 +143,7 @@ def _unbeaten(mixes: Mixes) -> Numbers:
 def hull(seconds: Sequence[float], saved: Sequence[float]) -> list[int]:
     """Return the corners of the lower hull of time over saved bytes, the fastest first.
 
-    Every mix lies above a line between two corners.
+    Every mix lies on or above the lines between neighbouring corners.
     """
     corners: list[int] = []
     for place in sorted(range(len(seconds)), key=lambda one: (seconds[one], saved[one])):
@@ -180,8 +180,8 @@ def least_seconds(question: StageQuestion) -> Floats:
 def even_cut(question: StageQuestion) -> Cut:
     """Return the cut with the least Σ (seconds of a stage)², at allowed borders; () if none is.
 
-    In a cut of k stages that is no worse than one of value Q, no stage differs from their mean μ by
-    more than d, because the others have at least the square of their mean:
+    If a cut of k stages has a sum of at most Q, no stage differs from the mean μ of the stages by
+    more than d, because the sum of the others' squares is least if these are all equal:
 
         d²  =  (Q − k · μ²) · (k − 1) ÷ k
     """

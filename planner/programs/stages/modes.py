@@ -54,7 +54,7 @@ class CutAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Floor:
-    """Excludes a cut before it is priced, if chains show that its step is not below a value."""
+    """Excludes a cut before it is priced, if chains (paths.py) show that its step is too long."""
 
     chains: Chains
     below_seconds: float  # of a whole step
@@ -142,7 +142,7 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
 
 
 def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that fit, and of which no other is as fast in every action."""
+    """Return the ways that fit, without those that another one matches in every action."""
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])
@@ -168,7 +168,7 @@ def _amounts(way: Way) -> list[float]:
 
 
 def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]) -> Way | None:
-    """Return a way that fits: the lightest, then made faster where that costs least memory."""
+    """Return a way that fits: the lightest, made faster where a second costs the fewest bytes."""
     memory = RankMemory(question, rank, offers)
     limit = memory.limit_bytes
     for _ in range(_MOST_TRIES):

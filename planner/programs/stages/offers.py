@@ -71,7 +71,7 @@ class Offer:
         return float(self.least_times[0] + max(self.least_times[1], self.least_times[2:4].sum()))
 
     def held_bytes(self, moments: Moments, place: int) -> Floats:
-        """Return this stage's bytes at each moment of its rank, without its running layer's work.
+        """Return this stage's bytes at each moment of its rank, without `work_bytes`.
 
         `place` is the stage's position among the stages of the rank.
         """
@@ -115,7 +115,7 @@ class Offers:
         return self._known[key]
 
     def _fitting(self, stage: int, content: Content) -> Iterator[Offer]:
-        """Yield the offers that fit of a rank's only stage, until no later one can be better.
+        """Yield the offers for a rank's only stage that fit, until no later one can be better.
 
         A later offer has a longer backward, beside which more of the reductions run. So offers are
         tried until one has the least possible reductions after its backward.
@@ -235,7 +235,7 @@ class Offers:
         return stage > 0 and SCHEDULES[self.question.arrangement.schedule].splits_backward
 
     def _plain(self, stage: int, content: Content) -> Offer:
-        """Return the stage without recomputation, with the least reductions of any mix."""
+        """Return the offer without recomputation, with the least reductions of any mix."""
         key = "plain", self.question.kinds[stage], stage == 0, content
         if key not in self._known:
             plain = self.exact(stage, content, (Recompute.NONE,) * len(content))

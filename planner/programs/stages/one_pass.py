@@ -1,4 +1,4 @@
-"""Finds recompute modes for the only backward of a step, which frees saved tensors on its way.
+"""Finds recompute modes if a step has only one backward, which frees saved tensors on its way.
 
 The modes of the layers fit if, for each layer l,
 

@@ -19,10 +19,10 @@ number of layers matters there. Over the columns c of each stage p,
     intervals_are_whole         Σ_c of i y[c] = u[i]
     times_are_of_columns        t[p,k] = Σ_c seconds of c in k · z[c]
     chains_are_no_longer        L ≥ Σ_p,k count[p,k] · t[p,k] + Σ reductions of the chain's rank · z
-    gathers_come_first          G ≥ first gather of p − what p waits for its first forward
+    gathers_come_first          G ≥ first gather of p − the time until p's first forward
     optimizers_end              O ≥ Σ_c of rank r optimizer seconds · z[c]
     memory_is_kept              Σ_c of rank r bytes at moment k · z[c] ≤ memory of r
-    cuts_are_excluded           Σ_p u of a cut ≤ stages − 1              for cuts priced before
+    cuts_are_excluded           Σ_p (z or u) of a cut's stages ≤ stages − 1      for priced cuts
 
 Every chain bounds a step from below, and so does the optimum. The optimum is the step of its
 columns if their times are exact and their longest chain is among the rows.

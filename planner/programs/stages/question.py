@@ -21,7 +21,8 @@ from autopar.planner.costs.steps.step import pipeline_shape
 
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of all layers
 Content = tuple[int, ...]  # the classes of a stage's layers
-# of a border between layers: (True, run) inside a run of equal layers, else (False, border)
+# the place of a border between layers: (True, run) if it is inside a run of equal layers, else
+# (False, border)
 Place = tuple[bool, int]
 
 
@@ -146,7 +147,7 @@ class StageQuestion:
 
     @cached_property
     def run_numbers(self) -> tuple[int, ...]:
-        """The number of each layer's run: of equal layers between which stages may meet."""
+        """The number of each layer's run: equal layers in a row, between which stages may meet."""
         numbers, run = [], -1
         for place, own in enumerate(self.classes):
             if place == 0 or own != self.classes[place - 1] or not self.is_border[place]:

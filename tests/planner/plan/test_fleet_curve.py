@@ -109,8 +109,8 @@ def test_the_number_of_devices_is_chosen_by_what_is_asked(
 @pytest.mark.parametrize(
     ("places", "telling"),
     [
-        ({"deadline": "100s"}, "1,000 samples in 1.67 min: the fastest of those asked for, 16,"),
-        ({"budget": "0.1"}, "for 0.1 USD: the cheapest of those asked for, 1, costs 0.504 USD"),
+        ({"deadline": "100s"}, "in 1.67 min: 16 devices are the fastest of the numbers asked for,"),
+        ({"budget": "0.1"}, "is the cheapest of the numbers asked for, and costs 0.504 USD"),
         ({"budget": "0.5", "deadline": "300s"}, "devices that meets the deadline trains"),
     ],
 )
