@@ -85,7 +85,7 @@ def named_tensors(parts: Iterable[nn.Module]) -> Iterator[NamedTensor]:
 
 
 class Stepped:
-    """Finds the pieces of each parameter that an optimizer steps, if it steps pieces."""
+    """Finds the pieces of each parameter, if the optimizer steps pieces, not whole parameters."""
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         pieces = pieces_of(optimizer) if optimizer is not None else None
@@ -295,7 +295,7 @@ def _holders(ranks: Sequence[Sequence[_HeldShard]]) -> dict[_HeldShard, list[int
 def _parts(
     one: _HeldShard, holders: Sequence[int], load: defaultdict[int, int], piece: int
 ) -> list[Owned]:
-    """Split a shard by rows among its holders, in pieces of about `piece` elements."""
+    """Split a shard by rows among its holders, in parts of at least about `piece` elements."""
     shape = one.chunks.local_shape
     if one.is_buffer or len(holders) == 1:
         return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], held=one.chunks)]

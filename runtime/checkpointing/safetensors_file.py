@@ -31,7 +31,7 @@ _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 class HostRoom:
-    """Host memory for a copy of this rank's share; it is reused for the next checkpoint."""
+    """Host memory for a copy of this rank's share of a checkpoint; the next one reuses it."""
 
     def __init__(self) -> None:
         self._memory = _Memory(0, is_locked=False)
