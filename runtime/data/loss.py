@@ -34,8 +34,8 @@ Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 # (counts, number of parts that they come from) → the loss's divisor
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]
 
-_MOST_STEPS_BACK = 4  # ops searched backwards from a loss to its division: casts, factors
-MOST_STEPS_AHEAD = 4  # few, because host memory holds their batches
+_MOST_STEPS_BACK = 4  # ops searched from a loss back to its division, past casts and factors
+MOST_STEPS_AHEAD = 4  # steps read ahead: few, because host memory holds their batches
 
 
 def as_counted(counts: Tensor, _: float) -> Tensor:
