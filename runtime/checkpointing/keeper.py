@@ -120,7 +120,7 @@ class Keeper:
         self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
-        """Return the progress printer. A step trains on `amount` of `unit` (rows or tokens)."""
+        """Return the progress printer. A step trains on `amount` tokens or samples (`unit`)."""
         note_device(planned[0], self._mesh)
         self._progress = Progress(
             self._options,

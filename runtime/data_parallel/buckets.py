@@ -222,7 +222,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """Use the gradient of a bucket's only parameter as the buffer, if gradients go to a host."""
+        """If gradients go to the host, the gradient of a bucket's only parameter is its buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return

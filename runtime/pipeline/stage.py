@@ -347,7 +347,7 @@ class Stage(TorchStage):
         return _contiguous(gradients), groups
 
     def _start_from_weight(self, bwd_kwargs: dict[str, Any]) -> None:
-        """Start the backward of a loss from its weight."""
+        """Start the backward of a loss from its weight, so that gradients are weighted."""
         output = bwd_kwargs["stage_output"]
         loss = output[0] if isinstance(output, tuple) else output
         weight = self._weights[self._backward_microbatch].to(loss.dtype)
