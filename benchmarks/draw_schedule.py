@@ -14,7 +14,7 @@ from autopar.planner.costs.schedules.table import SCHEDULES, ScheduleKind, in_fl
 
 
 def mark(action: Action) -> str:
-    """Return the sign of an action."""
+    """Return the character that stands for an action."""
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return ","
     first = "0" if action.kind is ActionKind.FORWARD else "a"
