@@ -263,8 +263,8 @@ class Progress:
         self._metrics, self._pace = metrics, Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._compiled = compile_seconds()
-        self._compiling = 0.0  # seconds since the last line
-        self._has_compiled = False  # whether layers were compiled in this step
+        # seconds of compiling since the last line, and whether this step has compiled
+        self._compiling, self._has_compiled = 0.0, False
         self._before: tuple[int, float] | None = None  # step and loss of the last line
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
         self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
