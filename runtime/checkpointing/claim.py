@@ -299,7 +299,7 @@ def opened(
     mesh: Mesh,
     last_step: Callable[[Moment], int],
 ) -> OpenedFolder:
-    """Return the checkpoint to resume from; exit if another training writes to the folder.
+    """Find the checkpoint to resume from, and claim the folder; exit if another training has it.
 
     `last_step` returns the last step of a training that resumes from a moment. If that step is done
     already, the folder is not claimed: a named checkpoint can be evaluated while the training that

@@ -113,7 +113,7 @@ class _Staged:
 
 
 class _Memory:
-    """Host memory that the driver has pinned if it can."""
+    """Host memory; with `is_locked`, the CUDA driver pins it if it can."""
 
     def __init__(self, size: int, *, is_locked: bool) -> None:
         self.size, self.flat = size, torch.empty(size, dtype=torch.uint8)

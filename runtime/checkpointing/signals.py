@@ -205,7 +205,7 @@ _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSeconds:
-    """The median times of a part's forwards and backwards; None if there were none."""
+    """The median times of the forwards and backwards of a part (a stage); None if it had none."""
 
     forward_seconds: float | None
     backward_seconds: float | None

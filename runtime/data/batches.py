@@ -205,7 +205,7 @@ def weighed_by_rows(
 
     `rows` is the number of microbatches in a step, and the rows of each. At the end of an epoch a
     microbatch may have fewer rows, but at least `fewest`. A rank without rows for a microbatch
-    repeats earlier rows with weight 0, if the model allows it (`repeats`). Weights are for a loss
+    repeats another row with weight 0, if the model allows it (`repeats`). Weights are for a loss
     that is a mean over rows: if each rank adds up its weighted losses, the mean of these sums over
     ranks is the mean over the step's rows.
     """

@@ -209,7 +209,7 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
 
 
 def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
-    """Make the gradient of a mean over no targets zero; that of 0 ÷ 0 is nan."""
+    """Make the gradient of a mean over no targets zero: as that of 0 ÷ 0, it would be nan."""
 
     def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)

@@ -222,7 +222,7 @@ class Bucket:
         self.coming = ComingMean(buffer, self.averaging)
 
     def _take_over(self) -> None:
-        """If gradients go to the host, the gradient of a bucket's only parameter is its buffer."""
+        """With a `link`, use the gradient of a bucket's only parameter as the bucket's buffer."""
         gradient = self.parameters[0].grad
         if self.link is None or gradient is None or self.buffer is not None:
             return

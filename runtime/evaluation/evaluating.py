@@ -32,7 +32,7 @@ from autopar.runtime.recompute.written_buffers import kept_buffers
 
 @contextmanager
 def evaluated(parts: Sequence[nn.Module], mesh: Mesh, seed: int) -> Iterator[None]:
-    """Put a model into evaluation mode inside, without autograd; restore its state afterwards."""
+    """Run the code inside in evaluation mode, without autograd, and restore the model's state."""
     with untouched(parts, mesh, seed):
         for part in parts:
             part.eval()

@@ -36,8 +36,8 @@ def class_with_forward(module: nn.Module) -> type[nn.Module]:
 
     `self.forward = self.forward_train` in an __init__ would hide the forward of any subclass that
     the module is given. So this function becomes the forward of a new class, whose subclasses can
-    override it.
-    The forward of a recomputed module stays on the instance, because it calls the class's forward.
+    override it. The forward of a recomputed module stays on the instance, because it calls the
+    class's forward.
     """
     kind = type(module)
     if OUTERMOST in module.__dict__ or "forward" not in module.__dict__:

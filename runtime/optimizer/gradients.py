@@ -271,9 +271,9 @@ LEAST = 2.0**-10  # with a smaller scale, only gradients beyond 10^7 would overf
 class LossScale:
     """A loss scale that halves after an overflow on any rank.
 
-    It doubles after every `steps_until_growth` steps without an overflow.
-    In a step: backward of `loss * scale.value`, then `scale.unscale(parts)`. If that returns True,
-    the gradients are finite: clip them and step the optimizer.
+    It doubles after every `steps_until_growth` steps without an overflow. In a step: backward of
+    `loss * scale.value`, then `scale.unscale(parts)`. If that returns True, the gradients are
+    finite: clip them and step the optimizer.
     """
 
     def __init__(

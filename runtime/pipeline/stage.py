@@ -360,7 +360,7 @@ class Stage(TorchStage):
             self._buckets.take_in()
 
     def _sendable(self, output: Tensor) -> Tensor:
-        """Make a tensor contiguous for sending; for a split backward, also no view."""
+        """Make a tensor contiguous for sending; for split backwards, copy it if it is a view."""
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 

@@ -93,7 +93,7 @@ def leave(verdict: ExitReason) -> NoReturn:
     """Print a message, and end this process and, under a launcher, all other ranks.
 
     If several ranks leave, only the first one's message is printed, once per node. Every rank
-    watches the store of the rendezvous for it.
+    watches the store of the rendezvous, and leaves when another rank does.
     """
     atexit.unregister(end_all_if_early)
     room = _room()

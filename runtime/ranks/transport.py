@@ -42,7 +42,7 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 def near(x: Tensor, axis: Axis) -> Tensor:
-    """Return a tensor in memory that the axis can send from: nccl cannot from the host's."""
+    """Return a tensor, copied to the GPU if it has to be sent by nccl and lies on the host."""
     is_far = not x.is_cuda and axis.size > 1 and dist.get_backend(axis.group) == "nccl"
     return x.cuda() if is_far else x
 

@@ -65,7 +65,7 @@ class Draws:
     def one(self, generator: torch.Generator | None) -> Iterator[None]:
         """Count the code inside as one numbered draw.
 
-        It is none inside another draw, or if the constructor seeded the generator.
+        Inside another draw, or if the constructor seeded the generator, it is not counted.
         """
         number = self._numbers.get(_fresh_seed()) if is_default(generator) else None
         if number is None or self._is_inside:
@@ -79,7 +79,7 @@ class Draws:
         self.begin(number + 1)
 
     def noted(self, op: int) -> GeneratorState:
-        """Return the generator's state before an op draws; advance it without drawing.
+        """Return the generator's state before an op draws; advance the generator without drawing.
 
         If the constructor has seeded the generator, it is advanced to a placeholder for its state
         after the op.

@@ -313,7 +313,7 @@ class ConstructorRecording:
 
 @total_ordering
 class Address:
-    """The address that a recorded tensor would have: not a number, but comparisons and offsets."""
+    """The address that a recorded tensor would have: it can be compared and shifted, not read."""
 
     def __init__(self, storage: int, offset_bytes: int, recording: ConstructorRecording) -> None:
         self._place = (storage << 48) + offset_bytes
