@@ -87,7 +87,7 @@ class CheckpointOrigin:
 class ExportedWeight:
     """A weight of the exported model."""
 
-    dtype: torch.dtype  # the constructor's
+    dtype: torch.dtype  # as the constructor made it
     aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
@@ -241,7 +241,7 @@ def _as_data(one: Logical) -> dict[str, Any]:
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
 
 
-_MOST_PAIRS = 10_000_000  # of shards to compare; more pairs would take minutes
+_MOST_PAIRS = 10_000_000  # pairs of shards that are compared; more would take minutes
 _LARGEST = 2**63  # integers of a tensor are smaller
 
 

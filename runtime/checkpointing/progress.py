@@ -78,7 +78,7 @@ def told_broken(ranks: Sequence[Broken]) -> str:
 SLOW = 0.1
 _EVERY_SECONDS = 10.0
 _TRIES = 5  # the fastest one counts, because disturbances only slow a run down
-# of the product: side of the matrices, and repetitions
+# the product: side of its matrices, and how often one measurement repeats it
 _SIDES = {"cuda": (2048, 20), "cpu": (192, 1)}
 
 

@@ -151,7 +151,7 @@ class StopSignals:
 
 
 def _write_no_signals() -> None:
-    with suppress(ValueError):  # not the main thread
+    with suppress(ValueError):  # raised outside the main thread
         signal.set_wakeup_fd(-1)
 
 
@@ -302,7 +302,7 @@ class RankProfile:
     rank: int
     pipeline_rank: int
     step_seconds: float
-    compute_seconds: float  # in which at least one kernel ran, not counting communication
+    compute_seconds: float  # while at least one kernel ran, not counting communication
     memory_bytes: int | None  # peak reserved so far, on a GPU
     parts: tuple[PartSeconds, ...]
 

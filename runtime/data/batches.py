@@ -303,7 +303,7 @@ class _OwnRows:
     epochs: Epochs
     share: slice  # the rows of its microbatches that this rank reads
     seed: int
-    skip: int  # rows of all data ranks together
+    skip: int  # how many rows, of all data ranks together, are left out at the beginning
 
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
@@ -359,7 +359,7 @@ def synthetic_batches(
     block = sum(each)
     share = part_of_rows(rows_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
     whole = example_of(example_batch, microbatches * block, seed)
-    # like the batches of a loader
+    # contiguous, like the batches of a loader
     tensors = {key: value.contiguous() for key, value in whole.items()}
     own = [
         {key: value[start : start + block][share] for key, value in tensors.items()}

@@ -69,7 +69,8 @@ class GradientBuckets:
                 parameter.grad_dtype = torch.float32
         if self.averaging.ranks == 1 and self.link is None:
             return
-        # The backward reaches parameters roughly in reverse, so that the first bucket fills early.
+        # Buckets take parameters in reverse: roughly as the backward reaches them, so that the
+        # first bucket is full early.
         order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
         buckets = (
             bucket

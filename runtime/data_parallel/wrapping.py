@@ -200,7 +200,8 @@ def wrap(
     sharding = sharding_of(zero)
     if sharding.shards_modules and (mesh.data.size > 1 or offload):
         _lay_in_order(module)
-        # The planner found the layers whose outputs others write to, and these return no views.
+        # The planner has found the layers whose outputs are written to; `keep_apart` lets these
+        # return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(
             param_dtype=half,

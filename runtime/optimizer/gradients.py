@@ -119,7 +119,7 @@ def _held_by(part: nn.Module) -> Iterator[HeldGradient]:
             yield HeldGradient(name=names[id(parameter)], parameter=parameter, held=held, span=span)
 
 
-# tensors of at least this size are sent separately: copying would cost more than latency
+# larger tensors are sent one by one: copying them together costs more than another message
 _LARGE_BYTES = 2**20
 
 

@@ -258,7 +258,7 @@ def _watch(room: Room) -> None:
 
 def _leave_without_first() -> None:
     """End this process if the first rank was killed before the training was over."""
-    time.sleep(_PATIENCE_SECONDS)  # at the end of a training, this rank may end a moment later
+    time.sleep(_PATIENCE_SECONDS)  # at the end of a training, the first rank may end earlier
     if dist.is_initialized():
         say(ExitReason(FAILED, "the first rank has ended", "look at the output of rank 0"))
         _end(FAILED)

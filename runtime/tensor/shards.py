@@ -177,7 +177,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # the whole rows are first … last − 1
     if first > last:
         yield from _boxes_of_row(shape, last, start, stop)
         return
