@@ -1,4 +1,4 @@
-"""Plans BERT-large for 1 to 64 A100s joined by two networks, to see how many are worth it.
+"""Plans BERT-large for 1 to 64 A100s on each of two networks, to see how many are worth it.
 
     python benchmarks/device_curve.py [ethernet-10 infiniband-hdr] [-o FILE]
 

@@ -60,7 +60,7 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
 
 
 def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
-    """Return the constants with a point's: GEMM_KNOBS, then joules per FLOP of each generation."""
+    """Return the constants with the values of `point`: GEMM_KNOBS, joules per FLOP by family."""
     knobs: dict[str, Any] = dict(zip(GEMM_KNOBS, point, strict=False))
     gemm = replace(constants.gpu_gemm, **knobs)
     joules = dict(zip(ARCHITECTURES, point[len(GEMM_KNOBS) :], strict=True))
@@ -72,10 +72,10 @@ def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
 
 
 def set_attention(constants: ComputeConstants, point: Point, direction: str) -> ComputeConstants:
-    """Return the constants with those of a point.
+    """Return the constants with the values of `point`.
 
-    It has the share of the peak and the tail rows of each generation, then the factor for heads
-    wider than 128.
+    These are share of the peak and tail rows of each generation, then the factor for heads wider
+    than 128.
     """
     facts: dict[str, dict[str, Any]] = {
         name: {f"attention_{direction}": point[2 * i], f"{direction}_tail_rows": point[2 * i + 1]}

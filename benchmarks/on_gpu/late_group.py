@@ -66,7 +66,7 @@ class LateWork(dist.Work):
         self._written.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the result is written; on a GPU, queued: then the current stream waits."""
+        """Wait for the result; on a GPU, until it is queued: the current stream waits for it."""
         self._written.wait()
         if self._error is not None:
             raise RuntimeError(f"a message failed: {self._error}") from self._error
