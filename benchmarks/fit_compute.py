@@ -60,7 +60,7 @@ def loss(rows: Sequence[Measured], sheets: Sheets, constants: ComputeConstants) 
 
 
 def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
-    """Return the constants with the values of `point`: GEMM_KNOBS, joules per FLOP by family."""
+    """Set the values of `point`: GEMM_KNOBS, then the joules per FLOP of each architecture."""
     knobs: dict[str, Any] = dict(zip(GEMM_KNOBS, point, strict=False))
     gemm = replace(constants.gpu_gemm, **knobs)
     joules = dict(zip(ARCHITECTURES, point[len(GEMM_KNOBS) :], strict=True))
@@ -72,9 +72,9 @@ def set_gemm(constants: ComputeConstants, point: Point) -> ComputeConstants:
 
 
 def set_attention(constants: ComputeConstants, point: Point, direction: str) -> ComputeConstants:
-    """Return the constants with the values of `point`.
+    """Set the values of `point` for one direction.
 
-    These are share of the peak and tail rows of each generation, then the factor for heads wider
+    These are share of the peak and tail rows of each architecture, then the factor for heads wider
     than 128.
     """
     facts: dict[str, dict[str, Any]] = {

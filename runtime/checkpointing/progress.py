@@ -325,7 +325,7 @@ class Progress:
         compiling, self._compiling, self._has_compiled = self._compiling, 0.0, False
         device, planned_seconds, planned_mfu = self._planned
         is_as_planned = device.startswith("cpu") == (self._mesh.device.type == "cpu")
-        # no comparison if layers were compiled: this rank may have waited for others that did
+        # no comparison if layers were compiled: other ranks may have compiled longer
         against = seconds / planned_seconds if is_as_planned and not compiled else None
         return StepLine(
             step=step,
